@@ -1,0 +1,56 @@
+"""Calipers: observers that find the quantization parameters of language models.
+
+Importing this package loads nothing else; each public name is imported when first used.
+
+>>> import calipers
+>>> "minmax" in calipers.Observer.registered_names()
+True
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from calipers.errors import CalipersError, CalipersWarning
+    from calipers.observers import (
+        Observer,
+        QParamsDict,
+        flatten_for_calibration,
+        fuse_weight_observers,
+        get_observer_token_count,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CalipersError",
+    "CalipersWarning",
+    "Observer",
+    "QParamsDict",
+    "__version__",
+    "flatten_for_calibration",
+    "fuse_weight_observers",
+    "get_observer_token_count",
+]
+
+_HOMES = {
+    "CalipersError": "calipers.errors",
+    "CalipersWarning": "calipers.errors",
+    "Observer": "calipers.observers",
+    "QParamsDict": "calipers.observers",
+    "flatten_for_calibration": "calipers.observers",
+    "fuse_weight_observers": "calipers.observers",
+    "get_observer_token_count": "calipers.observers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'calipers' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""A random transformer block, measured by every observer."""

@@ -1,0 +1,1 @@
+"""The hot loops, one file per operation, in plain torch for any device."""

@@ -1,0 +1,1 @@
+"""Formats, layouts and quantization parameters: pure functions on tensors."""

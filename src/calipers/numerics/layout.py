@@ -1,0 +1,203 @@
+"""How a tensor is cut into the pieces that share one scale.
+
+Everything above this module sees one canonical view, ``(observations, *qparam_shape, group)``:
+reduce it over its first and last dimension and what is left has the shape of the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
+from torch import Tensor
+
+from calipers.errors import DivisibilityError, LayoutError, StrategyError, UnknownBaseNameError
+
+_WEIGHT = ("tensor", "channel", "group", "tensor_group", "block")
+_ACTIVATION = ("tensor", "group", "tensor_group", "token")
+_ATTENTION = ("tensor", "attn_head")
+
+STRATEGIES = {
+    "weight": _WEIGHT,
+    "input": _ACTIVATION,
+    "output": _ACTIVATION,
+    "q": _ATTENTION,
+    "k": _ATTENTION,
+    "v": _ATTENTION,
+}
+"""The strategies that each kind of tensor can be cut by."""
+
+_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+
+
+def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArgs) -> Tensor:
+    """Bring a weight, activation or attention state into the canonical view.
+
+    >>> args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+    >>> flatten_for_calibration(torch.zeros(8, 96), "weight", args).shape
+    torch.Size([1, 8, 3, 32])
+    """
+    return Layout.of(base_name, args).view(value)
+
+
+def column_order(g_idx: Tensor | None) -> Tensor | None:
+    """Return the permutation that puts the columns of each group side by side.
+
+    ``None`` stands for the order the columns already have: no ``g_idx``, or one with ``-1`` in it.
+    """
+    if g_idx is None or bool((g_idx == -1).any()):
+        return None
+    return torch.argsort(g_idx, stable=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The cut of one kind of tensor by one strategy; ``order`` permutes a weight's columns."""
+
+    base_name: str
+    args: QuantizationArgs
+    order: Tensor | None = None
+
+    @classmethod
+    def of(cls, base_name: str, args: QuantizationArgs, g_idx: Tensor | None = None) -> Layout:
+        """Check that the strategy suits the tensor, and how ``g_idx`` maps columns to groups."""
+        check_base_name(base_name)
+        if args.strategy not in STRATEGIES[base_name]:
+            raise StrategyError(strategy_name(args), base_name, STRATEGIES[base_name])
+        order = column_order(g_idx)
+        if order is not None:
+            _check_g_idx(g_idx, base_name, args)
+        return cls(base_name, args, order)
+
+    def view(self, value: Tensor) -> Tensor:
+        """Bring ``value`` into the canonical view, without a copy where strides allow it."""
+        if self.base_name == "weight":
+            return self._weight(value)
+        if value.ndim == 0:
+            raise LayoutError(f"'{self.base_name}' must have at least one dimension, got a scalar.")
+        if self.base_name in ("input", "output"):
+            return self._activation(value)
+        return self._attention(value)
+
+    def columns(self, value: Tensor) -> Tensor | None:
+        """Cut one value per input column as a row of a weight is cut: (pieces of a row, group).
+
+        ``None`` where a piece is not a run of columns of one row.
+        """
+        if self.base_name == "weight" and self.args.strategy == QuantizationStrategy.CHANNEL:
+            return value.reshape(1, -1)
+        if self.base_name == "weight" and self.args.strategy in _GROUPED:
+            return self._grouped(self._ordered(value))
+        return None
+
+    def tokens(self, value: Tensor) -> int:
+        """Count the tokens of an activation or attention state."""
+        if self.base_name in ("q", "k", "v"):
+            return value.shape[0] * value.shape[2]
+        # First-generation code observes activations without saying so: a 3-D "weight" is one.
+        if self.base_name == "weight" and value.ndim < 3:
+            return 0
+        return math.prod(value.shape[:-1])
+
+    def select_tokens(self, value: Tensor, mask: Tensor) -> Tensor:
+        """Keep the tokens that ``mask`` marks: one entry per token, zero or False for "leave out".
+
+        What comes back is an activation of shape (tokens, hidden) or attention states of shape
+        (tokens, heads, 1, head_dim): batch and sequence are no longer told apart.
+        """
+        if self.base_name == "weight":
+            raise LayoutError("A mask says which tokens count: it cannot be applied to a weight.")
+        by_token = value.transpose(1, 2) if self.base_name in ("q", "k", "v") else value
+        dims = 2 if self.base_name in ("q", "k", "v") else value.ndim - 1
+        leading = by_token.shape[:dims]
+        if mask.shape != leading:
+            raise LayoutError(
+                f"The mask must have one entry per token of '{self.base_name}', shape "
+                f"{tuple(leading)}, got {tuple(mask.shape)}."
+            )
+        kept = by_token[mask.to(device=value.device, dtype=torch.bool)]
+        return kept.unsqueeze(2) if self.base_name in ("q", "k", "v") else kept
+
+    def _weight(self, value: Tensor) -> Tensor:
+        if self.args.strategy == QuantizationStrategy.TENSOR:
+            return value.reshape(1, 1, -1)
+        if value.ndim != 2:
+            raise LayoutError(
+                f"Strategy '{strategy_name(self.args)}' needs a weight of two dimensions, "
+                f"got shape {tuple(value.shape)}. Observe a stack of matrices one by one."
+            )
+        if self.args.strategy == QuantizationStrategy.CHANNEL:
+            return value[None, :, None, :]
+        if self.args.strategy in _GROUPED:
+            return self._grouped(self._ordered(value)).unsqueeze(0)
+        return self._blocked(value).unsqueeze(0)
+
+    def _activation(self, value: Tensor) -> Tensor:
+        if self.args.strategy == QuantizationStrategy.TOKEN:
+            return value if value.ndim > 1 else value.unsqueeze(0)
+        tokens = value.reshape(-1, value.shape[-1])
+        if self.args.strategy == QuantizationStrategy.TENSOR:
+            return tokens.unsqueeze(1)
+        return self._grouped(tokens)
+
+    def _attention(self, value: Tensor) -> Tensor:
+        if value.ndim != 4:
+            raise LayoutError(
+                f"'{self.base_name}' must have shape (batch, heads, sequence, head_dim), "
+                f"got {tuple(value.shape)}."
+            )
+        tokens = value.transpose(1, 2).flatten(0, 1)
+        if self.args.strategy == QuantizationStrategy.TENSOR:
+            return tokens.flatten(1).unsqueeze(1)
+        return tokens[:, :, None, None, :]
+
+    def _ordered(self, value: Tensor) -> Tensor:
+        if self.order is None:
+            return value
+        if self.order.numel() != value.shape[-1]:
+            raise LayoutError(
+                f"g_idx has {self.order.numel()} entries for {value.shape[-1]} columns."
+            )
+        return value.index_select(-1, self.order.to(value.device))
+
+    def _grouped(self, value: Tensor) -> Tensor:
+        size, group_size = value.shape[-1], self.args.group_size
+        if size % group_size:
+            raise DivisibilityError(strategy_name(self.args), self.base_name, size, group_size)
+        return value.reshape(*value.shape[:-1], size // group_size, group_size)
+
+    def _blocked(self, value: Tensor) -> Tensor:
+        height, width = self.args.block_structure
+        padded: Tensor = maybe_pad_tensor_for_block_quant(value, (height, width))
+        rows, columns = padded.shape
+        blocks = padded.reshape(rows // height, height, columns // width, width).transpose(1, 2)
+        return blocks.flatten(-2)
+
+
+def strategy_name(args: QuantizationArgs) -> str:
+    """Return the strategy as a plain word; compressed-tensors keeps an enum or a string."""
+    return str(QuantizationStrategy(args.strategy).value)
+
+
+def check_base_name(base_name: str) -> None:
+    """Refuse the name of a tensor role that does not exist."""
+    if base_name not in STRATEGIES:
+        raise UnknownBaseNameError(base_name, STRATEGIES)
+
+
+def _check_g_idx(g_idx: Tensor | None, base_name: str, args: QuantizationArgs) -> None:
+    assert g_idx is not None
+    if base_name != "weight" or args.strategy not in _GROUPED:
+        raise LayoutError(
+            f"g_idx maps a weight's columns to groups: it has no meaning for '{base_name}' with "
+            f"strategy '{strategy_name(args)}'."
+        )
+    sizes = torch.unique(g_idx, return_counts=True)[1]
+    if bool((sizes != args.group_size).any()):
+        raise LayoutError(
+            f"g_idx must name each group {args.group_size} times (group_size); its groups have "
+            f"from {int(sizes.min())} to {int(sizes.max())} columns."
+        )

@@ -1,0 +1,105 @@
+"""From a range to scale, zero point and global scale, and what quantization makes of a tensor.
+
+The arithmetic is that of compressed-tensors, which loads and runs the result. It is called
+through here, because it turns some ranges into NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from torch import Tensor
+
+from calipers.errors import NonFiniteRangeError
+from calipers.numerics.formats import Format
+
+__all__ = ["fake_quantize", "global_scale_of", "qparams_of", "quantize_dequantize", "safe_qparams"]
+
+
+def qparams_of(
+    min_vals: Tensor,
+    max_vals: Tensor,
+    args: QuantizationArgs,
+    global_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point of each range; refuse a range that has none.
+
+    >>> args = QuantizationArgs(num_bits=8, symmetric=False)
+    >>> scale, zero_point = qparams_of(torch.tensor([0.0]), torch.tensor([2.55]), args)
+    >>> round(scale.item(), 6), zero_point.item()
+    (0.01, -128)
+    """
+    bad = ~(torch.isfinite(min_vals) & torch.isfinite(max_vals))
+    if bool(bad.any()):
+        raise NonFiniteRangeError(int(bad.sum()), bad.numel())
+    scale, zero_point = safe_qparams(min_vals, max_vals, args, global_scale)
+    if bool(torch.isfinite(scale).all()):
+        return scale, zero_point
+    # max − min is too wide for its own dtype; its scale is not.
+    wide = torch.float32 if min_vals.dtype == torch.float16 else torch.float64
+    wide_scale, zero_point = safe_qparams(min_vals.to(wide), max_vals.to(wide), args, global_scale)
+    return wide_scale.to(scale.dtype), zero_point
+
+
+def safe_qparams(
+    min_vals: Tensor,
+    max_vals: Tensor,
+    args: QuantizationArgs,
+    global_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return compressed-tensors' parameters, with zero point 0 where it divides zero by zero.
+
+    Needs no answer from the device, so that a search can call it for every candidate.
+    """
+    scale: Tensor
+    zero_point: Tensor
+    if _has_wider_scales(args, min_vals.dtype):
+        min_vals, max_vals = min_vals.float(), max_vals.float()
+    scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale)
+    if not args.symmetric:
+        low, high = Format.of(args).limits
+        empty = (min_vals >= 0) & (max_vals.clamp(min=0) / (high - low) == 0)
+        # float8 has no masked_fill; its bytes have, and zero is zero in each of these types.
+        plain = zero_point.view(torch.int8) if zero_point.dtype.itemsize == 1 else zero_point
+        plain.masked_fill_(empty.reshape(zero_point.shape), 0)
+    return scale, zero_point
+
+
+def global_scale_of(absmax: Tensor) -> Tensor:
+    """Return the global scale under which local e4m3 scales use their whole range.
+
+    >>> global_scale_of(torch.tensor(6.0))
+    tensor([448.])
+    """
+    absmax = absmax.reshape(1)
+    scale: Tensor = generate_gparam(-absmax, absmax)
+    # In float16 the quotient of a small absmax overflows, and compressed-tensors answers 1.
+    wide: Tensor = generate_gparam(-absmax.float(), absmax.float())
+    fits = wide <= torch.finfo(absmax.dtype).max
+    return torch.where(fits, scale, wide)
+
+
+def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """Return what is left of ``x`` after rounding to the grid.
+
+    ``scale`` and ``zero_point`` broadcast with ``x`` and have its dtype. Bit-equal to
+    ``fake_quantize`` without a global scale, and without its temporaries.
+    """
+    low, high = fmt.limits
+    codes = x / scale
+    if zero_point is not None:
+        codes += zero_point
+    fmt.round_(codes.clamp_(low, high))
+    if zero_point is not None:
+        codes -= zero_point
+    return codes.mul_(scale)
+
+
+def _has_wider_scales(args: QuantizationArgs, dtype: torch.dtype) -> bool:
+    """Whether scales are stored in a float type beyond ``dtype``, where the library fails."""
+    stored = args.scale_dtype
+    if stored is None or not stored.is_floating_point:
+        return False
+    return torch.finfo(stored).max > torch.finfo(dtype).max

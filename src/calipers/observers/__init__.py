@@ -1,0 +1,36 @@
+"""Observers: objects that watch tensors and find scale, zero point and global scale.
+
+The classes register themselves by name when this package is imported.
+"""
+
+from calipers.numerics.layout import flatten_for_calibration
+from calipers.observers.base import Observer, QParamsDict
+from calipers.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
+from calipers.observers.imatrix import IMatrixMSEObserver
+from calipers.observers.minmax import (
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
+    StaticMinMaxObserver,
+)
+from calipers.observers.mse import (
+    MemorylessMSEObserver,
+    MovingAverageMSEObserver,
+    NVFP4ExpandedMSEObserver,
+)
+from calipers.observers.tokens import get_observer_token_count
+
+__all__ = [
+    "FUSED_LAYER_NAMES",
+    "IMatrixMSEObserver",
+    "MemorylessMSEObserver",
+    "MemorylessMinMaxObserver",
+    "MinMaxObserver",
+    "MovingAverageMSEObserver",
+    "NVFP4ExpandedMSEObserver",
+    "Observer",
+    "QParamsDict",
+    "StaticMinMaxObserver",
+    "flatten_for_calibration",
+    "fuse_weight_observers",
+    "get_observer_token_count",
+]

@@ -1,0 +1,409 @@
+"""The base class of all observers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar
+
+import torch
+from compressed_tensors import InternalModule
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import Tensor
+from torch import distributed as dist
+from typing_extensions import Self
+
+from calipers.errors import (
+    ComplexTensorError,
+    ConfigurationError,
+    FusedStatisticsError,
+    NonFiniteError,
+    NoStatisticsError,
+)
+from calipers.kernels.extrema import Extrema, extrema
+from calipers.numerics.formats import Format
+from calipers.numerics.layout import Layout, check_base_name, strategy_name
+from calipers.numerics.qparams import global_scale_of, qparams_of
+from calipers.observers.first_generation import calculate_by_piece
+from calipers.observers.options import ObserverOptions, parse_options
+from calipers.observers.registry import Registry
+from calipers.statistics.base import Reduction
+from calipers.statistics.module import StatisticModule
+from calipers.statistics.sync import sync_statistics
+
+C = TypeVar("C", bound=type)
+
+
+class QParamsDict(TypedDict):
+    """The parameters a tensor is quantized with."""
+
+    scale: Tensor
+    zero_point: Tensor
+    global_scale: Tensor | None
+
+
+class Observation(NamedTuple):
+    """The tensor being observed right now."""
+
+    view: Tensor
+    layout: Layout
+    extrema: Extrema
+
+
+class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
+    """Watches tensors and works out the parameters to quantize them with.
+
+    A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
+    all it must do. It may declare what its fields remember (``reductions``) and which options it
+    has (``Options``; a class that declares none takes any, from ``self.args.observer_kwargs``).
+
+    :param base_name: what is observed: ``weight``, ``input``, ``output``, ``q``, ``k`` or ``v``
+    :param args: how it will be quantized; never changed
+    :param quantization_args: what the first generation of the API calls ``args``
+    :param observer_kwargs: options; they win over ``args.observer_kwargs``
+
+    >>> args = QuantizationArgs(num_bits=4, strategy="group", group_size=2)
+    >>> observer = Observer.load_from_registry("minmax", base_name="weight", args=args)
+    >>> observer(torch.tensor([[-7.5, 1.0, 0.0, 15.0]])).get_qparams()["scale"]
+    tensor([[1., 2.]])
+    """
+
+    Options: ClassVar[type[ObserverOptions] | None] = None
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "min_vals": Reduction.LAST,
+        "max_vals": Reduction.LAST,
+        "observed_tokens": Reduction.SUM,
+        "observed_nonfinite": Reduction.SUM,
+        "observed_like": Reduction.SUM,
+    }
+
+    options: ObserverOptions
+    min_vals: Tensor
+    max_vals: Tensor
+    observed_tokens: Tensor
+    observed_nonfinite: Tensor
+    observed_like: Tensor  # no elements, only the dtype; adding two of them promotes it
+
+    def __init__(
+        self,
+        base_name: str = "weight",
+        args: QuantizationArgs | None = None,
+        *,
+        quantization_args: QuantizationArgs | None = None,
+        **observer_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(base_name, QuantizationArgs):
+            base_name, args = "weight", base_name
+        check_base_name(base_name)
+        both = [given for given in (args, quantization_args) if given is not None]
+        if len(both) != 1 or not isinstance(both[0], QuantizationArgs):
+            raise ConfigurationError(
+                f"Observer '{self.registered_name()}' needs QuantizationArgs, given once: "
+                "as args (or, in code of the first generation, as quantization_args)."
+            )
+        args = both[0]
+        Format.of(args)  # refuses what does not exist
+        given = {**(args.observer_kwargs or {}), **observer_kwargs}
+        self.base_name = base_name
+        self.module_name = ""
+        self.args = args.model_copy(update={"observer_kwargs": given}, deep=True)
+        self.quantization_args = self.args
+        self.options = self._parse_options(given)
+        self._fused_observers: set[Observer] = set()
+        self._observation: Observation | None = None
+
+    @classmethod
+    def all_reductions(cls) -> dict[str, Reduction]:
+        """Collect the declared fields; a class of the first generation also keeps its results."""
+        declared = super().all_reductions()
+        if cls.update_statistics_from_observed is Observer.update_statistics_from_observed:
+            declared |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
+        return declared
+
+    # The registry
+
+    @classmethod
+    def register(
+        cls, name: str | None = None, alias: str | Iterable[str] | None = None
+    ) -> Callable[[C], C]:
+        """Return a decorator that makes a subclass known by a name."""
+        return _REGISTRY.register(name, alias)
+
+    @classmethod
+    def register_value(
+        cls,
+        value: type[Observer],
+        name: str | None = None,
+        alias: str | Iterable[str] | None = None,
+    ) -> None:
+        """Make a subclass known by a name."""
+        _REGISTRY.add(value, name, alias)
+
+    @classmethod
+    def get_value_from_registry(cls, name: str) -> type[Observer]:
+        """Return the class of that name, or the one in ``path/to/file.py:Class``."""
+        return _REGISTRY.find(name)
+
+    @classmethod
+    def load_from_registry(cls, name: str, **constructor_kwargs: Any) -> Observer:
+        """Build an observer by name."""
+        observer = _REGISTRY.find(name)
+        own = _constructor_options(observer)
+        args = constructor_kwargs.get("args", constructor_kwargs.get("quantization_args"))
+        inherited = {key: value for key, value in _kwargs_of(args).items() if key in own}
+        return observer(**{**inherited, **constructor_kwargs})
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        """Return the names of all observers, sorted."""
+        return _REGISTRY.names()
+
+    @classmethod
+    def registered_aliases(cls) -> list[str]:
+        """Return the other names they go by, sorted."""
+        return _REGISTRY.aliases()
+
+    @classmethod
+    def registered_name(cls) -> str:
+        """Return the name of this class in the registry."""
+        return _REGISTRY.name_of(cls)
+
+    # Observing
+
+    @torch.no_grad()
+    def forward(
+        self, observed: Tensor, g_idx: Tensor | None = None, mask: Tensor | None = None
+    ) -> Self:
+        """Take a tensor into the statistics; an empty one changes nothing.
+
+        :param observed: the tensor, in the shape it has in the model
+        :param g_idx: for grouped weights, the group of each column; with ``-1`` in it, ignored
+        :param mask: for activations and attention states, which tokens count
+        :return: the observer itself, which unpacks into scale and zero point
+        """
+        if observed.numel() == 0:
+            return self
+        if observed.is_complex():
+            raise ComplexTensorError(self.label(), observed.dtype)
+        layout = Layout.of(self.base_name, self.args, g_idx)
+        if mask is not None:
+            observed = layout.select_tokens(observed, mask)
+            if observed.numel() == 0:
+                return self
+        view = layout.view(_as_float(observed))
+        found = extrema(view)
+        if found.nonfinite:
+            view = self._without_nonfinite(view, found, observed)
+        self._observation = Observation(view, layout, found)
+        try:
+            self.update_statistics_from_observed(view)
+        finally:
+            self._observation = None
+        self.absorb(
+            observed_tokens=torch.tensor(layout.tokens(observed), device=view.device),
+            observed_nonfinite=torch.tensor(found.nonfinite, device=view.device),
+            observed_like=view.new_empty(0),
+        )
+        return self
+
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """Set ``min_vals`` and ``max_vals`` from a canonical view. Subclasses write this.
+
+        :param observed: shape ``(observations, *qparam_shape, group)``
+        """
+        low, high = self.extrema(observed)
+        global_scale = None
+        if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
+            global_scale = global_scale_of(_absmax(low, high))
+        scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
+        self.absorb(min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point)
+
+    def calculate_qparams(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point. What a subclass of the first generation writes instead."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__} must implement update_statistics_from_observed(observed), "
+            "or calculate_qparams(observed) as in the first generation of the API."
+        )
+
+    def extrema(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest value of each piece.
+
+        Within ``update_statistics_from_observed`` they are already at hand.
+        """
+        if self._observation is not None and observed is self._observation.view:
+            found = self._observation.extrema
+        else:
+            found = extrema(observed)
+            if found.nonfinite:
+                raise self._nonfinite_error(found, observed)
+        return found.min_vals, found.max_vals
+
+    def _nonfinite_error(self, found: Extrema, observed: Tensor) -> NonFiniteError:
+        return NonFiniteError(self.label(), found.nonfinite, observed.numel(), observed.shape)
+
+    def _without_nonfinite(self, view: Tensor, found: Extrema, observed: Tensor) -> Tensor:
+        if self.options.nonfinite == "raise":
+            raise self._nonfinite_error(found, observed)
+        # Zero is in every range and quantizes without error: it adds nothing to any result.
+        return view.nan_to_num(0.0, 0.0, 0.0)
+
+    # Results
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether anything was observed."""
+        return hasattr(self, "min_vals") and hasattr(self, "max_vals")
+
+    def get_statistics(self) -> dict[str, Tensor]:
+        """Return everything the observer remembers, by name."""
+        if not self.has_statistics:
+            raise NoStatisticsError(self.module_name)
+        return {k: v for k, v in self.fields().items() if not k.startswith("observed_")}
+
+    def get_range(self) -> tuple[Tensor, Tensor]:
+        """Return the range of each piece that the parameters are made from.
+
+        It has the dtype of what was observed, even if the statistics are kept in a wider one.
+        """
+        if not self.has_statistics:
+            raise NoStatisticsError(self.module_name)
+        dtype = self.observed_like.dtype if hasattr(self, "observed_like") else self.min_vals.dtype
+        return self.min_vals.to(dtype), self.max_vals.to(dtype)
+
+    @torch.no_grad()
+    def get_qparams(self) -> QParamsDict:
+        """Work out the parameters from what was observed; changes nothing."""
+        low, high = self.get_range()
+        global_scale = self.get_global_scale()
+        if hasattr(self, "_scale"):
+            scale, zero_point = self._scale, self._zero_point
+        else:
+            scale, zero_point = qparams_of(low, high, self.args, global_scale)
+        return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+
+    @torch.no_grad()
+    def get_global_scale(self) -> Tensor | None:
+        """Return the scale of the local scales, common to all fused observers (TENSOR_GROUP)."""
+        if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
+            return None
+        missing = [other.label() for other in self._fused_observers if not other.has_statistics]
+        if missing:
+            raise FusedStatisticsError(self.label(), sorted(missing))
+        absmax = _absmax(*self.get_range())
+        for other in self._fused_observers:
+            absmax = torch.maximum(absmax, _absmax(*other.get_range()).to(absmax.device))
+        return global_scale_of(absmax)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Unpack into scale and zero point, as the first generation of the API did."""
+        qparams = self.get_qparams()
+        return iter((qparams["scale"], qparams["zero_point"]))
+
+    @property
+    def num_observed_tokens(self) -> int:
+        """How many tokens were observed; 0 for weights."""
+        return int(getattr(self, "observed_tokens", 0))
+
+    @property
+    def num_nonfinite(self) -> int:
+        """How many values were left out for being NaN or Inf."""
+        return int(getattr(self, "observed_nonfinite", 0))
+
+    @staticmethod
+    def fuse(observers: Iterable[Observer]) -> None:
+        """Make observers share one global scale (TENSOR_GROUP)."""
+        group = set(observers)
+        for observer in group:
+            observer._fused_observers |= group - {observer}
+
+    # Life in a model
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Prepare for observing ``module``: a subclass may register hooks."""
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Undo what ``attach`` did."""
+
+    def sync_activation_stats(self) -> list[dist.Work]:
+        """Start reducing the statistics over all ranks; wait for what is returned.
+
+        An observer that remembers only its last value has nothing to share.
+        """
+        kept = {k: how for k, how in self.all_reductions().items() if not k.startswith("observed_")}
+        return sync_statistics([self]) if any(how.is_synced for how in kept.values()) else []
+
+    # Configuration
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two observers must have in common to be merged."""
+        args = json.loads(self.args.model_dump_json(exclude={"observer", "observer_kwargs"}))
+        options = self.options.model_dump() if self.Options else self.args.observer_kwargs
+        options = json.loads(json.dumps(options, default=str))
+        return {
+            "observer": self.registered_name(),
+            "base_name": self.base_name,
+            **{f"args.{key}": value for key, value in args.items()},
+            **{f"options.{key}": value for key, value in options.items()},
+        }
+
+    def label(self) -> str:
+        """Return how messages call this observer."""
+        of = f" of {self.module_name}" if self.module_name else ""
+        return f"Observer '{self.registered_name()}' ({self.base_name}{of})"
+
+    def extra_repr(self) -> str:
+        """Describe the observer in a printed model."""
+        settings = ", ".join(f"{k}={v}" for k, v in self.options.model_dump().items())
+        fmt = Format.of(self.args)
+        cut = strategy_name(self.args)
+        return f"{self.base_name}, {fmt.kind}{fmt.bits} per {cut}, {settings}"
+
+    def _parse_options(self, given: Mapping[str, Any]) -> ObserverOptions:
+        if self.Options is not None:
+            return parse_options(self.Options, given, self.registered_name())
+        known = {key: value for key, value in given.items() if key in ObserverOptions.model_fields}
+        return parse_options(ObserverOptions, known, self.registered_name())
+
+    # Options can be read and set as attributes; setting one checks it again.
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options")
+        if options is not None and name in type(options).model_fields:
+            return getattr(options, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        options = self.__dict__.get("options")
+        if options is not None and name in type(options).model_fields:
+            given = {**options.model_dump(), name: value}
+            name, value = "options", parse_options(type(options), given, self.registered_name())
+        super().__setattr__(name, value)
+
+
+_REGISTRY: Registry[Observer] = Registry(Observer)
+
+
+def _as_float(observed: Tensor) -> Tensor:
+    """Convert integers and 8-bit floats into a float type that holds all their values."""
+    if observed.is_floating_point():
+        return observed.float() if observed.dtype.itemsize == 1 else observed
+    return observed.double() if observed.dtype.itemsize > 2 else observed.float()
+
+
+def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:
+    return torch.maximum(-min_vals.min(), max_vals.max())
+
+
+def _constructor_options(observer: type[Observer]) -> set[str]:
+    """Return the options that a class of the first generation takes in its constructor."""
+    if observer.__init__ is Observer.__init__:
+        return set()
+    named = inspect.signature(observer).parameters.values()
+    own = {p.name for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return own - {"base_name", "args", "quantization_args"}
+
+
+def _kwargs_of(args: Any) -> dict[str, Any]:
+    return dict(args.observer_kwargs or {}) if isinstance(args, QuantizationArgs) else {}

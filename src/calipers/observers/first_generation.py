@@ -1,0 +1,49 @@
+"""Observers written for the first generation of the API: only ``calculate_qparams``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Calculate = Callable[..., tuple[Tensor, Tensor]]
+
+
+def calculate_by_piece(
+    calculate: Calculate, view: Tensor, global_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point of every piece of a canonical view.
+
+    A method with ``reduce_dims`` is called once for all pieces, others piece by piece, and told
+    which one by ``tensor_id`` if they take it.
+    """
+    shape = view.shape[1:-1]
+    options = {"global_scale": global_scale} if _takes(calculate, "global_scale") else {}
+    if shape.numel() == 1:
+        results = [calculate(view, **options)]
+    elif _takes(calculate, "reduce_dims"):
+        results = [calculate(view, reduce_dims=(0, view.ndim - 1), **options)]
+    else:
+        results = _each(calculate, view.flatten(1, -2), options)
+    scale = torch.cat([torch.as_tensor(scale).reshape(-1) for scale, _ in results])
+    zero_point = torch.cat([torch.as_tensor(zero).reshape(-1) for _, zero in results])
+    shape = shape or torch.Size([1])
+    return scale.reshape(shape), zero_point.reshape(shape)
+
+
+def _each(
+    calculate: Calculate, pieces: Tensor, options: dict[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    named = _takes(calculate, "tensor_id")
+    return [
+        calculate(piece, **options, **({"tensor_id": index} if named else {}))
+        for index, piece in enumerate(pieces.unbind(1))
+    ]
+
+
+def _takes(calculate: Calculate, name: str) -> bool:
+    parameters = inspect.signature(calculate).parameters.values()
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,36 @@
+"""Layers that run as one share one global scale."""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+
+from calipers.observers.base import Observer
+
+FUSED_LAYER_NAMES: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Siblings that inference engines run as one matrix."""
+
+
+def fuse_weight_observers(model: torch.nn.Module) -> None:
+    """Link the weight observers of such siblings, where all of them are TENSOR_GROUP."""
+    for name, module in model.named_modules():
+        for siblings in FUSED_LAYER_NAMES:
+            observers = [_weight_observer(module, sibling) for sibling in siblings]
+            found = [observer for observer in observers if observer is not None]
+            if len(found) < len(siblings):
+                continue
+            for sibling, observer in zip(siblings, found, strict=True):
+                observer.module_name = observer.module_name or f"{name}.{sibling}".lstrip(".")
+            Observer.fuse(found)
+
+
+def _weight_observer(module: torch.nn.Module, name: str) -> Observer | None:
+    observer = getattr(getattr(module, name, None), "weight_observer", None)
+    if not isinstance(observer, Observer):
+        return None
+    return observer if observer.args.strategy == QuantizationStrategy.TENSOR_GROUP else None

@@ -1,0 +1,68 @@
+"""Observers that shrink the range to where the quantization error is least."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from calipers.kernels.search import search_range
+from calipers.observers.base import Observer
+from calipers.observers.options import (
+    Expand,
+    Grid,
+    MovingAverageSearchOptions,
+    Patience,
+    SearchOptions,
+    Shrink,
+)
+from calipers.statistics.moving_average import MovingAverage
+
+
+@Observer.register("memoryless_mse")
+class MemorylessMSEObserver(Observer):
+    """Takes the best of the shrunk ranges of the last tensor."""
+
+    Options = SearchOptions
+    options: SearchOptions
+
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """Search, and reduce what was found as the class declares it."""
+        low, high = self.extrema(observed)
+        low, high = search_range(
+            observed,
+            low,
+            high,
+            self.args,
+            factors=self.options.factors,
+            norm=self.options.norm,
+            expand=self.options.expand,
+            patience=self.options.stop_after,
+            weights=self.importance(observed),
+        )
+        self.absorb(min_vals=low, max_vals=high)
+
+    def importance(self, observed: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return a weight for the error of each value of a row of pieces, or None for all alike."""
+        return None
+
+
+@Observer.register("mse")
+class MovingAverageMSEObserver(MovingAverage, MemorylessMSEObserver):
+    """Takes a moving average of the best ranges of each tensor."""
+
+    Options = MovingAverageSearchOptions
+
+
+class ExpandedSearchOptions(SearchOptions):
+    """Options of a search that starts beyond the observed range: from 1.8 down to 0.8 times it."""
+
+    maxshrink: Shrink = 1 - 0.8 / 1.8
+    patience: Patience = 1000
+    grid: Grid = 200.0
+    expand: Expand = 1.8
+
+
+@Observer.register("nvfp4_expanded_mse")
+class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
+    """Tries wider ranges too: fp4 is so coarse that its largest code may be better left unused."""
+
+    Options = ExpandedSearchOptions

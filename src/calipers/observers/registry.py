@@ -1,0 +1,112 @@
+"""Classes by name: case, ``_``, ``-`` and spaces do not matter; files with a class are loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Generic, TypeVar
+
+from calipers.errors import RegistrationError, UnknownObserverError
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+def standardize(name: str) -> str:
+    """Return the form under which a name is kept.
+
+    >>> standardize("Static-MinMax")
+    'static_minmax'
+    """
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+class Registry(Generic[T]):
+    """The subclasses of ``base`` that can be named in a recipe."""
+
+    def __init__(self, base: type[T]) -> None:
+        self._base = base
+        self._classes: dict[str, type[T]] = {}
+        self._aliases: dict[str, str] = {}
+
+    def register(self, name: str | None, alias: str | Iterable[str] | None) -> Callable[[C], C]:
+        """Return a decorator that registers a class under a name and its aliases."""
+
+        def decorate(cls: C) -> C:
+            self.add(cls, name, alias)
+            return cls
+
+        return decorate
+
+    def add(self, cls: type[T], name: str | None, alias: str | Iterable[str] | None) -> None:
+        """Register a class; a name that stands for another class is refused."""
+        if not isinstance(cls, type) or not issubclass(cls, self._base):
+            raise RegistrationError(f"{cls!r} is not a subclass of {self._base.__name__}.")
+        key = standardize(name or cls.__name__)
+        aliases = [alias] if isinstance(alias, str) else list(alias or ())
+        for word in (key, *map(standardize, aliases)):
+            present = self._classes.get(self._aliases.get(word, word))
+            if present is not None and _identity(present) != _identity(cls):
+                raise RegistrationError(
+                    f"The name '{word}' already stands for {present.__module__}."
+                    f"{present.__qualname__}. Choose another one for {cls.__qualname__}."
+                )
+        self._classes[key] = cls
+        self._aliases.update((standardize(word), key) for word in aliases)
+
+    def names(self) -> list[str]:
+        """Return the registered names, sorted."""
+        return sorted(self._classes)
+
+    def aliases(self) -> list[str]:
+        """Return the other names they go by, sorted."""
+        return sorted(self._aliases)
+
+    def find(self, name: str) -> type[T]:
+        """Return the class of that name, or the one in ``path/to/file.py:Class``."""
+        path, colon, class_name = name.rpartition(":")
+        if colon and path.endswith(".py"):
+            return self._load(Path(path), class_name)
+        key = standardize(name)
+        key = self._aliases.get(key, key)
+        if key not in self._classes:
+            raise UnknownObserverError(name, self._classes)
+        return self._classes[key]
+
+    def name_of(self, cls: type) -> str:
+        """Return the name of a class, or of the class itself if it is not registered."""
+        return next((key for key, known in self._classes.items() if known is cls), cls.__name__)
+
+    def _load(self, path: Path, class_name: str) -> type[T]:
+        if not path.is_file():
+            raise RegistrationError(f"There is no file '{path}' to load '{class_name}' from.")
+        found = getattr(_module_of(path), class_name, None)
+        if not isinstance(found, type) or not issubclass(found, self._base):
+            raise RegistrationError(
+                f"'{path}' has no class '{class_name}' derived from {self._base.__name__}."
+            )
+        return found
+
+
+def _identity(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def _module_of(path: Path) -> ModuleType:
+    name = f"calipers_plugin:{path.resolve()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RegistrationError(f"Loading '{path}' failed: {error!r}.") from error
+    return module

@@ -1,0 +1,1 @@
+"""Mergeable summaries of streams of tensors."""

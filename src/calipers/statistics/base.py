@@ -1,0 +1,168 @@
+"""Mergeable state: each tensor is declared once, with the reduction that combines two of them.
+
+Reset, merge, synchronisation across ranks, saving, loading and device moves follow from the
+declaration; no statistic writes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from typing_extensions import Self
+
+from calipers.errors import (
+    ConfigurationMismatchError,
+    MergeError,
+    NotMergeableError,
+    ShapeChangedError,
+)
+
+
+class Reduction(Enum):
+    """How two values of one field become one. The value says what the field remembers."""
+
+    MIN = "minimum of all data"
+    MAX = "maximum of all data"
+    SUM = "sum over all data"
+    MEAN = "moving average"
+    LAST = "last value only"
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether the order of the data does not matter."""
+        return self in _COMBINE
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether ranks reduce the field to a common value."""
+        return self is not Reduction.LAST
+
+    def combine(self, mine: Tensor, new: Tensor) -> Tensor:
+        """Reduce two values to one; the last one stays where nothing else is declared."""
+        return _COMBINE[self](mine, new) if self in _COMBINE else new
+
+    def identity(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the value that changes nothing when reduced with another across ranks."""
+        fill: float = {Reduction.MIN: torch.inf, Reduction.MAX: -torch.inf}.get(self, 0)
+        if not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            fill = min(max(fill, limits.min), limits.max)
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
+    @classmethod
+    def of(cls, reduce_op: Any) -> Reduction:
+        """Translate a reduction of torch.distributed."""
+        return _FROM_REDUCE_OP[reduce_op]
+
+
+_COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.SUM: torch.add,
+}
+_FROM_REDUCE_OP = {
+    dist.ReduceOp.MIN: Reduction.MIN,
+    dist.ReduceOp.MAX: Reduction.MAX,
+    dist.ReduceOp.SUM: Reduction.SUM,
+    dist.ReduceOp.AVG: Reduction.MEAN,
+}
+
+
+class Statistic:
+    """A summary of a stream of tensors, kept in the fields that ``reductions`` declares.
+
+    A field that has no data yet is an absent attribute. Declarations of base classes add up.
+
+    >>> class Largest(Statistic):
+    ...     reductions = {"largest": Reduction.MAX}
+    >>> a, b = Largest(), Largest()
+    >>> a.absorb(largest=torch.tensor(3.0)); b.absorb(largest=torch.tensor(5.0))
+    >>> a.merge(b).largest
+    tensor(5.)
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {}
+
+    @property
+    def synced(self) -> dict[str, Tensor]:
+        """The fields as the last synchronisation across ranks left them."""
+        record: dict[str, Tensor] = self.__dict__.setdefault("_synced", {})
+        return record
+
+    @classmethod
+    def all_reductions(cls) -> dict[str, Reduction]:
+        """Collect what this class and its bases declare, the nearest winning."""
+        collected: dict[str, Reduction] = {}
+        for base in reversed(cls.__mro__):
+            collected.update(base.__dict__.get("reductions", {}))
+            for name, reduce_op in base.__dict__.get("_act_sync_dict", {}).items():
+                collected[name] = Reduction.of(reduce_op)
+        return collected
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two statistics must have in common to be merged."""
+        return {"class": type(self).__qualname__}
+
+    def label(self) -> str:
+        """Return how messages call this statistic."""
+        return type(self).__qualname__
+
+    def fields(self) -> dict[str, Tensor]:
+        """Return the fields that hold data."""
+        return {name: getattr(self, name) for name in self.all_reductions() if hasattr(self, name)}
+
+    def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
+        """Reduce two values of one field to one."""
+        return self.all_reductions()[name].combine(mine, new)
+
+    def absorb(self, **new: Tensor) -> None:
+        """Reduce each field with a new value; if their shapes do not agree, none."""
+        for name, value in new.items():
+            before = getattr(self, name, value)
+            if before.shape != value.shape:
+                raise ShapeChangedError(self.label(), name, before.shape, value.shape)
+        for name, value in new.items():
+            if hasattr(self, name):
+                value = self.combine(name, getattr(self, name).to(value.device), value)
+            setattr(self, name, value)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for name in self.fields():
+            delattr(self, name)
+        self.synced.clear()
+
+    def merge(self, other: Self) -> Self:
+        """Take in what ``other`` has seen, as if this statistic had seen it itself."""
+        if not isinstance(other, Statistic):
+            raise MergeError(f"Cannot merge a {type(other).__name__} into {self.label()}.")
+        ours, theirs = self.configuration(), other.configuration()
+        if ours != theirs:
+            raise ConfigurationMismatchError(f"merge into {self.label()}", ours, theirs)
+        held = {**self.fields(), **other.fields()}
+        forgetful = {
+            name: reduction.value
+            for name, reduction in self.all_reductions().items()
+            if name in held and not reduction.is_mergeable
+        }
+        if forgetful and self.fields() and other.fields():
+            raise NotMergeableError(self.label(), forgetful)
+        self.absorb(**{name: value.clone() for name, value in other.fields().items()})
+        return self
+
+    def load_fields(self, fields: Mapping[str, Tensor]) -> None:
+        """Replace everything by saved fields."""
+        self.reset()
+        for name in self.all_reductions():
+            if name in fields:
+                setattr(self, name, fields[name].detach().clone())
+
+    def move(self, device: torch.device) -> None:
+        """Move the fields to a device; their dtype, hence their precision, stays."""
+        for name, value in self.fields().items():
+            setattr(self, name, value.to(device))

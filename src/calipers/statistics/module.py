@@ -1,0 +1,58 @@
+"""A statistic inside a model: saved, loaded and moved with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from calipers.errors import ConfigurationMismatchError
+from calipers.statistics.base import Statistic
+
+
+class StatisticModule(Statistic, torch.nn.Module):
+    """A module whose state are the fields of a statistic.
+
+    A state_dict holds the fields that have data and the configuration they were gathered under,
+    all of it as tensors. Casting the model leaves the precision of its statistics alone.
+    """
+
+    def get_extra_state(self) -> Tensor:
+        """Return the configuration as bytes of JSON."""
+        text = json.dumps(self.configuration(), sort_keys=True)
+        return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse fields that were gathered under another configuration."""
+        saved = json.loads(bytes(state.cpu().tolist()).decode())
+        if saved != self.configuration():
+            action = f"load a state into {self.label()}"
+            raise ConfigurationMismatchError(action, self.configuration(), saved)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in self.fields().items():
+            destination[prefix + name] = value
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        saved = {
+            name: state_dict[prefix + name]
+            for name in self.all_reductions()
+            if prefix + name in state_dict
+        }
+        rest = {key: v for key, v in state_dict.items() if key.removeprefix(prefix) not in saved}
+        super()._load_from_state_dict(rest, prefix, *arguments)
+        self.load_fields(saved)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        fields = list(self.fields().values())
+        if fields:
+            self.move(fn(fields[0].new_empty(0)).device)
+        return self

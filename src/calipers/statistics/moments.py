@@ -1,0 +1,37 @@
+"""How strongly each input channel is used: Σx² and the number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from calipers.kernels.moments import sum_of_squares
+from calipers.statistics.base import Reduction, Statistic
+
+
+class SquareSums(Statistic):
+    """Sums x² of each channel in float64, so that batches and ranks can come in any order.
+
+    >>> sums = SquareSums()
+    >>> sums.absorb_tokens(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    >>> sums._imatrix_sum.tolist(), int(sums._imatrix_count)
+    ([10.0, 4.0], 2)
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "_imatrix_sum": Reduction.SUM,
+        "_imatrix_count": Reduction.SUM,
+    }
+    _imatrix_sum: Tensor
+    _imatrix_count: Tensor
+
+    def absorb_tokens(self, x: Tensor) -> None:
+        """Take in activations of shape (…, channels)."""
+        tokens = x.detach().reshape(-1, x.shape[-1])
+        self.absorb(
+            _imatrix_sum=sum_of_squares(tokens),
+            _imatrix_count=torch.tensor(len(tokens), device=x.device),
+        )

@@ -1,0 +1,32 @@
+"""A range that follows a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from calipers.statistics.base import Reduction, Statistic
+
+
+class MovingAverage(Statistic):
+    """Averages ranges with exponentially falling weights; the first one is taken whole.
+
+    What it keeps depends on the order of the batches, so it cannot merge. Ranks average theirs.
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "min_vals": Reduction.MEAN,
+        "max_vals": Reduction.MEAN,
+    }
+    averaging_constant: float
+
+    def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
+        """Move an averaged field towards its new value, in float32 or better."""
+        if self.all_reductions()[name] is not Reduction.MEAN:
+            return super().combine(name, mine, new)
+        precise = torch.promote_types(new.dtype, torch.float32)
+        weight = self.averaging_constant
+        return mine.to(precise) * (1 - weight) + new.to(precise) * weight

@@ -1,0 +1,105 @@
+"""Synchronisation across ranks: afterwards each rank holds the statistics of all data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from calipers.errors import ConfigurationMismatchError, SyncError
+from calipers.statistics.base import Reduction, Statistic
+
+
+def sync_statistics(statistics: Sequence[Statistic]) -> list[dist.Work]:
+    """Start reducing the statistics over all ranks, and return the handles to wait for.
+
+    Every rank calls this with the same statistics in the same order. Ranks first tell each other
+    what they hold: one that has seen nothing joins with values that change nothing, and afterwards
+    holds what the others do. It may be called again after more data, which then counts once; with
+    nothing new, or without other ranks, there is nothing to do.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [_holdings(statistic) for statistic in statistics])
+    return [
+        work
+        for position, statistic in enumerate(statistics)
+        for work in _sync_one(statistic, [rank[position] for rank in everyone])
+    ]
+
+
+def _holdings(statistic: Statistic) -> dict[str, Any]:
+    fields = statistic.fields()
+    synced = statistic.synced
+    return {
+        "configuration": statistic.configuration(),
+        "fields": {name: (tuple(value.shape), value.dtype) for name, value in fields.items()},
+        "synced": bool(synced),
+        "unchanged": all(fields.get(name) is synced[name] for name in synced),
+    }
+
+
+def _sync_one(statistic: Statistic, ranks: list[dict[str, Any]]) -> list[dist.Work]:
+    if all(held["synced"] and held["unchanged"] for held in ranks):
+        return []
+    for held in ranks:
+        if held["configuration"] != ranks[0]["configuration"]:
+            action = f"synchronise {statistic.label()}"
+            raise ConfigurationMismatchError(
+                action, ranks[0]["configuration"], held["configuration"]
+            )
+    works = []
+    for name, reduction in statistic.all_reductions().items():
+        held_by = [held["fields"][name] for held in ranks if name in held["fields"]]
+        if not held_by or not reduction.is_synced:
+            continue
+        shapes = {shape for shape, _ in held_by}
+        if len(shapes) > 1:
+            raise SyncError(
+                f"Cannot synchronise {statistic.label()}: ranks hold '{name}' with shapes "
+                f"{sorted(shapes)}. Every rank must observe the same module."
+            )
+        dtype = reduce(torch.promote_types, (dtype for _, dtype in held_by))
+        if hasattr(statistic, name):
+            share = _share(statistic, name, reduction, ranks).to(dtype)
+        else:
+            share = reduction.identity(shapes.pop(), dtype, _communication_device())
+        setattr(statistic, name, share)
+        statistic.synced[name] = share
+        works.append(dist.all_reduce(share, op=_OPS[reduction], async_op=True))
+    return works
+
+
+def _share(
+    statistic: Statistic, name: str, reduction: Reduction, ranks: list[dict[str, Any]]
+) -> Tensor:
+    """Return what this rank brings into the reduction, in memory of its own."""
+    mine: Tensor = getattr(statistic, name)
+    if reduction is Reduction.MEAN:
+        # A mean over those who have one; a backend's AVG would count the others too.
+        return mine / sum(name in held["fields"] for held in ranks)
+    if reduction is Reduction.SUM and name in statistic.synced:
+        # What an earlier synchronisation made common is brought in by one rank, not by all.
+        keeper = next(rank for rank, held in enumerate(ranks) if held["synced"])
+        if dist.get_rank() != keeper:
+            return mine - statistic.synced[name].to(mine.device)
+    return mine.clone(memory_format=torch.contiguous_format)
+
+
+def _communication_device() -> torch.device:
+    if dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+_OPS = {
+    Reduction.MIN: dist.ReduceOp.MIN,
+    Reduction.MAX: dist.ReduceOp.MAX,
+    Reduction.SUM: dist.ReduceOp.SUM,
+    Reduction.MEAN: dist.ReduceOp.SUM,
+}

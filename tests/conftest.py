@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The machine is noisy: no test depends on how long something takes.
+settings.register_profile(
+    "calipers", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("calipers")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from data import DTYPES, FORMATS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from calipers.errors import NonFiniteRangeError
+from calipers.numerics.formats import Format
+from calipers.numerics.qparams import global_scale_of, qparams_of, quantize_dequantize
+
+FINITE = st.floats(-1000, 1000, width=16)
+ASYMMETRIC = [name for name in FORMATS if name.endswith("asym")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+@given(st.lists(st.tuples(FINITE, FINITE), min_size=1, max_size=8))
+def test_equal_to_compressed_tensors(
+    name: str, dtype: torch.dtype, ranges: list[tuple[float, float]]
+) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    low = torch.tensor([min(pair) for pair in ranges], dtype=dtype)
+    high = torch.tensor([max(pair) for pair in ranges], dtype=dtype)
+    scale, zero_point = qparams_of(low, high, args)
+    theirs, their_zero = calculate_qparams(low, high, args)
+    assert torch.equal(scale, theirs)
+    sound = ~torch.isnan(their_zero.float()) & (low < high)
+    assert scale.dtype == dtype
+    assert zero_point.dtype == their_zero.dtype
+    assert torch.equal(zero_point.float()[sound], their_zero.float()[sound])
+    assert torch.isfinite(zero_point.float()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ASYMMETRIC)
+def test_an_empty_range_keeps_zero(name: str, dtype: torch.dtype) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    zeros = torch.zeros(3, dtype=dtype)
+    scale, zero_point = qparams_of(zeros, zeros, args)
+    assert torch.isfinite(scale).all()
+    assert zero_point.float().tolist() == [0, 0, 0]
+    assert fake_quantize(zeros, scale, zero_point, args).tolist() == [0, 0, 0]
+
+
+def test_the_library_alone_would_give_nan() -> None:
+    """If this fails, the guard for empty ranges may go."""
+    args = QuantizationArgs(**FORMATS["fp8_asym"])
+    zeros = torch.zeros(1)
+    assert torch.isnan(calculate_qparams(zeros, zeros, args)[1].float()).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 60000.0), (torch.float32, 3e38), (torch.bfloat16, 3e38)]
+)
+def test_a_range_wider_than_its_dtype(dtype: torch.dtype, bound: float) -> None:
+    args = QuantizationArgs(num_bits=8, symmetric=False)
+    low, high = torch.tensor([-bound], dtype=dtype), torch.tensor([bound], dtype=dtype)
+    scale, zero_point = qparams_of(low, high, args)
+    assert scale.dtype == dtype
+    torch.testing.assert_close(scale.double(), (high.double() * 2 / 255), rtol=1e-2, atol=0)
+    assert zero_point.tolist() in ([0], [-1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_range_that_is_not_finite(bad: float) -> None:
+    with pytest.raises(NonFiniteRangeError, match="1 of 2 ranges have no finite scale"):
+        qparams_of(torch.tensor([0.0, -1.0]), torch.tensor([1.0, bad]), QuantizationArgs())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("absmax", [0.0, 1e-6, 0.03, 1.0, 448.0, 60000.0])
+def test_global_scale(dtype: torch.dtype, absmax: float) -> None:
+    value = torch.tensor(absmax, dtype=dtype)
+    scale = global_scale_of(value)
+    assert scale.dtype == torch.float32
+    exact = 448 * 6 / value.double().item() if absmax else 1.0
+    if dtype != torch.float16:
+        assert torch.equal(scale, generate_gparam(-value.reshape(1), value.reshape(1)))
+    assert scale.item() == pytest.approx(exact, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(
+    st.lists(FINITE, min_size=1, max_size=40),
+    st.floats(2**-10, 50, width=32),
+    st.integers(-7, 7),
+)
+def test_fake_quantization_is_bit_equal(
+    name: str, values: list[float], scale: float, zero: int
+) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    token = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
+    x, s = torch.tensor(values), torch.tensor([scale])
+    zero_point = torch.tensor([0.0 if args.symmetric else float(zero)])
+    ours = quantize_dequantize(x, s, None if args.symmetric else zero_point, Format.of(args))
+    assert torch.equal(ours, fake_quantize(x, s, zero_point, token))

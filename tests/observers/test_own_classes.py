@@ -1,0 +1,138 @@
+"""Subclasses as people have written them for each generation of the API."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams
+from torch import distributed as dist
+
+from calipers.observers import (
+    MemorylessMSEObserver,
+    Observer,
+)
+
+INT4 = QuantizationArgs(num_bits=4, group_size=4)
+INT8 = QuantizationArgs(num_bits=8)
+build = Observer.load_from_registry
+
+
+class TestOwnClasses:
+    def test_current_generation(self) -> None:
+        class Halved(Observer):
+            def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+                self.factor = self.args.observer_kwargs.get("factor", 0.5)
+                self.min_vals = observed.amin((0, -1)) * self.factor
+                self.max_vals = observed.amax((0, -1)) * self.factor
+
+        x = torch.randn(2, 8)
+        expected = calculate_qparams(
+            *(v * 0.25 for v in torch.aminmax(x.view(2, 2, 4), dim=-1)), INT4
+        )
+        scale, zero_point = Halved("weight", INT4, factor=0.25)(x)
+        assert torch.equal(scale, expected[0])
+        assert torch.equal(zero_point, expected[1])
+
+    def test_options_that_are_no_json_can_be_saved(self) -> None:
+        class Plain(Observer):
+            def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+                self.min_vals, self.max_vals = self.extrema(observed)
+
+        observer = Plain("weight", INT4, device=torch.device("cpu"))(torch.ones(1, 4))
+        again = Plain("weight", INT4, device=torch.device("cpu"))
+        again.load_state_dict(observer.state_dict())
+        assert torch.equal(again.max_vals, observer.max_vals)
+
+    def test_act_sync_dict_is_honoured(self) -> None:
+        class Own(Observer):
+            _act_sync_dict = {  # noqa: RUF012
+                "min_vals": dist.ReduceOp.MIN,
+                "max_vals": dist.ReduceOp.MAX,
+                "batches": dist.ReduceOp.SUM,
+            }
+
+            def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+                low, high = observed.amin((0, -1)), observed.amax((0, -1))
+                if hasattr(self, "min_vals"):
+                    low, high = torch.min(low, self.min_vals), torch.max(high, self.max_vals)
+                self.min_vals, self.max_vals = low, high
+                self.batches = getattr(self, "batches", torch.tensor(0)) + 1
+
+        one = Own("input", INT8)(torch.tensor([[1.0, 2.0]]))
+        other = Own("input", INT8)(torch.tensor([[-5.0, 1.0]]))(torch.tensor([[0.0, 7.0]]))
+        one.merge(other)
+        assert (one.min_vals.item(), one.max_vals.item(), one.batches.item()) == (-5, 7, 3)
+        assert set(one.get_statistics()) == {"min_vals", "max_vals", "batches"}
+
+    @pytest.mark.parametrize("args", [INT8, INT4, QuantizationArgs(num_bits=8, strategy="channel")])
+    def test_first_generation_piece_by_piece(self, args: QuantizationArgs) -> None:
+        class Whole(Observer):
+            def calculate_qparams(
+                self, observed: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                return calculate_qparams(observed.min(), observed.max(), INT8)
+
+        x = torch.randn(3, 8)
+        expected = build("memoryless_minmax", args=args)(x)
+        low, high = expected.get_range()
+        scale, zero_point = Whole(quantization_args=args)(x)
+        assert torch.equal(scale, calculate_qparams(low, high, INT8)[0])
+        assert scale.shape == zero_point.shape == low.shape
+
+    def test_first_generation_with_dimensions_and_names(self) -> None:
+        calls: list[object] = []
+
+        class Reducing(Observer):
+            def calculate_qparams(self, observed, reduce_dims=None, tensor_id=None):  # type: ignore[no-untyped-def]
+                calls.append((reduce_dims, tensor_id))
+                low = observed.amin(reduce_dims, keepdim=True) if reduce_dims else observed.min()
+                high = observed.amax(reduce_dims, keepdim=True) if reduce_dims else observed.max()
+                return calculate_qparams(low, high, self.args)
+
+        x = torch.randn(3, 8)
+        scale, _ = Reducing(quantization_args=INT4)(x)
+        assert torch.equal(scale, build("memoryless_minmax", args=INT4)(x).get_qparams()["scale"])
+        assert calls == [((0, 3), None)]
+
+        class Named(Observer):
+            def calculate_qparams(self, observed, tensor_id=None):  # type: ignore[no-untyped-def]
+                calls.append(tensor_id)
+                return calculate_qparams(observed.min(), observed.max(), self.args)
+
+        calls.clear()
+        Named(quantization_args=INT4)(x)
+        assert calls == list(range(6))
+
+    def test_first_generation_options(self) -> None:
+        @Observer.register("scaled_once")
+        class Scaled(Observer):
+            def __init__(self, quantization_args: QuantizationArgs, factor: float = 1.0) -> None:
+                super().__init__(quantization_args=quantization_args)
+                self.factor = factor
+
+            def calculate_qparams(
+                self, observed: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                return observed.max().reshape(1) * self.factor, torch.zeros(1, dtype=torch.int8)
+
+        args = QuantizationArgs(num_bits=8, observer_kwargs={"factor": 3.0})
+        x = torch.ones(2, 2)
+        assert build("scaled_once", quantization_args=args)(x).get_qparams()["scale"] == 3
+        assert next(iter(build("scaled_once", quantization_args=args, factor=2.0)(x))) == 2
+
+    def test_a_class_that_implements_nothing_says_so(self) -> None:
+        class Nothing(Observer):
+            pass
+
+        with pytest.raises(NotImplementedError, match="Nothing must implement update_statistics"):
+            Nothing("weight", INT8)(torch.ones(2, 2))
+
+    def test_a_subclass_can_redefine_options_as_the_field_does(self) -> None:
+        class Wide(MemorylessMSEObserver):
+            def __init__(self, *args: object, **kwargs: object) -> None:
+                super().__init__(*args, **kwargs)
+                self.expand = self.args.observer_kwargs.get("expand", 1.8)
+
+        assert Wide("weight", INT4).options.expand == 1.8
+        assert Wide("weight", INT4, expand=1.5).options.expand == 1.5
