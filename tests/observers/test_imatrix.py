@@ -87,11 +87,25 @@ class TestHook:
         assert not module._forward_pre_hooks
         assert not hasattr(module, "_imatrix_sum")
 
+    def test_two_observers_at_once(self) -> None:
+        linear, x = torch.nn.Linear(24, 4), hot_inputs()
+        first, second = build(), build()
+        first.attach(linear)
+        second.attach(linear)
+        linear(x)
+        assert int(first._imatrix_count) == int(second._imatrix_count) == 64
+        first.detach(linear)
+        second.detach(linear)
+        assert not linear._forward_pre_hooks
+        assert set(vars(linear)) - set(vars(torch.nn.Linear(24, 4))) == {
+            "_imatrix_sum",
+            "_imatrix_count",
+        }
+
     def test_attaching_again_does_not_count_twice(self) -> None:
         linear, x = torch.nn.Linear(24, 4), hot_inputs()
         observer = build()
         observer.attach(linear)
-        del linear._imatrix_sum, linear._imatrix_count
         observer.attach(linear)
         linear(x)
         assert int(observer._imatrix_count) == 64

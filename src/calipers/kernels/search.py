@@ -11,7 +11,7 @@ from torch import Tensor
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
-_TILE = {"cpu": 1 << 18}
+_TILE = {"cpu": 1 << 20}
 _DEFAULT_TILE = 1 << 24  # values worked on at once: the caches of a CPU, the cores of the others
 
 
@@ -70,8 +70,7 @@ def search_range(
         if patience is not None and _asks_freely(device) and stalled >= max(patience, 1):
             break
     chosen = torch.tensor(factors, dtype=working, device=device)[best]
-    low, high = low * chosen, high * chosen
-    return low.to(dtype).reshape(shape), high.to(dtype).reshape(shape)
+    return low.mul_(chosen).to(dtype).reshape(shape), high.mul_(chosen).to(dtype).reshape(shape)
 
 
 def _error(

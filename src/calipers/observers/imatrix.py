@@ -62,7 +62,7 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
 
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the sums another observer left on ``module``, or start summing its inputs."""
-        if hasattr(module, "_imatrix_sum"):
+        if hasattr(module, "_imatrix_sum") and not hasattr(module, "_imatrix_hook"):
             for name in SquareSums.reductions:
                 setattr(self, name, getattr(module, name))
                 delattr(module, name)
@@ -74,14 +74,15 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
             channels: Any = module.in_features
             self._imatrix_sum = torch.zeros(channels, dtype=torch.float64, device=device)
             self._imatrix_count = torch.zeros((), dtype=torch.int64, device=device)
-        self._remove_hook()
-        self._publish(module)
+        self._remove_hook(module)
         self._hook = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        module._imatrix_hook = self._hook  # type: ignore[assignment]  # the sums still grow
+        self._publish(module)
 
     def detach(self, module: torch.nn.Module) -> None:
         """Stop summing, and leave the sums on ``module``."""
         if self._hook is not None:
-            self._remove_hook()
+            self._remove_hook(module)
             self._publish(module)
 
     def importance(self, observed: Tensor) -> Tensor | None:
@@ -135,7 +136,10 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
         for name in SquareSums.reductions:
             setattr(module, name, getattr(self, name))
 
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    def _remove_hook(self, module: torch.nn.Module) -> None:
+        if self._hook is None:
+            return
+        self._hook.remove()
+        if getattr(module, "_imatrix_hook", None) is self._hook:
+            del module._imatrix_hook
+        self._hook = None
