@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv; none needs more than Python and a C++ compiler.
+# Every target sets up what it needs in .venv; none needs more than Python.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -44,7 +44,11 @@ def search_range(
     shape, dtype, device = min_vals.shape, view.dtype, view.device
     view = view.reshape(view.shape[0], -1, view.shape[-1])
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    low, high = (bound.reshape(-1).to(working) * expand for bound in (min_vals, max_vals))
+    most = torch.finfo(dtype).max
+    low, high = (
+        bound.reshape(-1).to(working).mul(expand).clamp_(-most, most)
+        for bound in (min_vals, max_vals)
+    )
     if not factors:
         return low.to(dtype).reshape(shape), high.to(dtype).reshape(shape)
 
