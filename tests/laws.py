@@ -79,6 +79,24 @@ def merge_equals_replay(name: str, base_name: str, args: QuantizationArgs, strea
         assert torch.equal(value, other.fields()[key])
 
 
+def nothing_is_shared(name: str, base_name: str, args: QuantizationArgs, stream: Stream) -> None:
+    """What is done to a tensor after it was observed, merged or loaded changes no statistic."""
+    expected = build(name, base_name, args, stream)
+    observed = [tensor.clone() for tensor in stream]
+    source = build(name, base_name, args, observed)
+    merged = build(name, base_name, args).merge(source)
+    loaded = build(name, base_name, args)
+    saved = {key: value.clone() for key, value in source.state_dict().items()}
+    loaded.load_state_dict(saved)
+    for tensor in (*observed, *saved.values()):
+        tensor.fill_(9)
+    assert_same(source, expected)
+    for tensor in source.fields().values():
+        tensor.fill_(9)
+    assert_same(merged, expected)
+    assert_same(loaded, expected)
+
+
 def merging_with_nothing_changes_nothing(
     name: str, base_name: str, args: QuantizationArgs, stream: Stream
 ) -> None:
@@ -174,6 +192,7 @@ def args_stay_untouched(name: str, base_name: str, args: QuantizationArgs, strea
 LAWS: tuple[Law, ...] = (
     merge_equals_replay,
     merging_with_nothing_changes_nothing,
+    nothing_is_shared,
     reset_forgets,
     state_dict_round_trips,
     reading_changes_nothing,

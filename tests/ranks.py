@@ -147,6 +147,25 @@ def more_after_sync(rank: int, world: int) -> Any:
     return [observer.fields() for observer in found]
 
 
+def one_starts_anew(rank: int, world: int) -> Any:
+    """The first rank forgets what all had in common; the others still bring it in, once."""
+    observer = gather(share(rank, world), torch.bfloat16)
+    sync(observer)
+    if rank == 0:
+        observer.reset()
+        observer.merge(gather([0], torch.bfloat16))
+    sync(observer)
+    return observer.fields()
+
+
+def what_others_hold_stays(rank: int, world: int) -> Any:
+    observer = observe("static_minmax", share(rank, world))
+    held = observer.max_vals
+    before = held.clone()
+    sync(observer)
+    return torch.equal(held, before)
+
+
 def different_shapes(rank: int, _world: int) -> Any:
     args = QuantizationArgs(num_bits=8, group_size=8)
     observer = build("static_minmax", args)(torch.ones(2, 8 * (rank + 1)))
@@ -177,6 +196,8 @@ SCENARIOS = [
     memoryless,
     twice,
     more_after_sync,
+    one_starts_anew,
+    what_others_hold_stays,
     different_shapes,
     different_configurations,
 ]

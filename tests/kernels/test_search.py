@@ -147,6 +147,18 @@ class TestPatience:
         assert torch.equal(run(self.view, self.args, patience=patience), eager)
 
 
+def test_float64_is_searched_in_float64() -> None:
+    view = torch.randn(1, 3, 8, dtype=torch.float64)
+    found = extrema(view)
+    chosen = run(view, factors=[0.7, 0.3])
+    low, high = search_range(
+        view, found.min_vals, found.max_vals, INT4, factors=[0.7, 0.3], norm=2.0
+    )
+    factors = torch.tensor([0.7, 0.3], dtype=torch.float64)[chosen]
+    assert torch.equal(low, found.min_vals * factors)
+    assert torch.equal(high, found.max_vals * factors)
+
+
 def test_no_factors_leave_the_range() -> None:
     view = torch.randn(1, 3, 8)
     found = extrema(view)

@@ -66,6 +66,21 @@ def test_a_range_wider_than_its_dtype(dtype: torch.dtype, bound: float) -> None:
     assert zero_point.tolist() in ([0], [-1])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_powers_of_two_in_float16(bits: int) -> None:
+    """What float32 finds, as long as float16 can hold it; the library answers inf or 1."""
+    args = QuantizationArgs(num_bits=bits, type="float", group_size=32, scale_dtype=torch.uint8)
+    absmax = torch.tensor([65504.0, 60000.0, 3.0, 1e-3, 6e-5, 1e-6, 6e-8, 0.0]).half()
+    scale, zero_point = qparams_of(-absmax, absmax, args)
+    exact, _ = calculate_qparams(-absmax.float(), absmax.float(), args)
+    assert scale.dtype == torch.float16
+    assert scale[:-1].tolist() == exact[:-1].clamp(min=2.0**-24).tolist()
+    assert scale[-1] == 1
+    assert not zero_point.float().any()
+    ordinary = absmax[2:4]
+    assert torch.equal(scale[2:4], calculate_qparams(-ordinary, ordinary, args)[0])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_range_that_is_not_finite(bad: float) -> None:
     with pytest.raises(NonFiniteRangeError, match="1 of 2 ranges have no finite scale"):

@@ -94,6 +94,16 @@ def test_data_after_a_sync_counts_once(results: list[dict[str, Any]]) -> None:
         assert_equal(imatrix, sums.fields())
 
 
+def test_a_rank_may_start_anew(results: list[dict[str, Any]]) -> None:
+    single = ranks.gather([*range(ranks.BATCHES), 0], torch.bfloat16)
+    for fields in of(results, ranks.one_starts_anew):
+        assert_equal(fields, single.fields())
+
+
+def test_tensors_that_were_handed_out_stay(results: list[dict[str, Any]]) -> None:
+    assert of(results, ranks.what_others_hold_stays) == [True] * len(results)
+
+
 def test_shapes_must_agree(results: list[dict[str, Any]]) -> None:
     for message in of(results, ranks.different_shapes):
         assert (

@@ -52,6 +52,11 @@ class TestHook:
         assert torch.equal(linear._imatrix_sum, observer._imatrix_sum)
         assert int(linear._imatrix_count) == 65
 
+    def test_sums_take_no_part_in_gradients(self) -> None:
+        linear, x = torch.nn.Linear(24, 4), hot_inputs().requires_grad_()
+        observer = gathered(linear, x)
+        assert not observer._imatrix_sum.requires_grad
+
     def test_observing_does_not_change_the_output(self) -> None:
         linear, x = torch.nn.Linear(24, 4), hot_inputs()
         expected = linear(x)
@@ -157,6 +162,7 @@ def test_minimizes_the_weighted_error(args: QuantizationArgs, dtype: torch.dtype
 
 def test_importance_follows_g_idx() -> None:
     linear, x = torch.nn.Linear(24, 6), hot_inputs()
+    x = x * 10.0 ** torch.linspace(-3, 3, 24)  # a wrong order would show
     g_idx = torch.arange(24) % 3
     order = torch.argsort(g_idx, stable=True)
     shuffled = gathered(linear, x)(linear.weight, g_idx=g_idx)

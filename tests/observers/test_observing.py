@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 from laws import PROMISES
 
+from calipers.errors import NonFiniteError
 from calipers.observers import (
     Observer,
     get_observer_token_count,
@@ -165,6 +166,14 @@ class TestObserving:
         assert torch.equal(shuffled.get_qparams()["scale"], plain.get_qparams()["scale"])
 
 
+def test_nothing_is_kept_of_the_tensor_itself() -> None:
+    observer = build("minmax", base_name="input", args=INT8)(torch.ones(2, 4))
+    assert observer._observation is None
+    with pytest.raises(NonFiniteError):
+        observer(torch.full((2, 4), math.nan))
+    assert observer._observation is None
+
+
 class TestTokens:
     def test_counting(self) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
@@ -173,6 +182,10 @@ class TestTokens:
             layer.weight_observer = build("minmax", args=INT4)(layer.weight)
         model[0].input_observer(torch.randn(2, 3, 4))(torch.randn(5, 4))
         assert get_observer_token_count(model) == {"0": 11, "1": 0}
+        model[1].input_observer(torch.randn(7, 4))
+        model[1].output_observer = build("static_minmax", base_name="output", args=INT8)
+        model[1].output_observer(torch.randn(6, 4))
+        assert get_observer_token_count(model) == {"0": 11, "1": 7}
 
     def test_attention_states(self) -> None:
         observer = build("static_minmax", base_name="k", args=INT8)(torch.randn(2, 3, 5, 4))

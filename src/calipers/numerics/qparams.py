@@ -13,9 +13,11 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 
 from calipers.errors import NonFiniteRangeError
-from calipers.numerics.formats import Format
+from calipers.numerics.formats import Format, ScaleKind
 
 __all__ = ["fake_quantize", "global_scale_of", "qparams_of", "quantize_dequantize", "safe_qparams"]
+
+_SMALLEST_FLOAT16 = 2.0**-24
 
 
 def qparams_of(
@@ -55,11 +57,14 @@ def safe_qparams(
     """
     scale: Tensor
     zero_point: Tensor
+    fmt = Format.of(args)
+    if fmt.scale is ScaleKind.POWER_OF_TWO and min_vals.dtype == torch.float16:
+        return _float16_powers_of_two(min_vals, max_vals, args)
     if _has_wider_scales(args, min_vals.dtype):
         min_vals, max_vals = min_vals.float(), max_vals.float()
     scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale)
     if not args.symmetric:
-        low, high = Format.of(args).limits
+        low, high = fmt.limits
         empty = (min_vals >= 0) & (max_vals.clamp(min=0) / (high - low) == 0)
         # float8 has no masked_fill; its bytes have, and zero is zero in each of these types.
         plain = zero_point.view(torch.int8) if zero_point.dtype.itemsize == 1 else zero_point
@@ -95,6 +100,16 @@ def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt
     if zero_point is not None:
         codes -= zero_point
     return codes.mul_(scale)
+
+
+def _float16_powers_of_two(
+    min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
+) -> tuple[Tensor, Tensor]:
+    """Return MX scales of float16 ranges, where the library's exponents over- and underflow."""
+    scale, zero_point = calculate_qparams(min_vals.float(), max_vals.float(), args)
+    empty = (min_vals >= 0) & (max_vals <= 0)
+    scale = scale.clamp(min=_SMALLEST_FLOAT16).masked_fill_(empty, 1)
+    return scale.to(torch.float16), zero_point
 
 
 def _has_wider_scales(args: QuantizationArgs, dtype: torch.dtype) -> bool:
