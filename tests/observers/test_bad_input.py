@@ -152,6 +152,14 @@ class TestBadInput:
             "  base_name: 'input' here, 'output' there"
         )
 
+    def test_merge_of_different_options(self) -> None:
+        strict = build("static_minmax", args=INT4)(torch.ones(2, 8))
+        lax = build("static_minmax", args=INT4, nonfinite="ignore")(torch.ones(2, 8))
+        with pytest.raises(
+            errors.ConfigurationMismatchError, match=r"options\.nonfinite: 'raise' here, 'ignore'"
+        ):
+            strict.merge(lax)
+
     def test_merge_of_different_shapes(self) -> None:
         one, other = (build("static_minmax", args=INT4)(torch.ones(n, 8)) for n in (2, 3))
         with pytest.raises(

@@ -85,6 +85,12 @@ class TestConstruction:
         assert args.observer_kwargs == {"norm": 3.0, "patience": 7}
         assert observer.args.observer_kwargs == {"norm": 1.5, "patience": 7}
 
+    def test_args_are_shared_with_nobody(self) -> None:
+        args = QuantizationArgs(num_bits=8, strategy="block", block_structure=[2, 2])
+        observer = build("minmax", args=args)
+        observer.args.block_structure[0] = 4
+        assert args.block_structure == [2, 2]
+
     def test_options_are_attributes_that_check_what_is_set(self) -> None:
         observer = build("mse", base_name="weight", args=INT4)
         assert observer.patience == 5
