@@ -100,8 +100,29 @@ def test_scale_kinds(kwargs: dict[str, object], kind: ScaleKind) -> None:
         ({"num_bits": 4, "type": "float", "symmetric": False}, "Asymmetric fp4 is not"),
         (
             {"num_bits": 4, "type": "float", "group_size": 64, "scale_dtype": torch.uint8},
-            r"group_size 64 and uint8 scales \(MX scales: float, group_size 32\)",
+            r"group_size 64 and uint8 scales \(MX scales: symmetric float, strategy group, group_s",
         ),
+        (
+            {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": False,
+                "group_size": 32,
+                "scale_dtype": torch.uint8,
+            },
+            "MX scales: symmetric float",
+        ),
+        (
+            {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "tensor_group",
+                "group_size": 32,
+                "scale_dtype": torch.uint8,
+            },
+            "MX scales: symmetric float, strategy group",
+        ),
+        ({"num_bits": 4, "group_size": 32, "scale_dtype": torch.uint8}, "int with 4 bits, group_s"),
     ],
 )
 def test_formats_that_do_not_exist(kwargs: dict[str, object], message: str) -> None:

@@ -107,6 +107,18 @@ class TestHook:
             "_imatrix_count",
         }
 
+    def test_attaching_elsewhere_leaves_the_first_module(self) -> None:
+        first, second = torch.nn.Linear(24, 4), torch.nn.Linear(24, 4)
+        observer = build()
+        observer.attach(first)
+        observer.attach(second)
+        assert not first._forward_pre_hooks
+        assert not hasattr(first, "_imatrix_hook")
+        assert len(list(observer.modules())) == 1
+        observer.detach(first)
+        second(hot_inputs())
+        assert int(observer._imatrix_count) == 64
+
     def test_attaching_again_does_not_count_twice(self) -> None:
         linear, x = torch.nn.Linear(24, 4), hot_inputs()
         observer = build()

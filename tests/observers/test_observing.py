@@ -174,6 +174,14 @@ def test_nothing_is_kept_of_the_tensor_itself() -> None:
     assert observer._observation is None
 
 
+def test_merging_stays_on_its_own_device() -> None:
+    here = build("static_minmax", args=INT8)(torch.ones(2, 2))
+    there = build("static_minmax", args=INT8)(torch.ones(2, 2))
+    there.to("meta").merge(here)
+    assert {value.device.type for value in there.fields().values()} == {"meta"}
+    assert {value.device.type for value in here.fields().values()} == {"cpu"}
+
+
 class TestTokens:
     def test_counting(self) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

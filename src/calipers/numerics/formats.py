@@ -89,9 +89,10 @@ def _scale_kind(args: QuantizationArgs, kind: str) -> ScaleKind:
         return ScaleKind.E4M3_GLOBAL
     if args.scale_dtype != torch.uint8:
         return ScaleKind.FLOAT
-    if kind == "float" and args.group_size == MX_GROUP_SIZE:
+    grouped = args.strategy == QuantizationStrategy.GROUP and args.group_size == MX_GROUP_SIZE
+    if kind == "float" and args.symmetric and grouped:
         return ScaleKind.POWER_OF_TWO
     raise UnsupportedFormatError(
         f"{kind} with {args.num_bits} bits, group_size {args.group_size} and uint8 scales "
-        f"(MX scales: float, group_size {MX_GROUP_SIZE})"
+        f"(MX scales: symmetric float, strategy group, group_size {MX_GROUP_SIZE})"
     )

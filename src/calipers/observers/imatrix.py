@@ -57,7 +57,8 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._hook: RemovableHandle | None = None
+        # In a tuple, or the module would become a part of the observer.
+        self._hook: tuple[torch.nn.Module, RemovableHandle] | None = None
         self._has_warned = False
 
     def attach(self, module: torch.nn.Module) -> None:
@@ -74,15 +75,16 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
             channels: Any = module.in_features
             self._imatrix_sum = torch.zeros(channels, dtype=torch.float64, device=device)
             self._imatrix_count = torch.zeros((), dtype=torch.int64, device=device)
-        self._remove_hook(module)
-        self._hook = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
-        module._imatrix_hook = self._hook  # type: ignore[assignment]  # the sums still grow
+        self._remove_hook()
+        handle = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        module._imatrix_hook = handle  # type: ignore[assignment]  # the sums still grow
+        self._hook = (module, handle)
         self._publish(module)
 
     def detach(self, module: torch.nn.Module) -> None:
         """Stop summing, and leave the sums on ``module``."""
-        if self._hook is not None:
-            self._remove_hook(module)
+        if self._hook is not None and self._hook[0] is module:
+            self._remove_hook()
             self._publish(module)
 
     def importance(self, observed: Tensor) -> Tensor | None:
@@ -136,10 +138,11 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
         for name in SquareSums.reductions:
             setattr(module, name, getattr(self, name))
 
-    def _remove_hook(self, module: torch.nn.Module) -> None:
+    def _remove_hook(self) -> None:
         if self._hook is None:
             return
-        self._hook.remove()
-        if getattr(module, "_imatrix_hook", None) is self._hook:
+        module, handle = self._hook
+        handle.remove()
+        if getattr(module, "_imatrix_hook", None) is handle:
             del module._imatrix_hook
         self._hook = None

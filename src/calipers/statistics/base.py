@@ -152,7 +152,10 @@ class Statistic:
         }
         if forgetful and self.fields() and other.fields():
             raise NotMergeableError(self.label(), forgetful)
-        self.absorb(**{name: value.clone() for name, value in other.fields().items()})
+        taken = {}
+        for name, value in other.fields().items():
+            taken[name] = value.to(getattr(self, name, value).device, copy=True)
+        self.absorb(**taken)
         return self
 
     def load_fields(self, fields: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from calipers.statistics.base import Reduction, Statistic
 
 
 class SquareSums(Statistic):
-    """Sums x² of each channel in float64, so that batches and ranks can come in any order.
+    """Sums x² of each channel in float64, so that the order of the data hardly rounds.
 
     >>> sums = SquareSums()
     >>> sums.absorb_tokens(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
