@@ -108,10 +108,10 @@ class NonFiniteRangeError(CalipersError, ValueError):
 
     exit_code = 3
 
-    def __init__(self, count: int, total: int) -> None:
+    def __init__(self, where: str, count: int, total: int) -> None:
         super().__init__(
-            f"{count} of {total} ranges have no finite scale: their min or max is NaN, Inf, or too "
-            "large for the dtype. Check the statistics the observer was given."
+            f"{where}: {count} of {total} ranges have no finite, positive scale. Their min or max "
+            "is NaN, Inf, or beyond what the dtype of the scale can hold."
         )
 
 

@@ -159,6 +159,18 @@ def test_float64_is_searched_in_float64() -> None:
     assert torch.equal(high, found.max_vals * factors)
 
 
+def test_a_range_wider_than_float16_is_searched() -> None:
+    args = QuantizationArgs(num_bits=4, symmetric=False, strategy="channel")
+    weight = torch.randn(4, 64) * 12000
+    weight[:, 0], weight[:, 1] = 50000, -50000
+    view = flatten_for_calibration(weight, "weight", args)
+    factors = [1 - i / 100 for i in range(20)]
+    exact = run(view, args, factors=factors)
+    half = run(view.half(), args, factors=factors)
+    assert (exact - half).abs().max() <= 1
+    assert half.min() > 0
+
+
 def test_no_factors_leave_the_range() -> None:
     view = torch.randn(1, 3, 8)
     found = extrema(view)

@@ -168,6 +168,16 @@ class TestMask:
         with pytest.raises(LayoutError, match=r"shape \(2, 4\), got \(4, 2\)"):
             layout.select_tokens(torch.zeros(2, 4, 8), torch.ones(4, 2))
 
+    def test_a_mask_that_is_added_is_not_one_that_chooses(self) -> None:
+        layout = Layout.of("input", args_for("tensor"))
+        with pytest.raises(LayoutError, match="added to attention scores"):
+            layout.select_tokens(torch.zeros(2, 4), torch.tensor([0.0, -torch.inf]))
+
+    def test_not_with_a_scale_for_each_position(self) -> None:
+        layout = Layout.of("input", args_for("token"))
+        with pytest.raises(LayoutError, match="it takes no mask"):
+            layout.select_tokens(torch.zeros(2, 4), torch.ones(2))
+
     def test_not_for_weights(self) -> None:
         layout = Layout.of("weight", args_for("tensor"))
         with pytest.raises(LayoutError, match="cannot be applied to a weight"):

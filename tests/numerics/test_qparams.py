@@ -66,6 +66,17 @@ def test_a_range_wider_than_its_dtype(dtype: torch.dtype, bound: float) -> None:
     assert zero_point.tolist() in ([0], [-1])
 
 
+def test_a_wide_range_does_not_spoil_a_small_one() -> None:
+    args = QuantizationArgs(num_bits=8, symmetric=False)
+    low = torch.tensor([-60000.0, 0.0], dtype=torch.float16)
+    high = torch.tensor([60000.0, 1e-6], dtype=torch.float16)
+    scale, zero_point = qparams_of(low, high, args)
+    alone = qparams_of(low[1:], high[1:], args)
+    assert torch.equal(scale[1:], alone[0])
+    assert torch.equal(zero_point[1:], alone[1])
+    assert scale[0].item() == pytest.approx(120000 / 255, rel=1e-3)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_powers_of_two_in_float16(bits: int) -> None:
     """What float32 finds, as long as float16 can hold it; the library answers inf or 1."""
@@ -83,7 +94,7 @@ def test_powers_of_two_in_float16(bits: int) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_range_that_is_not_finite(bad: float) -> None:
-    with pytest.raises(NonFiniteRangeError, match="1 of 2 ranges have no finite scale"):
+    with pytest.raises(NonFiniteRangeError, match="1 of 2 ranges have no finite, positive scale"):
         qparams_of(torch.tensor([0.0, -1.0]), torch.tensor([1.0, bad]), QuantizationArgs())
 
 

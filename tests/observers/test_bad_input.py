@@ -30,6 +30,24 @@ class TestBadInput:
         )
         assert isinstance(caught.value, KeyError)
 
+    def test_no_observer(self) -> None:
+        with pytest.raises(errors.UnknownObserverError, match="Unknown observer 'None'"):
+            build(QuantizationArgs().observer, args=INT4)
+
+    def test_errors_of_the_layout_name_the_observer(self) -> None:
+        observer = build("minmax", args=INT4)
+        observer.module_name = "lm_head"
+        with pytest.raises(
+            errors.DivisibilityError, match=r"^Observer 'minmax' \(weight of lm_head"
+        ):
+            observer(torch.ones(2, 6))
+
+    def test_a_range_without_a_scale_names_the_observer(self) -> None:
+        observer = build("static_minmax", args=INT8)(torch.ones(2, 2))
+        observer.max_vals = torch.tensor([math.nan])
+        with pytest.raises(errors.NonFiniteRangeError, match=r"^Observer 'static_minmax' \(weight"):
+            observer.get_qparams()
+
     def test_unknown_option(self) -> None:
         with pytest.raises(errors.UnknownOptionError) as caught:
             build("mse", args=INT4, maxshrnk=0.1)

@@ -109,6 +109,10 @@ class TestConstruction:
         with pytest.raises(errors.ConfigurationError, match=message):
             build("minmax", args={"num_bits": 4})
 
+    def test_options_are_not_positional(self) -> None:
+        with pytest.raises(errors.ConfigurationError, match="give its options by keyword"):
+            MinMaxObserver(INT8, 0.5)
+
     def test_printed_in_a_model(self) -> None:
         text = repr(build("minmax", base_name="weight", args=INT4))
         assert text == (

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-from calipers.errors import FusedStatisticsError
+from calipers.errors import ConfigurationError, FusedStatisticsError
 from calipers.observers import FUSED_LAYER_NAMES, Observer, fuse_weight_observers
 
 NVFP4 = QuantizationArgs(
@@ -93,6 +93,40 @@ def test_fuse_by_hand_and_in_a_copy() -> None:
     pair = copy.deepcopy([small, large])
     pair[1](torch.full((1, 4), 1000.0))
     assert pair[0].get_qparams()["global_scale"] < small.get_qparams()["global_scale"]
+
+
+def test_a_replaced_observer_leaves_its_group() -> None:
+    block = Block(("gate_proj", "up_proj"))
+    fuse_weight_observers(block)
+    block.gate_proj.weight_observer(torch.full((2, 8), 1000.0))
+    block.gate_proj.weight_observer = Observer.load_from_registry("memoryless_minmax", args=NVFP4)
+    fuse_weight_observers(block)
+    block.observe()
+    scales = block.scales()
+    assert torch.equal(scales["gate_proj"], scales["up_proj"])
+    absmax = max(block.gate_proj.weight.abs().max(), block.up_proj.weight.abs().max())
+    assert scales["up_proj"].item() == pytest.approx(448 * 6 / absmax.item(), rel=1e-6)
+
+
+def test_groups_that_overlap_become_one() -> None:
+    a, b, c = (Observer.load_from_registry("static_minmax", args=NVFP4) for _ in range(3))
+    Observer.fuse([a, b])
+    Observer.fuse([b, c])
+    for size, observer in zip((1.0, 10.0, 100.0), (a, b, c), strict=True):
+        observer(torch.full((1, 4), size))
+    assert len({o.get_qparams()["global_scale"].item() for o in (a, b, c)}) == 1
+
+
+def test_the_first_generation_cannot_share() -> None:
+    class Old(Observer):
+        def calculate_qparams(self, observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return observed.amax().reshape(1), torch.zeros(1)
+
+    pair = [Old("weight", NVFP4)(torch.ones(1, 4)) for _ in range(2)]
+    assert pair[0].get_qparams()["scale"].shape == (1, 1)
+    Observer.fuse(pair)
+    with pytest.raises(ConfigurationError, match="works out its scale alone"):
+        pair[0].get_qparams()
 
 
 def test_reading_is_pure_for_the_whole_group() -> None:

@@ -113,11 +113,28 @@ class TestHook:
         observer.attach(first)
         observer.attach(second)
         assert not first._forward_pre_hooks
-        assert not hasattr(first, "_imatrix_hook")
         assert len(list(observer.modules())) == 1
         observer.detach(first)
         second(hot_inputs())
         assert int(observer._imatrix_count) == 64
+
+    def test_modules_whose_parameters_are_elsewhere(self) -> None:
+        linear = torch.nn.Linear(24, 4, device="meta")
+        observer = build()
+        observer.attach(linear)
+        observer._see_input(linear, (hot_inputs(),), {})
+        assert int(observer._imatrix_count) == 64
+
+        class Bare(torch.nn.Module):
+            in_features = 24
+
+            def forward(self, x: object) -> object:
+                return x
+
+        bare, observer = Bare(), build()
+        observer.attach(bare)
+        bare((hot_inputs(5), torch.ones(3)))
+        assert int(observer._imatrix_count) == 5
 
     def test_attaching_again_does_not_count_twice(self) -> None:
         linear, x = torch.nn.Linear(24, 4), hot_inputs()

@@ -166,6 +166,71 @@ class TestObserving:
         assert torch.equal(shuffled.get_qparams()["scale"], plain.get_qparams()["scale"])
 
 
+class TestPiecesWithoutFiniteValues:
+    @pytest.mark.parametrize("name", ["minmax", "mse", "static_minmax", "memoryless_minmax"])
+    def test_a_tensor_of_them_counts_but_changes_nothing(self, name: str) -> None:
+        observer = build(name, base_name="input", args=INT8, nonfinite="ignore")
+        observer(torch.full((2, 4), math.nan))
+        assert not observer.has_statistics
+        assert observer.num_nonfinite == 8
+        observer(torch.ones(2, 4))(torch.full((2, 4), math.inf))
+        assert observer.max_vals.item() == 1
+        assert observer.num_observed_tokens == 2
+
+    @pytest.mark.parametrize("name", ["minmax", "mse", "static_minmax"])
+    def test_a_piece_of_them_stays_as_it_was(self, name: str) -> None:
+        args = QuantizationArgs(num_bits=8, group_size=2)
+        options = {} if name == "static_minmax" else {"averaging_constant": 0.5}
+        observer = build(name, base_name="input", args=args, nonfinite="ignore", **options)
+        observer(torch.full((2, 4), 8.0))
+        before = observer.max_vals.clone()
+        observer(torch.tensor([[math.inf, math.nan, 8.0, 8.0]]))
+        torch.testing.assert_close(observer.max_vals, before)
+
+
+class TestStateInAModel:
+    def model(self) -> torch.nn.Linear:
+        linear = torch.nn.Linear(8, 4)
+        linear.input_observer = build("static_minmax", base_name="input", args=INT8)
+        return linear
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_a_checkpoint_of_the_model_alone_leaves_statistics(self, strict: bool) -> None:
+        model = self.model()
+        model.input_observer(torch.ones(1, 8))
+        model.load_state_dict(torch.nn.Linear(8, 4).state_dict(), strict=strict)
+        assert model.input_observer.max_vals.item() == 1
+
+    def test_a_state_with_a_hole_is_refused(self) -> None:
+        saved = build("static_minmax", args=INT4)(torch.ones(2, 4)).state_dict()
+        del saved["max_vals"]
+        other = build("static_minmax", args=INT4)
+        with pytest.raises(RuntimeError, match=r"Missing key.*max_vals"):
+            other.load_state_dict(saved)
+        assert not other.fields()
+
+    def test_a_state_of_the_wrong_shape_is_refused(self) -> None:
+        saved = build("static_minmax", args=INT4)(torch.ones(2, 4)).state_dict()
+        saved["max_vals"] = torch.ones(7)
+        other = build("static_minmax", args=INT4)
+        with pytest.raises(RuntimeError, match=r"max_vals was saved with shape \[2, 1\]"):
+            other.load_state_dict(saved)
+        assert not other.fields()
+
+
+def test_what_keeps_only_the_last_tensor_takes_any_shape() -> None:
+    args = QuantizationArgs(num_bits=4, strategy="channel")
+    observer = build("memoryless_minmax", args=args)(torch.ones(4, 8))(torch.ones(2, 8))
+    assert observer.get_qparams()["scale"].shape == (2, 1)
+
+
+def test_float64_streams_are_averaged_in_float64() -> None:
+    observer = build("minmax", base_name="input", args=INT8)
+    for value in (1.0, 1.0 + 1e-9):
+        observer(torch.tensor([[value]], dtype=torch.float64))
+    assert observer.max_vals.item() == pytest.approx(1 + 1e-11, rel=1e-14, abs=0)
+
+
 def test_nothing_is_kept_of_the_tensor_itself() -> None:
     observer = build("minmax", base_name="input", args=INT8)(torch.ones(2, 4))
     assert observer._observation is None

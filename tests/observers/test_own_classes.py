@@ -8,10 +8,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import distributed as dist
 
-from calipers.observers import (
-    MemorylessMSEObserver,
-    Observer,
-)
+from calipers.errors import ConfigurationError
+from calipers.observers import MemorylessMSEObserver, MovingAverageMSEObserver, Observer
 
 INT4 = QuantizationArgs(num_bits=4, group_size=4)
 INT8 = QuantizationArgs(num_bits=8)
@@ -104,6 +102,65 @@ class TestOwnClasses:
         Named(quantization_args=INT4)(x)
         assert calls == list(range(6))
 
+    def test_first_generation_with_any_keyword(self) -> None:
+        class Lax(Observer):
+            def calculate_qparams(self, observed, **kwargs):  # type: ignore[no-untyped-def]
+                assert not kwargs
+                return calculate_qparams(observed.min(), observed.max(), self.args)
+
+        x = torch.randn(3, 8)
+        scale, _ = Lax(quantization_args=INT4)(x)
+        assert torch.equal(scale, build("memoryless_minmax", args=INT4)(x).get_qparams()["scale"])
+
+    def test_first_generation_with_the_wrong_number_of_scales(self) -> None:
+        class Wrong(Observer):
+            def calculate_qparams(self, observed, reduce_dims=None):  # type: ignore[no-untyped-def]
+                assert reduce_dims == (0, 3)
+                return observed.max().reshape(1), torch.zeros(1)
+
+        with pytest.raises(ConfigurationError, match=r"returned 1 scales .* where 6 are needed"):
+            Wrong(quantization_args=INT4)(torch.randn(3, 8))
+
+    def test_first_generation_results_are_copies(self) -> None:
+        class Own(Observer):
+            def calculate_qparams(
+                self, observed: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                return observed.max().reshape(1), torch.zeros(1)
+
+        observer = Own(quantization_args=INT8)(torch.ones(2, 2))
+        observer.get_qparams()["scale"].mul_(7)
+        assert observer.get_qparams()["scale"] == 1
+
+    def test_fields_that_begin_as_none(self) -> None:
+        class Summing(Observer):
+            _act_sync_dict = {"total": dist.ReduceOp.SUM}  # noqa: RUF012
+
+            def __init__(self, *args: object, **kwargs: object) -> None:
+                super().__init__(*args, **kwargs)
+                self.total = None
+
+            def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+                self.min_vals, self.max_vals = self.extrema(observed)
+                self.total = observed.sum() if self.total is None else self.total + observed.sum()
+
+        observer = Summing("input", INT8).to("cpu")
+        for _ in range(2):
+            observer(torch.ones(1, 2))(torch.ones(1, 2))
+            assert observer.total.item() == 4
+            observer.reset()
+            assert observer.total is None
+        assert not observer.state_dict().keys() - {"_extra_state"}
+
+    def test_the_fields_name_for_the_averaging_constant(self) -> None:
+        class Quick(MovingAverageMSEObserver):
+            def __init__(self, *args: object, **kwargs: object) -> None:
+                super().__init__(*args, **kwargs)
+                self.avg_constant = 0.5
+
+        observer = Quick("input", INT8)
+        assert observer.options.averaging_constant == observer.avg_constant == 0.5
+
     def test_first_generation_options(self) -> None:
         @Observer.register("scaled_once")
         class Scaled(Observer):
@@ -120,6 +177,9 @@ class TestOwnClasses:
         x = torch.ones(2, 2)
         assert build("scaled_once", quantization_args=args)(x).get_qparams()["scale"] == 3
         assert next(iter(build("scaled_once", quantization_args=args, factor=2.0)(x))) == 2
+        current = build("scaled_once", base_name="input", args=args)
+        assert current.base_name == "input"
+        assert current(x).get_qparams()["scale"] == 3
 
     def test_a_class_that_implements_nothing_says_so(self) -> None:
         class Nothing(Observer):

@@ -11,28 +11,29 @@ from torch import Tensor
 class Extrema(NamedTuple):
     """The range of the finite values of each piece, and how many values were not finite.
 
-    A piece without any finite value has the range (0, 0).
+    A piece without any finite value has the range (0, 0), and is marked in ``missing``.
     """
 
     min_vals: Tensor
     max_vals: Tensor
-    nonfinite: int
+    nonfinite: int = 0
+    missing: Tensor | None = None
 
 
 def extrema(view: Tensor) -> Extrema:
     """Reduce a canonical view to its extrema.
 
-    >>> extrema(torch.tensor([[[1.0, -2.0, float("nan")]]]))
-    Extrema(min_vals=tensor([-2.]), max_vals=tensor([1.]), nonfinite=1)
+    >>> extrema(torch.tensor([[[1.0, -2.0, float("nan")]]]))[:3]
+    (tensor([-2.]), tensor([1.]), 1)
     """
     dims = (0, -1)
     low, high = view.amin(dims), view.amax(dims)
     # NaN spreads and Inf is extreme: finite extrema prove that every value is finite.
     if bool((torch.isfinite(low) & torch.isfinite(high)).all()):
-        return Extrema(low, high, 0)
+        return Extrema(low, high)
     finite = torch.isfinite(view)
     low = view.masked_fill(~finite, torch.inf).amin(dims)
     high = view.masked_fill(~finite, -torch.inf).amax(dims)
-    nothing = ~finite.any(-1).any(0)
-    nonfinite = finite.numel() - int(finite.sum())
-    return Extrema(low.masked_fill_(nothing, 0), high.masked_fill_(nothing, 0), nonfinite)
+    missing = ~finite.any(-1).any(0)
+    low, high = low.masked_fill_(missing, 0), high.masked_fill_(missing, 0)
+    return Extrema(low, high, finite.numel() - int(finite.sum()), missing)

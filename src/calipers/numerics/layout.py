@@ -110,6 +110,13 @@ class Layout:
         """
         if self.base_name == "weight":
             raise LayoutError("A mask says which tokens count: it cannot be applied to a weight.")
+        if self.args.strategy == QuantizationStrategy.TOKEN:
+            raise LayoutError("With strategy 'token' each position has a scale: it takes no mask.")
+        if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+            raise LayoutError(
+                "The mask must be 1 for tokens that count and 0 for others; this looks like one "
+                "that is added to attention scores."
+            )
         by_token = value.transpose(1, 2) if self.base_name in ("q", "k", "v") else value
         dims = 2 if self.base_name in ("q", "k", "v") else value.ndim - 1
         leading = by_token.shape[:dims]

@@ -25,24 +25,21 @@ def qparams_of(
     max_vals: Tensor,
     args: QuantizationArgs,
     global_scale: Tensor | None = None,
+    where: str = "qparams_of",
 ) -> tuple[Tensor, Tensor]:
-    """Return scale and zero point of each range; refuse a range that has none.
+    """Return scale and zero point of each range; refuse a range that has none, saying ``where``.
 
     >>> args = QuantizationArgs(num_bits=8, symmetric=False)
     >>> scale, zero_point = qparams_of(torch.tensor([0.0]), torch.tensor([2.55]), args)
     >>> round(scale.item(), 6), zero_point.item()
     (0.01, -128)
     """
-    bad = ~(torch.isfinite(min_vals) & torch.isfinite(max_vals))
-    if bool(bad.any()):
-        raise NonFiniteRangeError(int(bad.sum()), bad.numel())
     scale, zero_point = safe_qparams(min_vals, max_vals, args, global_scale)
-    if bool(torch.isfinite(scale).all()):
-        return scale, zero_point
-    # max − min is too wide for its own dtype; its scale is not.
-    wide = torch.float32 if min_vals.dtype == torch.float16 else torch.float64
-    wide_scale, zero_point = safe_qparams(min_vals.to(wide), max_vals.to(wide), args, global_scale)
-    return wide_scale.to(scale.dtype), zero_point
+    sound = (torch.isfinite(min_vals) & torch.isfinite(max_vals)).reshape(scale.shape)
+    sound &= torch.isfinite(scale) & (scale > 0)
+    if not bool(sound.all()):
+        raise NonFiniteRangeError(where, int((~sound).sum()), sound.numel())
+    return scale, zero_point
 
 
 def safe_qparams(
@@ -51,25 +48,33 @@ def safe_qparams(
     args: QuantizationArgs,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return compressed-tensors' parameters, with zero point 0 where it divides zero by zero.
+    """Return compressed-tensors' parameters, repaired where its arithmetic breaks down.
 
     Needs no answer from the device, so that a search can call it for every candidate.
     """
+    dtype = min_vals.dtype
+    if Format.of(args).scale is ScaleKind.POWER_OF_TWO and dtype == torch.float16:
+        return _float16_powers_of_two(min_vals, max_vals, args)
+    if _has_wider_scales(args, dtype):
+        min_vals, max_vals = min_vals.float(), max_vals.float()
     scale: Tensor
     zero_point: Tensor
-    fmt = Format.of(args)
-    if fmt.scale is ScaleKind.POWER_OF_TWO and min_vals.dtype == torch.float16:
-        return _float16_powers_of_two(min_vals, max_vals, args)
-    if _has_wider_scales(args, min_vals.dtype):
-        min_vals, max_vals = min_vals.float(), max_vals.float()
     scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale)
-    if not args.symmetric:
-        low, high = fmt.limits
-        empty = (min_vals >= 0) & (max_vals.clamp(min=0) / (high - low) == 0)
-        # float8 has no masked_fill; its bytes have, and zero is zero in each of these types.
-        plain = zero_point.view(torch.int8) if zero_point.dtype.itemsize == 1 else zero_point
-        plain.masked_fill_(empty.reshape(zero_point.shape), 0)
-    return scale, zero_point
+    if args.symmetric or dtype == torch.float64:
+        return scale, zero_point
+    # max − min may be too wide for its own dtype; its scale is not.
+    wide = torch.float32 if dtype == torch.float16 else torch.float64
+    wide_scale, wide_zero = calculate_qparams(
+        min_vals.to(wide), max_vals.to(wide), args, global_scale
+    )
+    fits = torch.isfinite(scale)
+    zero_point = _choose(fits, zero_point, wide_zero)
+    # An empty range has zero point 0/0; any would do.
+    low, high = Format.of(args).limits
+    empty = (min_vals >= 0) & (max_vals.clamp(min=0) / (high - low) == 0)
+    empty = empty.reshape(scale.shape)
+    zero_point = _choose(empty, torch.zeros_like(zero_point), zero_point)
+    return torch.where(fits, scale, wide_scale.to(scale.dtype)), zero_point
 
 
 def global_scale_of(absmax: Tensor) -> Tensor:
@@ -100,6 +105,13 @@ def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt
     if zero_point is not None:
         codes -= zero_point
     return codes.mul_(scale)
+
+
+def _choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
+    """``torch.where``, also for float8, which has it only for its bytes."""
+    if this.dtype.itemsize > 1:
+        return torch.where(condition, this, other)
+    return torch.where(condition, this.view(torch.int8), other.view(torch.int8)).view(this.dtype)
 
 
 def _float16_powers_of_two(

@@ -18,6 +18,7 @@ from calipers.errors import (
     ComplexTensorError,
     ConfigurationError,
     FusedStatisticsError,
+    LayoutError,
     NonFiniteError,
     NoStatisticsError,
 )
@@ -95,6 +96,11 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if isinstance(base_name, QuantizationArgs):
+            if args is not None:
+                raise ConfigurationError(
+                    f"Observer '{self.registered_name()}' takes one QuantizationArgs; give its "
+                    "options by keyword."
+                )
             base_name, args = "weight", base_name
         check_base_name(base_name)
         both = [given for given in (args, quantization_args) if given is not None]
@@ -149,11 +155,21 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @classmethod
     def load_from_registry(cls, name: str, **constructor_kwargs: Any) -> Observer:
         """Build an observer by name."""
-        observer = _REGISTRY.find(name)
-        own = _constructor_options(observer)
+        kind = _REGISTRY.find(name)
+        takes = _constructor_keywords(kind)
         args = constructor_kwargs.get("args", constructor_kwargs.get("quantization_args"))
-        inherited = {key: value for key, value in _kwargs_of(args).items() if key in own}
-        return observer(**{**inherited, **constructor_kwargs})
+        given = {key: value for key, value in _kwargs_of(args).items() if key in takes}
+        given.update(constructor_kwargs)
+        if "quantization_args" not in takes or "args" in takes:
+            return kind(**given)
+        # A constructor of the first generation knows neither of the newer keywords.
+        base_name = given.pop("base_name", "weight")
+        check_base_name(base_name)
+        observer = kind(
+            quantization_args=given.pop("args", args), **_without(given, "quantization_args")
+        )
+        observer.base_name = base_name
+        return observer
 
     @classmethod
     def registered_names(cls) -> list[str]:
@@ -187,15 +203,26 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             return self
         if observed.is_complex():
             raise ComplexTensorError(self.label(), observed.dtype)
-        layout = Layout.of(self.base_name, self.args, g_idx)
-        if mask is not None:
-            observed = layout.select_tokens(observed, mask)
-            if observed.numel() == 0:
-                return self
-        view = layout.view(_as_float(observed))
+        try:
+            layout = Layout.of(self.base_name, self.args, g_idx)
+            if mask is not None:
+                observed = layout.select_tokens(observed, mask)
+                if observed.numel() == 0:
+                    return self
+            view = layout.view(_as_float(observed))
+        except LayoutError as error:
+            error.args = (f"{self.label()}: {error}",)
+            raise
         found = extrema(view)
         if found.nonfinite:
-            view = self._without_nonfinite(view, found, observed)
+            if self.options.nonfinite == "raise":
+                raise self._nonfinite_error(found, observed)
+            if found.nonfinite == view.numel():
+                self.absorb(observed_nonfinite=torch.tensor(found.nonfinite, device=view.device))
+                return self
+            found = self._without_missing(found)
+            # Zero is in every range and quantizes without error: it adds nothing to any result.
+            view = view.nan_to_num(0.0, 0.0, 0.0)
         self._observation = Observation(view, layout, found)
         try:
             self.update_statistics_from_observed(view)
@@ -243,18 +270,24 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     def _nonfinite_error(self, found: Extrema, observed: Tensor) -> NonFiniteError:
         return NonFiniteError(self.label(), found.nonfinite, observed.numel(), observed.shape)
 
-    def _without_nonfinite(self, view: Tensor, found: Extrema, observed: Tensor) -> Tensor:
-        if self.options.nonfinite == "raise":
-            raise self._nonfinite_error(found, observed)
-        # Zero is in every range and quantizes without error: it adds nothing to any result.
-        return view.nan_to_num(0.0, 0.0, 0.0)
+    def _without_missing(self, found: Extrema) -> Extrema:
+        """Let pieces without any finite value stay as they were."""
+        if found.missing is None or not self.has_statistics:
+            return found
+        low, high = (v.to(found.min_vals) for v in (self.min_vals, self.max_vals))
+        if low.shape != found.min_vals.shape:
+            return found
+        low = torch.where(found.missing, low, found.min_vals)
+        return found._replace(
+            min_vals=low, max_vals=torch.where(found.missing, high, found.max_vals)
+        )
 
     # Results
 
     @property
     def has_statistics(self) -> bool:
         """Whether anything was observed."""
-        return hasattr(self, "min_vals") and hasattr(self, "max_vals")
+        return {"min_vals", "max_vals"} <= self.fields().keys()
 
     def get_statistics(self) -> dict[str, Tensor]:
         """Return everything the observer remembers, by name."""
@@ -277,10 +310,15 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         """Work out the parameters from what was observed; changes nothing."""
         low, high = self.get_range()
         global_scale = self.get_global_scale()
-        if hasattr(self, "_scale"):
-            scale, zero_point = self._scale, self._zero_point
+        if "_scale" in self.fields():
+            if global_scale is not None and self._fused_observers:
+                raise ConfigurationError(
+                    f"{self.label()} works out its scale alone (calculate_qparams) and cannot "
+                    "share a global_scale. Implement update_statistics_from_observed instead."
+                )
+            scale, zero_point = self._scale.clone(), self._zero_point.clone()
         else:
-            scale, zero_point = qparams_of(low, high, self.args, global_scale)
+            scale, zero_point = qparams_of(low, high, self.args, global_scale, self.label())
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
     @torch.no_grad()
@@ -315,8 +353,16 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     def fuse(observers: Iterable[Observer]) -> None:
         """Make observers share one global scale (TENSOR_GROUP)."""
         group = set(observers)
+        for observer in list(group):
+            group |= observer._fused_observers
         for observer in group:
-            observer._fused_observers |= group - {observer}
+            observer._fused_observers = group - {observer}
+
+    def reset(self) -> None:
+        """Forget everything; fields that a subclass began as None are None again."""
+        super().reset()
+        for name in self.__dict__.get("_none_at_first", ()):
+            setattr(self, name, None)
 
     # Life in a model
 
@@ -375,6 +421,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if value is None and name in self.all_reductions():
+            self.__dict__.setdefault("_none_at_first", set()).add(name)
         options = self.__dict__.get("options")
         if options is not None and name in type(options).model_fields:
             given = {**options.model_dump(), name: value}
@@ -396,13 +444,16 @@ def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:
     return torch.maximum(-min_vals.min(), max_vals.max())
 
 
-def _constructor_options(observer: type[Observer]) -> set[str]:
-    """Return the options that a class of the first generation takes in its constructor."""
-    if observer.__init__ is Observer.__init__:
+def _constructor_keywords(kind: type[Observer]) -> set[str]:
+    """Return the keywords that a constructor of one's own names; none for Calipers' own."""
+    if kind.__init__ is Observer.__init__:
         return set()
-    named = inspect.signature(observer).parameters.values()
-    own = {p.name for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return own - {"base_name", "args", "quantization_args"}
+    named = inspect.signature(kind).parameters.values()
+    return {p.name for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _without(given: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != key}
 
 
 def _kwargs_of(args: Any) -> dict[str, Any]:

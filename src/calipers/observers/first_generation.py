@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calipers.errors import ConfigurationError
+
 Calculate = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -31,6 +33,11 @@ def calculate_by_piece(
     scale = torch.cat([torch.as_tensor(scale).reshape(-1) for scale, _ in results])
     zero_point = torch.cat([torch.as_tensor(zero).reshape(-1) for _, zero in results])
     shape = shape or torch.Size([1])
+    if not scale.numel() == zero_point.numel() == shape.numel():
+        raise ConfigurationError(
+            f"calculate_qparams returned {scale.numel()} scales and {zero_point.numel()} zero "
+            f"points where {shape.numel()} are needed."
+        )
     return scale.reshape(shape), zero_point.reshape(shape)
 
 
@@ -45,5 +52,4 @@ def _each(
 
 
 def _takes(calculate: Calculate, name: str) -> bool:
-    parameters = inspect.signature(calculate).parameters.values()
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+    return name in inspect.signature(calculate).parameters

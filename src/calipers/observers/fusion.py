@@ -25,6 +25,7 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
             if len(found) < len(siblings):
                 continue
             for sibling, observer in zip(siblings, found, strict=True):
+                observer._fused_observers = set()  # links to observers that were replaced
                 observer.module_name = observer.module_name or f"{name}.{sibling}".lstrip(".")
             Observer.fuse(found)
 

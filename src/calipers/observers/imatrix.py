@@ -57,13 +57,12 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # In a tuple, or the module would become a part of the observer.
-        self._hook: tuple[torch.nn.Module, RemovableHandle] | None = None
+        self._hook: RemovableHandle | None = None
         self._has_warned = False
 
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the sums another observer left on ``module``, or start summing its inputs."""
-        if hasattr(module, "_imatrix_sum") and not hasattr(module, "_imatrix_hook"):
+        if hasattr(module, "_imatrix_sum") and not _is_being_summed(module):
             for name in SquareSums.reductions:
                 setattr(self, name, getattr(module, name))
                 delattr(module, name)
@@ -71,19 +70,16 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
         if not hasattr(module, "in_features"):
             return
         if not hasattr(self, "_imatrix_sum"):
-            device = next(module.parameters()).device
             channels: Any = module.in_features
-            self._imatrix_sum = torch.zeros(channels, dtype=torch.float64, device=device)
-            self._imatrix_count = torch.zeros((), dtype=torch.int64, device=device)
+            self._imatrix_sum = torch.zeros(channels, dtype=torch.float64)
+            self._imatrix_count = torch.zeros((), dtype=torch.int64)
         self._remove_hook()
-        handle = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
-        module._imatrix_hook = handle  # type: ignore[assignment]  # the sums still grow
-        self._hook = (module, handle)
+        self._hook = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
         self._publish(module)
 
     def detach(self, module: torch.nn.Module) -> None:
         """Stop summing, and leave the sums on ``module``."""
-        if self._hook is not None and self._hook[0] is module:
+        if self._hook is not None and self._hook.id in module._forward_pre_hooks:
             self._remove_hook()
             self._publish(module)
 
@@ -129,8 +125,9 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
     def _see_input(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-        if x is not None and x.numel():
+        x = next(iter((*args, *kwargs.values())), None)
+        x = x[0] if isinstance(x, tuple) and x else x
+        if isinstance(x, Tensor) and x.numel():
             self.absorb_tokens(x)
             self._publish(module)
 
@@ -139,10 +136,11 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
             setattr(module, name, getattr(self, name))
 
     def _remove_hook(self) -> None:
-        if self._hook is None:
-            return
-        module, handle = self._hook
-        handle.remove()
-        if getattr(module, "_imatrix_hook", None) is handle:
-            del module._imatrix_hook
-        self._hook = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _is_being_summed(module: torch.nn.Module) -> bool:
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(getattr(h, "__self__", None), IMatrixMSEObserver) for h in hooks)

@@ -67,6 +67,8 @@ class Registry(Generic[T]):
 
     def find(self, name: str) -> type[T]:
         """Return the class of that name, or the one in ``path/to/file.py:Class``."""
+        if not isinstance(name, str):
+            raise UnknownObserverError(str(name), self._classes)
         path, colon, class_name = name.rpartition(":")
         if colon and path.endswith(".py"):
             return self._load(Path(path), class_name)

@@ -114,7 +114,8 @@ class Statistic:
 
     def fields(self) -> dict[str, Tensor]:
         """Return the fields that hold data."""
-        return {name: getattr(self, name) for name in self.all_reductions() if hasattr(self, name)}
+        held = {name: getattr(self, name, None) for name in self.all_reductions()}
+        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Reduce two values of one field to one."""
@@ -122,13 +123,14 @@ class Statistic:
 
     def absorb(self, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
+        held, reductions = self.fields(), self.all_reductions()
         for name, value in new.items():
-            before = getattr(self, name, value)
-            if before.shape != value.shape:
+            before = held.get(name, value)
+            if before.shape != value.shape and reductions[name] is not Reduction.LAST:
                 raise ShapeChangedError(self.label(), name, before.shape, value.shape)
         for name, value in new.items():
-            if hasattr(self, name):
-                value = self.combine(name, getattr(self, name).to(value.device), value)
+            if name in held:
+                value = self.combine(name, held[name].to(value.device), value)
             setattr(self, name, value)
 
     def reset(self) -> None:

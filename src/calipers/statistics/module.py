@@ -22,13 +22,14 @@ class StatisticModule(Statistic, torch.nn.Module):
     """
 
     def get_extra_state(self) -> Tensor:
-        """Return the configuration as bytes of JSON."""
-        text = json.dumps(self.configuration(), sort_keys=True)
+        """Return the configuration and the shapes of the fields as bytes of JSON."""
+        shapes = {name: list(value.shape) for name, value in self.fields().items()}
+        text = json.dumps({"configuration": self.configuration(), "fields": shapes})
         return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Refuse fields that were gathered under another configuration."""
-        saved = json.loads(bytes(state.cpu().tolist()).decode())
+        saved = _read(state)["configuration"]
         if saved != self.configuration():
             action = f"load a state into {self.label()}"
             raise ConfigurationMismatchError(action, self.configuration(), saved)
@@ -39,16 +40,33 @@ class StatisticModule(Statistic, torch.nn.Module):
             destination[prefix + name] = value
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
+        if not any(key.startswith(prefix) for key in state_dict):
+            return  # a checkpoint of the model alone says nothing about its statistics
         saved = {
             name: state_dict[prefix + name]
             for name in self.all_reductions()
             if prefix + name in state_dict
         }
         rest = {key: v for key, v in state_dict.items() if key.removeprefix(prefix) not in saved}
-        super()._load_from_state_dict(rest, prefix, *arguments)
-        self.load_fields(saved)
+        super()._load_from_state_dict(
+            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        described = _read(state_dict.get(f"{prefix}_extra_state"))["fields"]
+        missing_keys.extend(prefix + name for name in described if name not in saved)
+        for name, value in saved.items():
+            if list(value.shape) != described.get(name, list(value.shape)):
+                error_msgs.append(f"{prefix}{name} was saved with shape {described[name]}.")
+        if not error_msgs and not missing_keys:
+            self.load_fields(saved)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -56,3 +74,10 @@ class StatisticModule(Statistic, torch.nn.Module):
         if fields:
             self.move(fn(fields[0].new_empty(0)).device)
         return self
+
+
+def _read(state: Tensor | None) -> dict[str, Any]:
+    if state is None:
+        return {"configuration": {}, "fields": {}}
+    described: dict[str, Any] = json.loads(bytes(state.cpu().tolist()).decode())
+    return described

@@ -23,6 +23,15 @@ class MovingAverage(Statistic):
     }
     averaging_constant: float
 
+    @property
+    def avg_constant(self) -> float:
+        """What the field's code calls the averaging constant."""
+        return self.averaging_constant
+
+    @avg_constant.setter
+    def avg_constant(self, value: float) -> None:
+        self.averaging_constant = value
+
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Move an averaged field towards its new value, in float32 or better."""
         if self.all_reductions()[name] is not Reduction.MEAN:

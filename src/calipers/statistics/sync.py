@@ -65,10 +65,12 @@ def _sync_one(statistic: Statistic, ranks: list[dict[str, Any]]) -> list[dist.Wo
                 f"{sorted(shapes)}. Every rank must observe the same module."
             )
         dtype = reduce(torch.promote_types, (dtype for _, dtype in held_by))
-        if hasattr(statistic, name):
+        if name in statistic.fields():
             share = _share(statistic, name, reduction, ranks).to(dtype)
         else:
             share = reduction.identity(shapes.pop(), dtype, _communication_device())
+        if share.device.type == "cpu":
+            share = share.to(_communication_device())
         setattr(statistic, name, share)
         statistic.synced[name] = share
         works.append(dist.all_reduce(share, op=_OPS[reduction], async_op=True))
