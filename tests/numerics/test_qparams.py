@@ -88,6 +88,8 @@ def test_powers_of_two_in_float16(bits: int) -> None:
     assert scale[:-1].tolist() == exact[:-1].clamp(min=2.0**-24).tolist()
     assert scale[-1] == 1
     assert not zero_point.float().any()
+    huge = torch.tensor([3.3e38])
+    assert qparams_of(-huge, huge, args)[0].item() == 2.0 ** (128 - {4: 2, 8: 8}[bits])
     ordinary = absmax[2:4]
     assert torch.equal(scale[2:4], calculate_qparams(-ordinary, ordinary, args)[0])
 

@@ -53,8 +53,8 @@ def safe_qparams(
     Needs no answer from the device, so that a search can call it for every candidate.
     """
     dtype = min_vals.dtype
-    if Format.of(args).scale is ScaleKind.POWER_OF_TWO and dtype == torch.float16:
-        return _float16_powers_of_two(min_vals, max_vals, args)
+    if Format.of(args).scale is ScaleKind.POWER_OF_TWO:
+        return _powers_of_two(min_vals, max_vals, args)
     if _has_wider_scales(args, dtype):
         min_vals, max_vals = min_vals.float(), max_vals.float()
     scale: Tensor
@@ -63,9 +63,8 @@ def safe_qparams(
     if args.symmetric or dtype == torch.float64:
         return scale, zero_point
     # max − min may be too wide for its own dtype; its scale is not.
-    wide = torch.float32 if dtype == torch.float16 else torch.float64
     wide_scale, wide_zero = calculate_qparams(
-        min_vals.to(wide), max_vals.to(wide), args, global_scale
+        _widened(min_vals), _widened(max_vals), args, global_scale
     )
     fits = torch.isfinite(scale)
     zero_point = _choose(fits, zero_point, wide_zero)
@@ -114,14 +113,19 @@ def _choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
     return torch.where(condition, this.view(torch.int8), other.view(torch.int8)).view(this.dtype)
 
 
-def _float16_powers_of_two(
+def _powers_of_two(
     min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
 ) -> tuple[Tensor, Tensor]:
-    """Return MX scales of float16 ranges, where the library's exponents over- and underflow."""
-    scale, zero_point = calculate_qparams(min_vals.float(), max_vals.float(), args)
-    empty = (min_vals >= 0) & (max_vals <= 0)
-    scale = scale.clamp(min=_SMALLEST_FLOAT16).masked_fill_(empty, 1)
-    return scale.to(torch.float16), zero_point
+    """Return MX scales; at the ends of a dtype the library's exponents over- and underflow."""
+    scale, zero_point = calculate_qparams(_widened(min_vals), _widened(max_vals), args)
+    if min_vals.dtype == torch.float16:
+        empty = (min_vals >= 0) & (max_vals <= 0)
+        scale = scale.clamp(min=_SMALLEST_FLOAT16).masked_fill_(empty, 1)
+    return scale.to(min_vals.dtype), zero_point
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(torch.float32 if value.dtype == torch.float16 else torch.float64)
 
 
 def _has_wider_scales(args: QuantizationArgs, dtype: torch.dtype) -> bool:
