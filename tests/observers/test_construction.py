@@ -96,7 +96,9 @@ class TestConstruction:
         assert observer.patience == 5
         observer.patience = 9
         assert observer.options.patience == 9
-        with pytest.raises(errors.InvalidOptionError, match="patience must be >= 0, got -2"):
+        with pytest.raises(
+            errors.InvalidOptionError, match="Observer 'mse': patience must be >= 0, got -2"
+        ):
             observer.patience = -2
         assert observer.options.patience == 9
 

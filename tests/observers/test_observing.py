@@ -201,6 +201,19 @@ class TestStateInAModel:
         model.load_state_dict(torch.nn.Linear(8, 4).state_dict(), strict=strict)
         assert model.input_observer.max_vals.item() == 1
 
+    def test_what_is_missing_elsewhere_does_not_matter_here(self) -> None:
+        model = self.model()
+        model.input_observer(torch.ones(1, 8))
+        saved = model.state_dict()
+        del saved["bias"]
+        other = self.model()
+        other.load_state_dict(saved, strict=False)
+        assert other.input_observer.max_vals.item() == 1
+
+    def test_nothing_is_no_state(self) -> None:
+        with pytest.raises(RuntimeError, match="_extra_state"):
+            build("static_minmax", args=INT4).load_state_dict({})
+
     def test_a_state_with_a_hole_is_refused(self) -> None:
         saved = build("static_minmax", args=INT4)(torch.ones(2, 4)).state_dict()
         del saved["max_vals"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar
@@ -26,8 +25,8 @@ from calipers.kernels.extrema import Extrema, extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, check_base_name, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
-from calipers.observers.first_generation import calculate_by_piece
-from calipers.observers.options import ObserverOptions, parse_options
+from calipers.observers.first_generation import calculate_by_piece, construct
+from calipers.observers.options import ObserverOptions, OptionAttributes, parse_options
 from calipers.observers.registry import Registry
 from calipers.statistics.base import Reduction
 from calipers.statistics.module import StatisticModule
@@ -52,7 +51,7 @@ class Observation(NamedTuple):
     extrema: Extrema
 
 
-class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
+class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: ignore[misc]
     """Watches tensors and works out the parameters to quantize them with.
 
     A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
@@ -155,20 +154,7 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @classmethod
     def load_from_registry(cls, name: str, **constructor_kwargs: Any) -> Observer:
         """Build an observer by name."""
-        kind = _REGISTRY.find(name)
-        takes = _constructor_keywords(kind)
-        args = constructor_kwargs.get("args", constructor_kwargs.get("quantization_args"))
-        given = {key: value for key, value in _kwargs_of(args).items() if key in takes}
-        given.update(constructor_kwargs)
-        if "quantization_args" not in takes or "args" in takes:
-            return kind(**given)
-        # A constructor of the first generation knows neither of the newer keywords.
-        base_name = given.pop("base_name", "weight")
-        check_base_name(base_name)
-        observer = kind(
-            quantization_args=given.pop("args", args), **_without(given, "quantization_args")
-        )
-        observer.base_name = base_name
+        observer: Observer = construct(_REGISTRY.find(name), constructor_kwargs)
         return observer
 
     @classmethod
@@ -358,12 +344,6 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         for observer in group:
             observer._fused_observers = group - {observer}
 
-    def reset(self) -> None:
-        """Forget everything; fields that a subclass began as None are None again."""
-        super().reset()
-        for name in self.__dict__.get("_none_at_first", ()):
-            setattr(self, name, None)
-
     # Life in a model
 
     def attach(self, module: torch.nn.Module) -> None:
@@ -412,23 +392,6 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         known = {key: value for key, value in given.items() if key in ObserverOptions.model_fields}
         return parse_options(ObserverOptions, known, self.registered_name())
 
-    # Options can be read and set as attributes; setting one checks it again.
-
-    def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options")
-        if options is not None and name in type(options).model_fields:
-            return getattr(options, name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if value is None and name in self.all_reductions():
-            self.__dict__.setdefault("_none_at_first", set()).add(name)
-        options = self.__dict__.get("options")
-        if options is not None and name in type(options).model_fields:
-            given = {**options.model_dump(), name: value}
-            name, value = "options", parse_options(type(options), given, self.registered_name())
-        super().__setattr__(name, value)
-
 
 _REGISTRY: Registry[Observer] = Registry(Observer)
 
@@ -442,19 +405,3 @@ def _as_float(observed: Tensor) -> Tensor:
 
 def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:
     return torch.maximum(-min_vals.min(), max_vals.max())
-
-
-def _constructor_keywords(kind: type[Observer]) -> set[str]:
-    """Return the keywords that a constructor of one's own names; none for Calipers' own."""
-    if kind.__init__ is Observer.__init__:
-        return set()
-    named = inspect.signature(kind).parameters.values()
-    return {p.name for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _without(given: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != key}
-
-
-def _kwargs_of(args: Any) -> dict[str, Any]:
-    return dict(args.observer_kwargs or {}) if isinstance(args, QuantizationArgs) else {}

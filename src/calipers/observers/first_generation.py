@@ -1,4 +1,4 @@
-"""Observers written for the first generation of the API: only ``calculate_qparams``."""
+"""Observers written for the first generation of the API: other keywords, ``calculate_qparams``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,29 @@ import torch
 from torch import Tensor
 
 from calipers.errors import ConfigurationError
+from calipers.numerics.layout import check_base_name
 
 Calculate = Callable[..., tuple[Tensor, Tensor]]
+
+
+def construct(kind: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+    """Build an observer, whichever generation its constructor was written for.
+
+    Options in ``args.observer_kwargs`` reach a constructor that names them. One that knows only
+    ``quantization_args`` is given that, and its ``base_name`` afterwards.
+    """
+    takes = inspect.signature(kind).parameters
+    args = keywords.get("args", keywords.get("quantization_args"))
+    options = getattr(args, "observer_kwargs", None) or {}
+    keywords = {**{key: value for key, value in options.items() if key in takes}, **keywords}
+    if "quantization_args" not in takes or "args" in takes:
+        return kind(**keywords)
+    base_name = keywords.pop("base_name", "weight")
+    check_base_name(base_name)
+    keywords.pop("args", None)
+    observer = kind(**{**keywords, "quantization_args": args})
+    observer.base_name = base_name
+    return observer
 
 
 def calculate_by_piece(

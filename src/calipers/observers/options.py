@@ -93,6 +93,30 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> 
         raise InvalidOptionError(owner, map(_problem, error.errors())) from None
 
 
+class OptionAttributes:
+    """Lets the options of an object be read and set as its attributes; setting checks again."""
+
+    options: ObserverOptions
+
+    @classmethod
+    def registered_name(cls) -> str:
+        """Return how messages call the owner of the options."""
+        return cls.__name__
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options")
+        if options is not None and name in type(options).model_fields:
+            return getattr(options, name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        options = self.__dict__.get("options")
+        if options is not None and name in type(options).model_fields:
+            given = {**options.model_dump(), name: value}
+            name, value = "options", parse_options(type(options), given, self.registered_name())
+        super().__setattr__(name, value)
+
+
 def _problem(error: Any) -> str:
     """Put an error of pydantic into one sentence: the option, the demand, the value."""
     option = error["loc"][0]

@@ -21,6 +21,17 @@ class StatisticModule(Statistic, torch.nn.Module):
     all of it as tensors. Casting the model leaves the precision of its statistics alone.
     """
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is None and name in self.all_reductions():
+            self.__dict__.setdefault("_none_at_first", set()).add(name)
+        super().__setattr__(name, value)
+
+    def reset(self) -> None:
+        """Forget everything; fields that a subclass began as None are None again."""
+        super().reset()
+        for name in self.__dict__.get("_none_at_first", ()):
+            setattr(self, name, None)
+
     def get_extra_state(self) -> Tensor:
         """Return the configuration and the shapes of the fields as bytes of JSON."""
         shapes = {name: list(value.shape) for name, value in self.fields().items()}
@@ -49,7 +60,7 @@ class StatisticModule(Statistic, torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if not any(key.startswith(prefix) for key in state_dict):
+        if prefix and not any(key.startswith(prefix) for key in state_dict):
             return  # a checkpoint of the model alone says nothing about its statistics
         saved = {
             name: state_dict[prefix + name]
@@ -61,11 +72,15 @@ class StatisticModule(Statistic, torch.nn.Module):
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         described = _read(state_dict.get(f"{prefix}_extra_state"))["fields"]
-        missing_keys.extend(prefix + name for name in described if name not in saved)
-        for name, value in saved.items():
-            if list(value.shape) != described.get(name, list(value.shape)):
-                error_msgs.append(f"{prefix}{name} was saved with shape {described[name]}.")
-        if not error_msgs and not missing_keys:
+        missing = [prefix + name for name in described if name not in saved]
+        wrong = [
+            f"{prefix}{name} was saved with shape {described[name]}."
+            for name, value in saved.items()
+            if list(value.shape) != described.get(name, list(value.shape))
+        ]
+        missing_keys.extend(missing)
+        error_msgs.extend(wrong)
+        if not missing and not wrong:
             self.load_fields(saved)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
