@@ -23,8 +23,8 @@ FACTORS = [1 - i / 10 for i in range(10)]
 def run(view: torch.Tensor, args: QuantizationArgs = INT4, **options: object) -> torch.Tensor:
     """Search, and return the index of the chosen factor of each piece."""
     options = {"factors": FACTORS, "norm": 2.0, **options}
-    found = extrema(view)
-    low, high = search_range(view, found.min_vals, found.max_vals, args, **options)
+    found = extrema(view.unsqueeze(-2))
+    low, high = search_range(view.unsqueeze(-2), found.min_vals, found.max_vals, args, **options)
     largest = torch.maximum(-found.min_vals, found.max_vals)
     ratio = torch.maximum(-low, high).double() / largest.double()
     return (ratio[..., None] - torch.tensor(options["factors"])).abs().argmin(-1)
@@ -89,7 +89,7 @@ def test_tiles_do_not_show(shape: tuple[int, ...], tile: int, weighted: bool) ->
 def test_a_later_candidate_must_be_strictly_better() -> None:
     zeros = torch.zeros(1, 3, 8)
     low, high = search_range(
-        zeros, zeros[0, :, 0] - 1, zeros[0, :, 0] + 1, INT4, factors=FACTORS, norm=2.0
+        zeros.unsqueeze(-2), zeros[0, :, 0] - 1, zeros[0, :, 0] + 1, INT4, factors=FACTORS, norm=2.0
     )
     assert high.tolist() == [1.0] * 3
     assert low.tolist() == [-1.0] * 3
@@ -149,10 +149,10 @@ class TestPatience:
 
 def test_float64_is_searched_in_float64() -> None:
     view = torch.randn(1, 3, 8, dtype=torch.float64)
-    found = extrema(view)
+    found = extrema(view.unsqueeze(-2))
     chosen = run(view, factors=[0.7, 0.3])
     low, high = search_range(
-        view, found.min_vals, found.max_vals, INT4, factors=[0.7, 0.3], norm=2.0
+        view.unsqueeze(-2), found.min_vals, found.max_vals, INT4, factors=[0.7, 0.3], norm=2.0
     )
     factors = torch.tensor([0.7, 0.3], dtype=torch.float64)[chosen]
     assert torch.equal(low, found.min_vals * factors)
@@ -173,9 +173,9 @@ def test_a_range_wider_than_float16_is_searched() -> None:
 
 def test_no_factors_leave_the_range() -> None:
     view = torch.randn(1, 3, 8)
-    found = extrema(view)
+    found = extrema(view.unsqueeze(-2))
     low, high = search_range(
-        view, found.min_vals, found.max_vals, INT4, factors=[], norm=2.0, expand=2.0
+        view.unsqueeze(-2), found.min_vals, found.max_vals, INT4, factors=[], norm=2.0, expand=2.0
     )
     assert torch.equal(low, found.min_vals * 2)
     assert torch.equal(high, found.max_vals * 2)

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
+from calipers.kernels.dispatch import native_for
 
-def sum_of_squares(tokens: Tensor) -> Tensor:
-    """Square in float32 or better, sum over the tokens in float64.
+_TILE = 1 << 22
+
+
+def sum_of_squares(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Sum the squares of a (tokens, channels) matrix over the tokens that count, in float64.
 
     >>> sum_of_squares(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
     tensor([10., 20.], dtype=torch.float64)
+    >>> sum_of_squares(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([True, False]))
+    tensor([1., 4.], dtype=torch.float64)
     """
-    precise = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-    return precise.square().sum(0, dtype=torch.float64)
+    kernels = native_for(tokens)
+    return _natively(kernels, tokens, mask) if kernels else _in_torch(tokens, mask)
+
+
+def _natively(kernels: ModuleType, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    count, channels = tokens.shape
+    sums = tokens.new_empty(kernels.sum_of_squares_chunks(count), channels, dtype=torch.float64)
+    marks = None if mask is None else mask.to("cpu", torch.bool).view(torch.uint8).contiguous()
+    matrix = tokens.detach().reshape(1, 1, 1, count, channels)
+    kernels.sum_of_squares(matrix, marks, sums, torch.get_num_threads())
+    return sums.sum(0)
+
+
+def _in_torch(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        tokens = tokens[mask.to(tokens.device, torch.bool)]
+    total = tokens.new_zeros(tokens.shape[-1], dtype=torch.float64)
+    step = max(1, _TILE // max(1, tokens.shape[-1]))
+    for start in range(0, len(tokens), step):
+        total += tokens[start : start + step].double().square().sum(0)
+    return total

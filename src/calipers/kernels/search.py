@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
 _TILE = {"cpu": 1 << 20}
 _DEFAULT_TILE = 1 << 24  # values worked on at once: the caches of a CPU, the cores of the others
+_TABLE = 1 << 22  # scales handed to the native kernel at once
+
+
+class Search(NamedTuple):
+    """What every candidate is judged by.
+
+    ``low`` and ``high`` are the ranges that the factors multiply, one number per piece, in the
+    working precision; ``weights`` has shape (n, values of a piece), row ``p % n`` for piece ``p``.
+    """
+
+    pieces: Tensor
+    low: Tensor
+    high: Tensor
+    args: QuantizationArgs
+    norm: float
+    weights: Tensor | None
+
+    def range_of(self, factor: Tensor | float, these: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return the ranges as they would be stored."""
+        dtype = self.pieces.dtype
+        return self.low[these].mul(factor).to(dtype), self.high[these].mul(factor).to(dtype)
 
 
 def search_range(
-    view: Tensor,
+    pieces: Tensor,
     min_vals: Tensor,
     max_vals: Tensor,
     args: QuantizationArgs,
@@ -27,83 +51,177 @@ def search_range(
     patience: int | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Find for each piece of ``view`` the factor of its range with the least Σ w·|q−x|^norm.
+    """Find for each piece the factor of its range with the least Σ w·|q−x|^norm.
 
-    ``view`` is canonical; ``min_vals`` and ``max_vals`` have its qparam shape; what the factors
-    multiply is ``expand`` times that range. ``weights`` has shape (n, group): row ``p % n`` belongs
+    ``pieces`` has shape (observations, *qparam_shape, rows, columns), and ``min_vals`` and
+    ``max_vals``, between which its values lie, the qparam shape; what the factors multiply is
+    ``expand`` times that range. ``weights`` has shape (n, rows · columns): row ``p % n`` belongs
     to piece ``p``. A later factor must be strictly better.
     The search ends after ``patience`` factors in a row that improve no piece (``None``: never).
 
-    A candidate is judged as it would be stored: its range in the dtype of ``view``, its scale as
-    compressed-tensors makes it from that. The rest is float32, or float64 for a float64 view.
+    A candidate is judged as it would be stored: its range in the dtype of ``pieces``, its scale as
+    compressed-tensors makes it from that. The rest is float32, or float64 for float64 pieces.
     Under a global scale (NVFP4) the stored scale depends on tensors not seen here, so there the
-    scale is not rounded. Memory: a few numbers per piece, and a few tiles.
+    scale is not rounded. NaN and Inf count as zero, which quantizes without error.
+    Memory: a few numbers per piece, and a few tiles.
     """
     if Format.of(args).scale is ScaleKind.E4M3_GLOBAL:
         args = args.model_copy(update={"scale_dtype": None})
-    shape, dtype, device = min_vals.shape, view.dtype, view.device
-    view = view.reshape(view.shape[0], -1, view.shape[-1])
-    working = torch.float64 if dtype == torch.float64 else torch.float32
-    most = torch.finfo(dtype).max
+    working = torch.float64 if pieces.dtype == torch.float64 else torch.float32
+    most = torch.finfo(pieces.dtype).max
     low, high = (
         bound.reshape(-1).to(working).mul(expand).clamp_(-most, most)
         for bound in (min_vals, max_vals)
     )
-    if not factors:
-        return low.to(dtype).reshape(shape), high.to(dtype).reshape(shape)
+    search = Search(pieces, low, high, args, norm, weights)
+    chosen: Tensor | float = 1.0
+    if factors:
+        kernels = native_for(pieces) if norm <= HIGHEST_NATIVE_NORM else None
+        if kernels:
+            best = _best_natively(kernels, search, factors, patience)
+        else:
+            best = _best_in_torch(search, factors, patience)
+        chosen = torch.tensor(factors, dtype=working, device=pieces.device)[best]
+    low, high = search.range_of(chosen)
+    return low.reshape(min_vals.shape), high.reshape(min_vals.shape)
 
-    unit = _unit(low, high, norm)
+
+# Native
+
+
+def _best_natively(
+    kernels: ModuleType, search: Search, factors: Sequence[float], patience: int | None
+) -> Tensor:
+    """Try all factors, see when patience would have ended, and leave out what came after."""
+    best, improved = _try_natively(kernels, search, factors)
+    end = _end_of_patience(improved.tolist(), patience)
+    if end < len(factors) and bool((best >= end).any()):
+        best = _try_natively(kernels, search, factors[:end])[0]
+    return best
+
+
+def _try_natively(
+    kernels: ModuleType, search: Search, factors: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Return the best factor of each piece, and which factors were the best so far of any piece."""
+    fmt = Format.of(search.args)
+    values = as_grid(search.pieces, ordered=search.weights is not None)
+    weights = None if search.weights is None else _like(values, search.weights)
+    candidates = torch.tensor(factors)
+    best = torch.empty(search.low.numel(), dtype=torch.int32)
+    improved = torch.zeros(len(factors), dtype=torch.uint8)
+    for rows in _grid_rows(values, search.args, len(factors)):
+        these = slice(rows.start * values.shape[2], rows.stop * values.shape[2])
+        kernels.search(
+            values[:, rows],
+            search.low[these],
+            search.high[these],
+            candidates,
+            grid_name(fmt),
+            *fmt.limits,
+            search.norm,
+            None if weights is None else weights[:, rows],
+            *_tables(search, candidates, these),
+            best[these],
+            improved,
+            torch.get_num_threads(),
+        )
+    return best, improved
+
+
+def _makes_scales(args: QuantizationArgs) -> bool:
+    """Whether the native kernel works out the scales itself."""
+    return bool(args.symmetric) and args.scale_dtype is None
+
+
+def _tables(search: Search, factors: Tensor, these: slice) -> tuple[Tensor | None, Tensor | None]:
+    """Return scales and zero points, one row per candidate, where the kernel needs them."""
+    args = search.args
+    if _makes_scales(args):
+        return None, None
+    scale, zero_point = safe_qparams(*search.range_of(factors[:, None], these), args)
+    return scale.float().contiguous(), None if args.symmetric else zero_point.float().contiguous()
+
+
+def _grid_rows(values: Tensor, args: QuantizationArgs, candidates: int) -> Iterator[slice]:
+    """Cut the rows of the grid into runs whose tables are not too large."""
+    count = values.shape[1]
+    step = count if _makes_scales(args) else max(1, _TABLE // (values.shape[2] * candidates))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _like(values: Tensor, weights: Tensor) -> Tensor:
+    """Lay weights over a grid of pieces, without a copy of them."""
+    grid_rows, grid_columns, rows, columns = values.shape[1:]
+    weights = weights.to(torch.float32)
+    if grid_columns % weights.shape[0]:
+        index = torch.arange(grid_rows * grid_columns) % weights.shape[0]
+        return weights[index].reshape(1, *values.shape[1:]).expand(values.shape)
+    weights = weights.reshape(1, 1, -1, rows, columns)
+    return weights.repeat(1, 1, grid_columns // weights.shape[2], 1, 1).expand(values.shape)
+
+
+def _end_of_patience(improved: Sequence[int], patience: int | None) -> int:
+    """Return how many candidates are tried before too many in a row improve nothing."""
+    stalled = 0
+    for index, better in enumerate(improved):
+        stalled = 0 if better else stalled + 1
+        if patience is not None and stalled >= max(patience, 1):
+            return index + 1
+    return len(improved)
+
+
+# In torch
+
+
+def _best_in_torch(search: Search, factors: Sequence[float], patience: int | None) -> Tensor:
+    low, device = search.low, search.low.device
+    view = search.pieces.flatten(-2)
+    view = view.reshape(view.shape[0], -1, view.shape[-1])
+    unit = _unit(low, search.high, search.norm)
     best_error = torch.full(low.shape, torch.inf, dtype=torch.float64, device=device)
     best = torch.zeros(low.shape, dtype=torch.int32, device=device)
     stalled = torch.zeros((), dtype=torch.int64, device=device)
     for index, factor in enumerate(factors):
         improved = torch.zeros((), dtype=torch.bool, device=device)
-        for pieces in _pieces(view):
-            start, end = (bound[pieces].mul(factor).to(dtype) for bound in (low, high))
-            qparams = safe_qparams(start, end, args)
-            weight = None if weights is None else _rows(weights, pieces).to(working)
-            scaling = None if unit is None else unit[pieces]
-            error = _error(view[:, pieces], qparams, args, norm, weight, scaling, working)
-            better = error < best_error[pieces]
+        for these in _runs(view):
+            error = _error(view[:, these], search, factor, these, unit)
+            better = error < best_error[these]
             if patience is not None:
                 better &= stalled < max(patience, 1)
-            best_error[pieces] = torch.where(better, error, best_error[pieces])
-            best[pieces].masked_fill_(better, index)
+            best_error[these] = torch.where(better, error, best_error[these])
+            best[these].masked_fill_(better, index)
             improved |= better.any()
         stalled = torch.where(improved, 0, stalled + 1)
         if patience is not None and _asks_freely(device) and stalled >= max(patience, 1):
             break
-    chosen = torch.tensor(factors, dtype=working, device=device)[best]
-    return low.mul_(chosen).to(dtype).reshape(shape), high.mul_(chosen).to(dtype).reshape(shape)
+    return best
 
 
 def _error(
-    view: Tensor,
-    qparams: tuple[Tensor, Tensor],
-    args: QuantizationArgs,
-    norm: float,
-    weights: Tensor | None,
-    unit: Tensor | None,
-    working: torch.dtype,
+    view: Tensor, search: Search, factor: float, these: slice, unit: Tensor | None
 ) -> Tensor:
     """Sum the error of a few pieces, tile by tile."""
+    args, working = search.args, search.low.dtype
     fmt = Format.of(args)
-    scale = qparams[0].to(working).unsqueeze(-1)
-    zero_point = None if args.symmetric else qparams[1].to(working).unsqueeze(-1)
+    scale, zero_point = (
+        v.to(working).unsqueeze(-1) for v in safe_qparams(*search.range_of(factor, these), args)
+    )
+    weights = None if search.weights is None else _rows(search.weights, these).to(working)
     total = torch.zeros(view.shape[1], dtype=torch.float64, device=view.device)
     for rows, columns in _tiles(view):
-        x = view[rows, :, columns].to(working)
-        error = quantize_dequantize(x, scale, zero_point, fmt).sub_(x)
+        x = view[rows, :, columns].to(working).nan_to_num(0.0, 0.0, 0.0)
+        error = quantize_dequantize(x, scale, None if args.symmetric else zero_point, fmt).sub_(x)
         if unit is not None:
-            error.div_(unit.unsqueeze(-1))
-        error = error.square_() if norm == 2 else error.abs_().pow_(norm)
+            error.div_(unit[these].unsqueeze(-1))
+        error = error.square_() if search.norm == 2 else error.abs_().pow_(search.norm)
         if weights is not None:
             error.mul_(weights[:, columns])
         total += error.sum((0, -1))
     return total
 
 
-def _pieces(view: Tensor) -> Iterator[slice]:
+def _runs(view: Tensor) -> Iterator[slice]:
     """Cut the pieces into runs of about one tile; a piece larger than that stands alone."""
     observations, count, group = view.shape
     step = max(1, _tile_size(view) // (observations * group))
@@ -132,8 +250,8 @@ def _tile_size(view: Tensor) -> int:
     return _TILE.get(view.device.type, _DEFAULT_TILE)
 
 
-def _rows(weights: Tensor, pieces: slice) -> Tensor:
-    index = torch.arange(pieces.start, pieces.stop, device=weights.device)
+def _rows(weights: Tensor, these: slice) -> Tensor:
+    index = torch.arange(these.start, these.stop, device=weights.device)
     return weights[index % weights.shape[0]]
 
 

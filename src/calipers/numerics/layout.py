@@ -74,13 +74,21 @@ class Layout:
 
     def view(self, value: Tensor) -> Tensor:
         """Bring ``value`` into the canonical view, without a copy where strides allow it."""
+        return self.pieces(value).flatten(-2)
+
+    def pieces(self, value: Tensor) -> Tensor:
+        """Cut ``value`` as the canonical view does, but leave the rows of a piece apart.
+
+        The shape is (observations, *qparam_shape, rows, columns). That is a view of any matrix,
+        also where its blocks or a transposed memory make the canonical view a copy.
+        """
         if self.base_name == "weight":
             return self._weight(value)
         if value.ndim == 0:
             raise LayoutError(f"'{self.base_name}' must have at least one dimension, got a scalar.")
         if self.base_name in ("input", "output"):
-            return self._activation(value)
-        return self._attention(value)
+            return self._activation(value).unsqueeze(-2)
+        return self._attention(value).unsqueeze(-2)
 
     def columns(self, value: Tensor) -> Tensor | None:
         """Cut one value per input column as a row of a weight is cut: (pieces of a row, group).
@@ -130,16 +138,16 @@ class Layout:
 
     def _weight(self, value: Tensor) -> Tensor:
         if self.args.strategy == QuantizationStrategy.TENSOR:
-            return value.reshape(1, 1, -1)
+            return value[None, None] if value.ndim == 2 else value.reshape(1, 1, 1, -1)
         if value.ndim != 2:
             raise LayoutError(
                 f"Strategy '{strategy_name(self.args)}' needs a weight of two dimensions, "
                 f"got shape {tuple(value.shape)}. Observe a stack of matrices one by one."
             )
         if self.args.strategy == QuantizationStrategy.CHANNEL:
-            return value[None, :, None, :]
+            return value[None, :, None, None, :]
         if self.args.strategy in _GROUPED:
-            return self._grouped(self._ordered(value)).unsqueeze(0)
+            return self._grouped(self._ordered(value))[None, ..., None, :]
         return self._blocked(value).unsqueeze(0)
 
     def _activation(self, value: Tensor) -> Tensor:
@@ -180,8 +188,7 @@ class Layout:
         height, width = self.args.block_structure
         padded: Tensor = maybe_pad_tensor_for_block_quant(value, (height, width))
         rows, columns = padded.shape
-        blocks = padded.reshape(rows // height, height, columns // width, width).transpose(1, 2)
-        return blocks.flatten(-2)
+        return padded.reshape(rows // height, height, columns // width, width).transpose(1, 2)
 
 
 def strategy_name(args: QuantizationArgs) -> str:

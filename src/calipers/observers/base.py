@@ -44,11 +44,30 @@ class QParamsDict(TypedDict):
 
 
 class Observation(NamedTuple):
-    """The tensor being observed right now."""
+    """The tensor being observed right now, as handed to the observer, and cut into pieces."""
 
-    view: Tensor
+    observed: Tensor
+    pieces: Tensor
     layout: Layout
     extrema: Extrema
+
+
+Update = TypeVar("Update", bound=Callable[..., None])
+
+
+def in_pieces(update: Update) -> Update:
+    """Mark an ``update_statistics_from_observed`` that asks only ``extrema`` and ``pieces``.
+
+    It is handed the pieces themselves, and no canonical view is made, which may cost a copy.
+    A subclass that overrides it gets the canonical view again, and may pass it on.
+    """
+    update.in_pieces = True  # type: ignore[attr-defined]
+    return update
+
+
+def takes_pieces(update: Callable[..., None]) -> bool:
+    """Return whether an update was marked by ``in_pieces``."""
+    return getattr(update, "in_pieces", False)
 
 
 class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: ignore[misc]
@@ -195,29 +214,33 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
                 observed = layout.select_tokens(observed, mask)
                 if observed.numel() == 0:
                     return self
-            view = layout.view(_as_float(observed))
+            pieces = layout.pieces(_as_float(observed))
         except LayoutError as error:
             error.args = (f"{self.label()}: {error}",)
             raise
-        found = extrema(view)
+        found = extrema(pieces)
         if found.nonfinite:
             if self.options.nonfinite == "raise":
                 raise self._nonfinite_error(found, observed)
-            if found.nonfinite == view.numel():
-                self.absorb(observed_nonfinite=torch.tensor(found.nonfinite, device=view.device))
+            if found.nonfinite == pieces.numel():
+                self.absorb(observed_nonfinite=torch.tensor(found.nonfinite, device=pieces.device))
                 return self
             found = self._without_missing(found)
-            # Zero is in every range and quantizes without error: it adds nothing to any result.
-            view = view.nan_to_num(0.0, 0.0, 0.0)
-        self._observation = Observation(view, layout, found)
+        handed = pieces
+        if not takes_pieces(self.update_statistics_from_observed):
+            handed = pieces.flatten(-2)
+            if found.nonfinite:
+                # Zero is in every range and quantizes without error: it adds nothing to a result.
+                handed = handed.nan_to_num(0.0, 0.0, 0.0)
+        self._observation = Observation(handed, pieces, layout, found)
         try:
-            self.update_statistics_from_observed(view)
+            self.update_statistics_from_observed(handed)
         finally:
             self._observation = None
         self.absorb(
-            observed_tokens=torch.tensor(layout.tokens(observed), device=view.device),
-            observed_nonfinite=torch.tensor(found.nonfinite, device=view.device),
-            observed_like=view.new_empty(0),
+            observed_tokens=torch.tensor(layout.tokens(observed), device=pieces.device),
+            observed_nonfinite=torch.tensor(found.nonfinite, device=pieces.device),
+            observed_like=pieces.new_empty(0),
         )
         return self
 
@@ -245,13 +268,19 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
 
         Within ``update_statistics_from_observed`` they are already at hand.
         """
-        if self._observation is not None and observed is self._observation.view:
+        if self._observation is not None and observed is self._observation.observed:
             found = self._observation.extrema
         else:
-            found = extrema(observed)
+            found = extrema(observed.unsqueeze(-2))
             if found.nonfinite:
                 raise self._nonfinite_error(found, observed)
         return found.min_vals, found.max_vals
+
+    def pieces(self, observed: Tensor) -> Tensor:
+        """Return what kernels take: the tensor being observed, or a canonical view, in pieces."""
+        if self._observation is not None and observed is self._observation.observed:
+            return self._observation.pieces
+        return observed.unsqueeze(-2)
 
     def _nonfinite_error(self, found: Extrema, observed: Tensor) -> NonFiniteError:
         return NonFiniteError(self.label(), found.nonfinite, observed.numel(), observed.shape)

@@ -83,10 +83,10 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
             self._remove_hook()
             self._publish(module)
 
-    def importance(self, observed: Tensor) -> Tensor | None:
+    def importance(self, pieces: Tensor) -> Tensor | None:
         """Return E[x²] of each column over its mean, or None where it cannot be used."""
         try:
-            return self._usable_importance(observed)
+            return self._usable_importance(pieces)
         except ImportanceError as error:
             if self.options.strict:
                 raise
@@ -95,7 +95,7 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
                 warnings.warn(f"{error.reason} Falls back to plain error.", CalipersWarning, 2)
             return None
 
-    def _usable_importance(self, observed: Tensor) -> Tensor | None:
+    def _usable_importance(self, pieces: Tensor) -> Tensor | None:
         if self.base_name != "weight" or self.args.strategy not in _SUPPORTED:
             raise ImportanceUnsupportedError(
                 self.label(),
@@ -103,7 +103,7 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
                 f"'{strategy_name(self.args)}' (only for weights: channel, group, tensor_group)",
             )
         layout = self._observation.layout if self._observation else Layout.of("weight", self.args)
-        return layout.columns(self._checked_importance(observed.shape[-2] * observed.shape[-1]))
+        return layout.columns(self._checked_importance(pieces.shape[-3] * pieces.shape[-1]))
 
     def _checked_importance(self, columns: int) -> Tensor:
         if not int(getattr(self, "_imatrix_count", 0)):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from calipers.observers.base import Observer
+from calipers.observers.base import Observer, in_pieces
 from calipers.observers.options import MovingAverageOptions, ObserverOptions
 from calipers.statistics.base import Reduction
 from calipers.statistics.moving_average import MovingAverage
@@ -19,6 +19,7 @@ class MemorylessMinMaxObserver(Observer):
 
     Options = ObserverOptions
 
+    @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         """Reduce the extrema as the class declares it."""
         low, high = self.extrema(observed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from calipers.kernels.search import search_range
-from calipers.observers.base import Observer
+from calipers.observers.base import Observer, in_pieces
 from calipers.observers.options import (
     Expand,
     Grid,
@@ -24,11 +24,13 @@ class MemorylessMSEObserver(Observer):
     Options = SearchOptions
     options: SearchOptions
 
+    @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         """Search, and reduce what was found as the class declares it."""
         low, high = self.extrema(observed)
+        pieces = self.pieces(observed)
         low, high = search_range(
-            observed,
+            pieces,
             low,
             high,
             self.args,
@@ -36,11 +38,11 @@ class MemorylessMSEObserver(Observer):
             norm=self.options.norm,
             expand=self.options.expand,
             patience=self.options.stop_after,
-            weights=self.importance(observed),
+            weights=self.importance(pieces),
         )
         self.absorb(min_vals=low, max_vals=high)
 
-    def importance(self, observed: Tensor) -> Tensor | None:  # noqa: ARG002
+    def importance(self, pieces: Tensor) -> Tensor | None:  # noqa: ARG002
         """Return a weight for the error of each value of a row of pieces, or None for all alike."""
         return None
 

@@ -28,10 +28,9 @@ class SquareSums(Statistic):
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
 
-    def absorb_tokens(self, x: Tensor) -> None:
-        """Take in activations of shape (…, channels)."""
+    def absorb_tokens(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in activations of shape (…, channels); ``mask``, shape (…), says which count."""
         tokens = x.detach().reshape(-1, x.shape[-1])
-        self.absorb(
-            _imatrix_sum=sum_of_squares(tokens),
-            _imatrix_count=torch.tensor(len(tokens), device=x.device),
-        )
+        marks = None if mask is None else mask.reshape(-1).to(x.device, torch.bool)
+        count = torch.tensor(len(tokens), device=x.device) if marks is None else marks.sum()
+        self.absorb(_imatrix_sum=sum_of_squares(tokens, marks), _imatrix_count=count)

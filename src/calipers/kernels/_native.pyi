@@ -1,0 +1,43 @@
+"""The C++ kernels. Tensors come as (observations, grid rows, grid columns, rows, columns)."""
+
+from torch import Tensor
+
+def instruction_sets() -> list[str]: ...
+def instruction_set() -> str: ...
+def use(name: str) -> None: ...
+def extrema_chunks(values: Tensor) -> int: ...
+def extrema(
+    values: Tensor, low: Tensor, high: Tensor, any_finite: Tensor | None, threads: int
+) -> int: ...
+def search(
+    values: Tensor,
+    low: Tensor,
+    high: Tensor,
+    factors: Tensor,
+    grid: str,
+    lowest: float,
+    highest: float,
+    norm: float,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    zero_points: Tensor | None,
+    best: Tensor,
+    improved: Tensor,
+    threads: int,
+) -> None: ...
+def sum_of_squares_chunks(tokens: int) -> int: ...
+def sum_of_squares(values: Tensor, mask: Tensor | None, sums: Tensor, threads: int) -> None: ...
+def count_values(values: Tensor, counts: Tensor, threads: int) -> None: ...
+def quantize_chunks(values: Tensor) -> int: ...
+def quantize(
+    values: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    grid: str,
+    lowest: float,
+    highest: float,
+    norm: float,
+    output: Tensor | None,
+    errors: Tensor,
+    threads: int,
+) -> None: ...

@@ -1,0 +1,127 @@
+"""Which version of a kernel runs: the native one, or the one in torch.
+
+The native one serves float32, float16 and bfloat16 on a CPU, if it was built; the one in torch
+serves everything else, and is what the native one is tested against.
+``CALIPERS_NATIVE=0`` in the environment turns the native kernels off; the name of an instruction
+set (``generic``, ``avx2``, ``avx512``) makes them use that one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from calipers.errors import CalipersWarning, ConfigurationError
+from calipers.numerics.formats import Format
+
+SWITCH = "CALIPERS_NATIVE"
+HIGHEST_NATIVE_NORM = 8.0  # beyond, the errors of 8-bit formats leave float32
+NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OPERATIONS = ("extrema", "search", "sum_of_squares", "count_values", "quantize")
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What runs where, and why."""
+
+    native: bool
+    reason: str
+    instruction_set: str | None
+    instruction_sets: tuple[str, ...]
+    threads: int
+
+    def __str__(self) -> str:
+        elsewhere = "torch on other devices and for other dtypes"
+        names = ", ".join(OPERATIONS)
+        if not self.native:
+            return f"{names}: torch everywhere, without native kernels: {self.reason}"
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in NATIVE_DTYPES)
+        return (
+            f"{names}: native on the CPU for {dtypes}; {elsewhere}\n"
+            f"instruction set: {self.instruction_set} ({self.reason}), "
+            f"threads: {self.threads} (torch.get_num_threads)"
+        )
+
+
+def describe() -> KernelReport:
+    """Say which kernels run, and why.
+
+    >>> describe().threads == torch.get_num_threads()
+    True
+    """
+    module, reason = _load()
+    return KernelReport(
+        native=module is not None,
+        reason=reason,
+        instruction_set=module.instruction_set() if module else None,
+        instruction_sets=tuple(module.instruction_sets()) if module else (),
+        threads=torch.get_num_threads(),
+    )
+
+
+def native_for(values: Tensor) -> ModuleType | None:
+    """Return the native kernels if they can work on this tensor."""
+    if values.device.type != "cpu" or values.dtype not in NATIVE_DTYPES or not values.numel():
+        return None
+    module = _load()[0]
+    if module is None:
+        _warn_once()
+    return module
+
+
+def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
+    """Bring pieces into the five dimensions of the native kernels, without a copy if possible.
+
+    ``ordered`` keeps the order of the values within a piece, which most operations do not need.
+    """
+    observations, *grid, rows, columns = pieces.detach().shape
+    last = grid[-1] if grid else 1
+    five = pieces.detach().reshape(observations, math.prod(grid[:-1]), last, rows, columns)
+    if not ordered and rows > 1 and five.stride(-2) < five.stride(-1):
+        return five.transpose(-1, -2)
+    return five
+
+
+def grid_name(fmt: Format) -> str:
+    """Return what the native kernels call the numbers of a format."""
+    return "int" if fmt.kind == "int" else f"fp{fmt.bits}"
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str]:
+    wanted = os.environ.get(SWITCH, "")
+    if wanted == "0":
+        return None, f"{SWITCH}=0 is set"
+    if importlib.util.find_spec("calipers.kernels._native") is None:
+        return None, "they were not built when it was installed"
+    from calipers.kernels import _native
+
+    if wanted in ("", "1"):
+        return _native, "the best this machine has"
+    if wanted not in _native.instruction_sets():
+        allowed = ", ".join(_native.instruction_sets())
+        raise ConfigurationError(
+            f"{SWITCH}={wanted}: this machine has {allowed}. Use one of them, 1 for the best of "
+            "them, or 0 for none."
+        )
+    _native.use(wanted)
+    return _native, f"{SWITCH}={wanted} is set"
+
+
+@cache
+def _warn_once() -> None:
+    if os.environ.get(SWITCH) != "0":
+        warnings.warn(
+            f"Calipers runs without its native kernels, many times slower: {_load()[1]}. "
+            f"Install it again where there is a C++ compiler, or set {SWITCH}=0 to silence this.",
+            CalipersWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,88 @@
+// How often each of the 65,536 values of a 16-bit float occurs.
+#pragma once
+
+#include "tile.h"
+
+namespace calipers {
+namespace {
+
+constexpr std::int64_t kBins = 65536;
+constexpr std::int64_t kTables = 2;  // neighbours often are equal: counted apart, they need not wait
+
+inline void count_codes(const std::uint16_t* codes, std::int64_t count, std::uint32_t* tables) {
+  std::int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    std::uint64_t four;
+    std::memcpy(&four, codes + i, sizeof four);
+    tables[four & 0xffff]++;
+    tables[kBins + ((four >> 16) & 0xffff)]++;
+    tables[(four >> 32) & 0xffff]++;
+    tables[kBins + (four >> 48)]++;
+  }
+  for (; i < count; i++) tables[codes[i]]++;
+}
+
+// Copy `count` values as 16-bit codes; float32 is rounded to bf16, and its NaNs become one.
+inline void load_codes(const Pieces& from, std::int64_t piece, std::int64_t begin, std::int64_t count,
+                       float* floats, std::uint16_t* codes) {
+  if (from.dtype == DType::f32) {
+    load_tile(from, piece, 1, begin, count, floats, count);
+    for (std::int64_t i = 0; i < round_up(count, W); i += W) {
+      const V x = load_as<V>(floats + i);
+      const I is_nan = ((I)x & 0x7fffffff) > kExponent;
+      store(codes + i, to_bf16(is_nan ? (V)all_bits(0x7fc00000) : round_to_bf16(x)));
+    }
+    return;
+  }
+  const std::byte* start = from.data + from.offset(piece) * 2;
+  for (std::int64_t i = 0; i < count;) {
+    const std::int64_t left = count - i, run = from.run(begin + i), part = left < run ? left : run;
+    const std::byte* row = start + from.offset_within(begin + i) * 2;
+    if (from.column_stride == 1)
+      std::memcpy(codes + i, row, part * 2);
+    else
+      for (std::int64_t k = 0; k < part; k++)
+        std::memcpy(codes + i + k, row + k * from.column_stride * 2, 2);
+    i += part;
+  }
+}
+
+// Less than what clearing the tables would cost.
+inline void count_few(const Pieces& values, std::int64_t piece, float* floats, std::uint16_t* codes,
+                      std::int64_t* counts) {
+  for (std::int64_t begin = 0; begin < values.length(); begin += kTile) {
+    const std::int64_t left = values.length() - begin;
+    const std::int64_t count = left < (std::int64_t)kTile ? left : (std::int64_t)kTile;
+    load_codes(values, piece, begin, count, floats, codes);
+    for (std::int64_t i = 0; i < count; i++) counts[codes[i]]++;
+  }
+}
+
+inline void counts_task(const CountsJob& job, std::int64_t index, std::byte* scratch) {
+  const Task task(job.cut, index, job.values.count(), job.values.length());
+  float* floats = (float*)scratch;
+  std::uint16_t* codes = (std::uint16_t*)(scratch + kTileBytes);
+  std::uint32_t* tables = (std::uint32_t*)(scratch + 2 * kTileBytes);
+  const bool few = job.cut.chunks == 1 && job.values.length() < kBins;
+  for (std::int64_t piece = task.first; piece < task.end; piece++) {
+    std::int64_t* counts = job.counts + piece * kBins;
+    if (few) {
+      count_few(job.values, piece, floats, codes, counts);
+      continue;
+    }
+    std::memset(tables, 0, kTables * kBins * sizeof(std::uint32_t));
+    for (std::int64_t begin = task.begin; begin < task.stop; begin += kTile) {
+      const std::int64_t left = task.stop - begin;
+      const std::int64_t count = left < (std::int64_t)kTile ? left : (std::int64_t)kTile;
+      load_codes(job.values, piece, begin, count, floats, codes);
+      count_codes(codes, count, tables);
+    }
+    for (std::int64_t bin = 0; bin < kBins; bin++) {
+      const std::int64_t found = (std::int64_t)tables[bin] + tables[kBins + bin];
+      if (found) __atomic_fetch_add(counts + bin, found, __ATOMIC_RELAXED);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace calipers

@@ -1,0 +1,128 @@
+// What the kernels are told: plain numbers and pointers, the same for every instruction set.
+//
+// Work is cut into tasks that do not know of each other. How it is cut depends on the sizes only,
+// never on the number of threads, so that results do not either.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace calipers {
+
+enum class DType : std::int32_t { f32, f16, bf16 };
+
+constexpr std::int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// A tensor cut into a grid of pieces that share a scale; strides are in elements. A piece is made
+// of `observations` × `rows` × `columns` values, counted in that order by their position.
+struct Pieces {
+  const std::byte* data;
+  DType dtype;
+  std::int64_t observations, grid_rows, grid_columns, rows, columns;
+  std::int64_t observation_stride, grid_row_stride, grid_column_stride, row_stride, column_stride;
+
+  std::int64_t count() const { return grid_rows * grid_columns; }
+  std::int64_t length() const { return observations * rows * columns; }
+  std::int64_t offset(std::int64_t piece) const {
+    return piece / grid_columns * grid_row_stride + piece % grid_columns * grid_column_stride;
+  }
+  // How many positions from `position` on lie in one row, and where that begins.
+  std::int64_t run(std::int64_t position) const { return columns - position % columns; }
+  std::int64_t offset_within(std::int64_t position) const {
+    const std::int64_t row = position / columns;
+    return row / rows * observation_stride + row % rows * row_stride +
+           position % columns * column_stride;
+  }
+  // Whether piece after piece fills one stretch of memory.
+  bool packed() const {
+    const bool whole = (columns == 1 || column_stride == 1) && (rows == 1 || row_stride == columns) &&
+                       (observations == 1 || observation_stride == rows * columns);
+    return whole && (grid_columns == 1 || grid_column_stride == length()) &&
+           (grid_rows == 1 || grid_row_stride == grid_columns * length());
+  }
+};
+
+// Pieces come in runs, long pieces are cut into chunks of positions; a task is one of both.
+struct Cut {
+  std::int64_t pieces_per_run, positions_per_chunk, runs, chunks;
+  std::int64_t tasks() const { return runs * chunks; }
+};
+
+struct ExtremaJob {
+  Pieces values;
+  bool interleaved;             // the pieces of a run lie side by side in memory, row by row
+  Cut cut;
+  std::byte *low, *high;        // [chunks][pieces], dtype of the values
+  std::uint8_t* any_finite;     // [chunks][pieces] or null
+  std::int64_t* nonfinite;      // [tasks]
+};
+
+// |x|^norm for |x| < 4: m^exponent of the mantissa m by a polynomial, 2^(e·exponent) of the exponent
+// e from a table, and squares for what is left of a large norm.
+struct Power {
+  static constexpr int degree = 6;
+  float coefficients[degree + 1];  // from the highest
+  float octaves[32];               // by the last five bits of the biased exponent
+  int squares;
+};
+
+enum class Grid : std::int32_t { integer, fp8, fp4 };
+
+struct SearchJob {
+  Pieces values;
+  Pieces weights;               // data is null where all values count alike
+  Cut cut;
+  const float *low, *high;      // [pieces]
+  const float* factors;         // [candidates]
+  std::int64_t candidates;
+  const float *scales, *zero_points;  // [candidates][pieces]; null: symmetric, worked out here
+  Grid grid;
+  float lowest, highest;        // the ends of the grid
+  float norm;
+  Power power;                  // for norms other than 2 and 3
+  std::int32_t* best;           // [pieces]
+  std::uint8_t* improved;       // [candidates]
+  double* errors;               // [chunks][pieces][candidates] if pieces are cut, else null
+};
+
+struct MomentsJob {
+  Pieces values;                // one piece; rows are tokens, columns are channels
+  const std::uint8_t* mask;     // [tokens] or null
+  Cut cut;                      // pieces_per_run counts channels, positions_per_chunk tokens
+  double* sums;                 // [chunks][channels]
+};
+
+struct CountsJob {
+  Pieces values;
+  Cut cut;
+  std::int64_t* counts;         // [pieces][65536], shared by the chunks of a piece
+};
+
+struct QuantizeJob {
+  Pieces values;
+  Cut cut;
+  const float *scales, *zero_points;  // [pieces]; zero_points may be null
+  Grid grid;
+  float lowest, highest;
+  float norm;
+  Power power;
+  std::byte* output;            // packed, dtype of the values; null: only the error is wanted
+  double* errors;               // [chunks][pieces]
+};
+
+// One set of kernels per instruction set.
+struct Kernels {
+  const char* name;
+  void (*extrema)(const ExtremaJob&, std::int64_t task, std::byte* scratch);
+  void (*search)(const SearchJob&, std::int64_t task, std::byte* scratch);
+  void (*moments)(const MomentsJob&, std::int64_t task, std::byte* scratch);
+  void (*counts)(const CountsJob&, std::int64_t task, std::byte* scratch);
+  void (*quantize)(const QuantizeJob&, std::int64_t task, std::byte* scratch);
+};
+
+// Bytes of scratch memory, aligned to a cache line, that one task needs.
+constexpr std::size_t kTile = 4096;             // floats of one tile
+constexpr std::size_t kTileBytes = kTile * sizeof(float);
+constexpr std::int64_t kLanes = 16;             // the widest vector of any instruction set
+
+}  // namespace calipers

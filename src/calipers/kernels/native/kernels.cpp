@@ -1,0 +1,22 @@
+// Compiled once per instruction set. No function here may be shared between these objects: the
+// linker would keep one, perhaps for the wrong machine. Hence the anonymous namespaces, and nothing
+// of the standard library that is not inlined away.
+#include "counts.h"
+#include "extrema.h"
+#include "moments.h"
+#include "quantize.h"
+#include "search.h"
+
+#define CALIPERS_JOIN_(a, b) a##b
+#define CALIPERS_JOIN(a, b) CALIPERS_JOIN_(a, b)
+#define CALIPERS_QUOTE_(a) #a
+#define CALIPERS_QUOTE(a) CALIPERS_QUOTE_(a)
+
+namespace calipers {
+
+extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
+const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
+    CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, moments_task, counts_task, quantize_task,
+};
+
+}  // namespace calipers

@@ -1,0 +1,367 @@
+// The door to Python: checks what comes in, cuts it into tasks and runs them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "jobs.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace calipers {
+
+extern const Kernels kernels_generic;
+#if defined(CALIPERS_X86)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+namespace {
+
+using Tensor = nb::ndarray<nb::ro, nb::device::cpu>;
+template <class T> using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+
+constexpr std::int64_t kTaskValues = 1 << 16;
+constexpr std::int64_t kCountedValues = 1 << 22;  // clearing and adding a table has its price
+constexpr std::int64_t kStrip = 1024;             // channels whose sums stay in the first cache
+
+// Which instruction set runs
+
+std::vector<const Kernels*> usable_kernels() {
+  std::vector<const Kernels*> usable{&kernels_generic};
+#if defined(CALIPERS_X86)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
+    usable.push_back(&kernels_avx2);
+  if (usable.size() == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    usable.push_back(&kernels_avx512);
+#endif
+  return usable;
+}
+
+const Kernels* chosen = usable_kernels().back();
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : usable_kernels()) names.emplace_back(kernels->name);
+  return names;
+}
+
+void use(const std::string& name) {
+  for (const Kernels* kernels : usable_kernels())
+    if (kernels->name == name) {
+      chosen = kernels;
+      return;
+    }
+  throw std::invalid_argument("This machine cannot run the instruction set '" + name + "'.");
+}
+
+// What comes in
+
+DType dtype_of(const Tensor& tensor) {
+  const nb::dlpack::dtype dtype = tensor.dtype();
+  const bool is_bfloat = dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat);
+  const bool is_float = dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float);
+  if (is_float && dtype.bits == 32) return DType::f32;
+  if (is_float && dtype.bits == 16) return DType::f16;
+  if (is_bfloat && dtype.bits == 16) return DType::bf16;
+  throw nb::type_error("The tensor must be float32, float16 or bfloat16.");
+}
+
+// (observations, grid rows, grid columns, rows, columns)
+Pieces pieces_of(const Tensor& tensor) {
+  if (tensor.ndim() != 5) throw nb::value_error("The tensor must have five dimensions.");
+  const auto size = [&](int i) { return static_cast<std::int64_t>(tensor.shape(i)); };
+  const auto stride = [&](int i) { return tensor.stride(i); };
+  return {static_cast<const std::byte*>(tensor.data()), dtype_of(tensor),
+          size(0), size(1), size(2), size(3), size(4),
+          stride(0), stride(1), stride(2), stride(3), stride(4)};
+}
+
+void expect(std::size_t found, std::int64_t wanted, const char* what) {
+  if (found != static_cast<std::size_t>(wanted))
+    throw nb::value_error((std::string(what) + " has the wrong size.").c_str());
+}
+
+template <class T> T* data_or_null(std::optional<Array<T>>& array, std::int64_t wanted, const char* what) {
+  if (!array) return nullptr;
+  expect(array->size(), wanted, what);
+  return array->data();
+}
+
+Grid grid_of(const std::string& name) {
+  if (name == "int") return Grid::integer;
+  if (name == "fp8") return Grid::fp8;
+  if (name == "fp4") return Grid::fp4;
+  throw nb::value_error("The grid must be int, fp8 or fp4.");
+}
+
+// The polynomial through x^exponent at the Chebyshev nodes of [1, 2], from the highest coefficient.
+std::vector<double> interpolate_power(double exponent) {
+  constexpr int n = Power::degree + 1;
+  double node[n], divided[n];
+  for (int i = 0; i < n; i++) {
+    node[i] = 1.5 + 0.5 * std::cos(std::acos(-1.0) * (i + 0.5) / n);
+    divided[i] = std::pow(node[i], exponent);
+  }
+  for (int order = 1; order < n; order++)
+    for (int i = n - 1; i >= order; i--)
+      divided[i] = (divided[i] - divided[i - 1]) / (node[i] - node[i - order]);
+  std::vector<double> coefficients{divided[n - 1]};
+  for (int i = n - 2; i >= 0; i--) {  // times (x − node), plus the next
+    coefficients.push_back(divided[i]);
+    for (std::size_t k = coefficients.size() - 1; k >= 1; k--)
+      coefficients[k] -= node[i] * coefficients[k - 1];
+  }
+  return coefficients;
+}
+
+Power power_of(double norm) {
+  Power power{};
+  power.squares = norm <= 4 ? 0 : static_cast<int>(std::ceil((norm - 4) / 2));
+  const double exponent = norm - 2 * power.squares;
+  const std::vector<double> coefficients = interpolate_power(exponent);
+  for (std::size_t i = 0; i < coefficients.size(); i++)
+    power.coefficients[i] = static_cast<float>(coefficients[i]);
+  // Values are below 4 = 2², so that biased exponents run from 98 to 129; at 98 they count as zero.
+  for (int biased = 99; biased <= 129; biased++)
+    power.octaves[biased % 32] = static_cast<float>(std::exp2((biased - 127) * exponent));
+  return power;
+}
+
+// How work is cut
+
+std::int64_t divide_up(std::int64_t count, std::int64_t unit) { return (count + unit - 1) / unit; }
+
+Cut cut_of(const Pieces& pieces, std::int64_t per_task = kTaskValues) {
+  const std::int64_t length = pieces.length(), count = pieces.count();
+  Cut cut{};
+  if (length > 2 * per_task) {
+    cut.pieces_per_run = 1;
+    cut.positions_per_chunk = per_task;
+  } else {
+    // Whole vectors of pieces, which short ones are worked on by.
+    cut.pieces_per_run = divide_up(std::max<std::int64_t>(1, per_task / length), kLanes) * kLanes;
+    if (length > 256) cut.pieces_per_run = std::max<std::int64_t>(1, per_task / length);
+    cut.positions_per_chunk = length;
+  }
+  cut.runs = divide_up(count, cut.pieces_per_run);
+  cut.chunks = divide_up(length, cut.positions_per_chunk);
+  return cut;
+}
+
+// Pieces that lie side by side in memory, row by row, are best read a row of the grid at a time.
+bool are_interleaved(const Pieces& pieces) {
+  return pieces.observations * pieces.rows > 1 && pieces.grid_columns > 1;
+}
+
+Cut cut_of_extrema(const Pieces& pieces) {
+  if (!are_interleaved(pieces)) return cut_of(pieces);
+  const std::int64_t row = pieces.grid_columns * pieces.columns;
+  const std::int64_t rows = std::max<std::int64_t>(1, 4 * kTaskValues / row);
+  Cut cut{};
+  cut.pieces_per_run = pieces.grid_columns;
+  cut.positions_per_chunk = std::min(pieces.length(), rows * pieces.columns);
+  cut.runs = pieces.grid_rows;
+  cut.chunks = divide_up(pieces.length(), cut.positions_per_chunk);
+  return cut;
+}
+
+bool signals_pending() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+template <class Job>
+void run(void (*kernel)(const Job&, std::int64_t, std::byte*), const Job& job, int threads,
+         std::size_t scratch) {
+  bool finished;
+  {
+    nb::gil_scoped_release released;
+    finished = run_tasks(
+        job.cut.tasks(), std::max(1, threads), scratch,
+        [&](std::int64_t task, std::byte* memory) { kernel(job, task, memory); }, signals_pending);
+  }
+  if (!finished) throw nb::python_error();
+}
+
+// Operations
+
+std::int64_t extrema_chunks(const Tensor& values) { return cut_of_extrema(pieces_of(values)).chunks; }
+
+std::int64_t extrema(const Tensor& values, nb::ndarray<nb::c_contig, nb::device::cpu> low,
+                     nb::ndarray<nb::c_contig, nb::device::cpu> high,
+                     std::optional<Array<std::uint8_t>> any_finite, int threads) {
+  ExtremaJob job{};
+  job.values = pieces_of(values);
+  job.interleaved = are_interleaved(job.values);
+  job.cut = cut_of_extrema(job.values);
+  const std::int64_t wanted = job.cut.chunks * job.values.count();
+  expect(low.size(), wanted, "low");
+  expect(high.size(), wanted, "high");
+  if (low.dtype() != values.dtype() || high.dtype() != values.dtype())
+    throw nb::type_error("low and high must have the dtype of the values.");
+  std::vector<std::int64_t> nonfinite(job.cut.tasks());
+  job.low = static_cast<std::byte*>(low.data());
+  job.high = static_cast<std::byte*>(high.data());
+  job.any_finite = data_or_null(any_finite, wanted, "any_finite");
+  job.nonfinite = nonfinite.data();
+  run(chosen->extrema, job, threads, (job.cut.pieces_per_run + 2 * kLanes) * 2 * 64);
+  std::int64_t total = 0;
+  for (const std::int64_t count : nonfinite) total += count;
+  return total;
+}
+
+// Add up the chunks of each piece in their order, and choose.
+void choose_from_chunks(const SearchJob& job) {
+  const std::int64_t pieces = job.values.count(), candidates = job.candidates;
+  std::vector<double> sums(candidates);
+  for (std::int64_t piece = 0; piece < pieces; piece++) {
+    std::fill(sums.begin(), sums.end(), 0.0);
+    for (std::int64_t chunk = 0; chunk < job.cut.chunks; chunk++)
+      for (std::int64_t c = 0; c < candidates; c++)
+        sums[c] += job.errors[(chunk * pieces + piece) * candidates + c];
+    double least = 1e300;
+    for (std::int64_t c = 0; c < candidates; c++) {
+      if (!(sums[c] < least)) continue;
+      least = sums[c];
+      job.best[piece] = static_cast<std::int32_t>(c);
+      job.improved[c] = 1;
+    }
+  }
+}
+
+void search(const Tensor& values, Array<const float> low, Array<const float> high,
+            Array<const float> factors, const std::string& grid, float lowest, float highest,
+            double norm, std::optional<Tensor> weights, std::optional<Array<const float>> scales,
+            std::optional<Array<const float>> zero_points, Array<std::int32_t> best,
+            Array<std::uint8_t> improved, int threads) {
+  SearchJob job{};
+  job.values = pieces_of(values);
+  const std::int64_t pieces = job.values.count();
+  job.candidates = static_cast<std::int64_t>(factors.size());
+  expect(low.size(), pieces, "low");
+  expect(high.size(), pieces, "high");
+  expect(best.size(), pieces, "best");
+  expect(improved.size(), job.candidates, "improved");
+  if (weights) {
+    job.weights = pieces_of(*weights);
+    for (int i = 0; i < 5; i++)
+      if (weights->shape(i) != values.shape(i)) throw nb::value_error("weights have the wrong shape.");
+  }
+  job.cut = cut_of(job.values);
+  job.low = low.data();
+  job.high = high.data();
+  job.factors = factors.data();
+  job.scales = data_or_null(scales, job.candidates * pieces, "scales");
+  job.zero_points = data_or_null(zero_points, job.candidates * pieces, "zero_points");
+  if (job.zero_points && !job.scales) throw nb::value_error("zero_points need scales.");
+  job.grid = grid_of(grid);
+  job.lowest = lowest;
+  job.highest = highest;
+  job.norm = static_cast<float>(norm);
+  job.power = power_of(norm);
+  job.best = best.data();
+  job.improved = improved.data();
+  std::vector<double> errors;
+  if (job.cut.chunks > 1) errors.resize(job.cut.chunks * pieces * job.candidates);
+  job.errors = errors.empty() ? nullptr : errors.data();
+  run(chosen->search, job, threads,
+      4 * kTileBytes + job.candidates * (5 * 64 + kLanes * sizeof(double)));
+  if (job.errors) choose_from_chunks(job);
+}
+
+std::int64_t sum_of_squares_chunks(std::int64_t tokens) {
+  return divide_up(tokens, std::max<std::int64_t>(256, divide_up(tokens, 64)));
+}
+
+void sum_of_squares(const Tensor& values, std::optional<Array<const std::uint8_t>> mask,
+                    Array<double> sums, int threads) {
+  MomentsJob job{};
+  job.values = pieces_of(values);
+  const std::int64_t tokens = job.values.rows, channels = job.values.columns;
+  if (job.values.count() != 1 || job.values.observations != 1)
+    throw nb::value_error("The tensor must be one matrix.");
+  job.cut.chunks = sum_of_squares_chunks(tokens);
+  job.cut.positions_per_chunk = divide_up(tokens, job.cut.chunks);
+  job.cut.pieces_per_run = kStrip;
+  job.cut.runs = divide_up(channels, kStrip);
+  expect(sums.size(), job.cut.chunks * channels, "sums");
+  job.mask = data_or_null(mask, tokens, "mask");
+  job.sums = sums.data();
+  run(chosen->moments, job, threads, kStrip * sizeof(double));
+}
+
+void count_values(const Tensor& values, Array<std::int64_t> counts, int threads) {
+  CountsJob job{};
+  job.values = pieces_of(values);
+  job.cut = cut_of(job.values, kCountedValues);
+  expect(counts.size(), job.values.count() * 65536, "counts");
+  job.counts = counts.data();
+  run(chosen->counts, job, threads, 2 * kTileBytes + 2 * 65536 * sizeof(std::uint32_t));
+}
+
+std::int64_t quantize_chunks(const Tensor& values) { return cut_of(pieces_of(values)).chunks; }
+
+void quantize(const Tensor& values, Array<const float> scales,
+              std::optional<Array<const float>> zero_points, const std::string& grid, float lowest,
+              float highest, double norm, std::optional<nb::ndarray<nb::c_contig, nb::device::cpu>> output,
+              Array<double> errors, int threads) {
+  QuantizeJob job{};
+  job.values = pieces_of(values);
+  const std::int64_t pieces = job.values.count();
+  job.cut = cut_of(job.values);
+  expect(scales.size(), pieces, "scales");
+  expect(errors.size(), job.cut.chunks * pieces, "errors");
+  job.scales = scales.data();
+  job.zero_points = data_or_null(zero_points, pieces, "zero_points");
+  job.grid = grid_of(grid);
+  job.lowest = lowest;
+  job.highest = highest;
+  job.norm = static_cast<float>(norm);
+  job.power = power_of(norm);
+  if (output) {
+    expect(output->size(), pieces * job.values.length(), "output");
+    if (output->dtype() != values.dtype()) throw nb::type_error("output must have the values' dtype.");
+    job.output = static_cast<std::byte*>(output->data());
+  }
+  job.errors = errors.data();
+  run(chosen->quantize, job, threads, 2 * kTileBytes);
+}
+
+}  // namespace
+}  // namespace calipers
+
+NB_MODULE(_native, m) {
+  using namespace calipers;
+  m.def("instruction_sets", &instruction_sets);
+  m.def("instruction_set", [] { return chosen->name; });
+  m.def("use", &use, "name"_a);
+  m.def("extrema_chunks", &extrema_chunks, "values"_a);
+  m.def("extrema", &extrema, "values"_a, "low"_a.noconvert(), "high"_a.noconvert(),
+        "any_finite"_a.noconvert().none(), "threads"_a);
+  m.def("search", &search, "values"_a, "low"_a.noconvert(), "high"_a.noconvert(),
+        "factors"_a.noconvert(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "weights"_a.none(),
+        "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "best"_a.noconvert(),
+        "improved"_a.noconvert(), "threads"_a);
+  m.def("sum_of_squares_chunks", &sum_of_squares_chunks, "tokens"_a);
+  m.def("sum_of_squares", &sum_of_squares, "values"_a, "mask"_a.noconvert().none(),
+        "sums"_a.noconvert(), "threads"_a);
+  m.def("count_values", &count_values, "values"_a, "counts"_a.noconvert(), "threads"_a);
+  m.def("quantize_chunks", &quantize_chunks, "values"_a);
+  m.def("quantize", &quantize, "values"_a, "scales"_a.noconvert(), "zero_points"_a.noconvert().none(),
+        "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "output"_a.noconvert().none(),
+        "errors"_a.noconvert(), "threads"_a);
+}

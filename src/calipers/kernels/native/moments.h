@@ -1,0 +1,67 @@
+// Σx² of each channel, in float64.
+#pragma once
+
+#include "tile.h"
+
+namespace calipers {
+namespace {
+
+constexpr int kTogether = 4;  // tokens for which a sum is fetched once
+
+// sums += Σ x² of the rows
+template <DType dtype, int count>
+void add_squares(const std::byte* const* rows, std::int64_t stride,
+                 std::int64_t channels, D* sums) {
+  constexpr std::int64_t size = element_size(dtype);
+  for (std::int64_t i = 0; i < channels; i += W) {
+    D first = sums[2 * i / W], second = sums[2 * i / W + 1];
+    for (int row = 0; row < count; row++) {
+      V x{};
+      if (stride == 1 && i + W <= channels)
+        x = load_vector<dtype>(rows[row] + i * size);
+      else
+        load_values<dtype>(rows[row] + i * stride * size, stride, channels - i < W ? channels - i : W,
+                           (float*)&x);
+      const D low = lower_doubles(x), high = upper_doubles(x);
+      first += low * low;
+      second += high * high;
+    }
+    sums[2 * i / W] = first;
+    sums[2 * i / W + 1] = second;
+  }
+}
+
+template <DType dtype>
+void moments_task(const MomentsJob& job, const Task& task, std::byte* scratch) {
+  constexpr std::int64_t size = element_size(dtype);
+  const Pieces& values = job.values;
+  const std::int64_t channels = task.end - task.first, padded = round_up(channels, W);
+  D* sums = (D*)scratch;
+  std::memset(sums, 0, padded * sizeof(double));
+  for (std::int64_t token = task.begin; token < task.stop;) {
+    const std::byte* rows[kTogether];
+    int taken = 0;
+    for (; token < task.stop && taken < kTogether; token++)
+      if (!job.mask || job.mask[token])
+        rows[taken++] =
+            values.data + (token * values.row_stride + task.first * values.column_stride) * size;
+    if (taken == kTogether)
+      add_squares<dtype, kTogether>(rows, values.column_stride, channels, sums);
+    else
+      for (int row = 0; row < taken; row++)
+        add_squares<dtype, 1>(rows + row, values.column_stride, channels, sums);
+  }
+  std::memcpy(job.sums + task.chunk * values.columns + task.first, sums, channels * sizeof(double));
+}
+
+inline void moments_task(const MomentsJob& job, std::int64_t index, std::byte* scratch) {
+  const Task task(job.cut, index, job.values.columns, job.values.rows);
+  switch (job.values.dtype) {
+    case DType::f32: return moments_task<DType::f32>(job, task, scratch);
+    case DType::f16: return moments_task<DType::f16>(job, task, scratch);
+    case DType::bf16: return moments_task<DType::bf16>(job, task, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace calipers

@@ -1,0 +1,222 @@
+// Vectors of as many floats as the instruction set has lanes, by the vector extension of GCC and
+// Clang. This file is compiled once per instruction set; nothing in it has external linkage.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "jobs.h"
+
+namespace calipers {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float V __attribute__((vector_size(4 * W)));
+typedef std::int32_t I __attribute__((vector_size(4 * W)));
+typedef std::uint32_t U __attribute__((vector_size(4 * W)));
+typedef std::int16_t Short __attribute__((vector_size(4 * W)));  // twice the lanes
+typedef std::uint16_t U16 __attribute__((vector_size(2 * W)));
+typedef float Half __attribute__((vector_size(2 * W)));
+typedef double D __attribute__((vector_size(4 * W)));  // as wide in bytes as V: half the lanes
+
+template <class T> T load_as(const void* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+template <class T> void store(void* to, T value) { std::memcpy(to, &value, sizeof value); }
+
+inline V all(float x) { return V{} + x; }
+inline I all_bits(std::int32_t x) { return I{} + x; }
+inline V minimum(V a, V b) { return a < b ? a : b; }
+inline V maximum(V a, V b) { return a > b ? a : b; }
+inline V absolute(V a) { return (V)((I)a & 0x7fffffff); }
+
+constexpr std::int32_t kExponent = 0x7f800000;
+
+// Lanes that are NaN or Inf, told by their bits: the compiler may assume that there are none.
+inline I nonfinite_lanes(V x) { return ((I)x & kExponent) == kExponent; }
+inline V finite_or_zero(V x) { return nonfinite_lanes(x) ? V{} : x; }
+
+inline bool any(I mask) {
+  std::int32_t found = 0;
+  for (int i = 0; i < W; i++) found |= mask[i];
+  return found != 0;
+}
+
+inline double sum(V x) {
+  double total = 0;
+  for (int i = 0; i < W; i++) total += x[i];
+  return total;
+}
+
+// The first or the second half of a and b, interleaved.
+template <int... i> V zip(V a, V b, int half, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  return half ? __builtin_shufflevector(a, b, (W / 2 + i / 2 + (i % 2) * W)...)
+              : __builtin_shufflevector(a, b, (i / 2 + (i % 2) * W)...);
+#else
+  return half ? __builtin_shuffle(a, b, I{(W / 2 + i / 2 + (i % 2) * W)...})
+              : __builtin_shuffle(a, b, I{(i / 2 + (i % 2) * W)...});
+#endif
+}
+inline V zip_first(V a, V b) { return zip(a, b, 0, std::make_integer_sequence<int, W>{}); }
+inline V zip_second(V a, V b) { return zip(a, b, 1, std::make_integer_sequence<int, W>{}); }
+
+inline void transpose(V (&rows)[W]) {
+  for (int stage = 1; stage < W; stage *= 2) {
+    V next[W];
+    for (int i = 0; i < W / 2; i++) {
+      next[2 * i] = zip_first(rows[i], rows[i + W / 2]);
+      next[2 * i + 1] = zip_second(rows[i], rows[i + W / 2]);
+    }
+    for (int i = 0; i < W; i++) rows[i] = next[i];
+  }
+}
+
+// The lanes of a and b with even (odd) numbers.
+template <int... i> I every_second(I a, I b, int odd, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  return odd ? __builtin_shufflevector(a, b, (2 * i + 1)...) : __builtin_shufflevector(a, b, (2 * i)...);
+#else
+  return odd ? __builtin_shuffle(a, b, I{(2 * i + 1)...}) : __builtin_shuffle(a, b, I{(2 * i)...});
+#endif
+}
+inline I evens(I a, I b) { return every_second(a, b, 0, std::make_integer_sequence<int, W>{}); }
+inline I odds(I a, I b) { return every_second(a, b, 1, std::make_integer_sequence<int, W>{}); }
+
+// Fold neighbouring lanes until 1 / `lanes` of them is left, in place and in order.
+template <I fold(I, I), int lanes> void fold_lanes(I (&rows)[W]) {
+  int left = W;
+  for (int done = 1; done < lanes; done *= 2) {
+    left /= 2;
+    for (int i = 0; i < left; i++)
+      rows[i] = fold(evens(rows[2 * i], rows[2 * i + 1]), odds(rows[2 * i], rows[2 * i + 1]));
+  }
+}
+
+// The lower and the upper half of the lanes as doubles.
+inline D lower_doubles(V x) {
+#if defined(__AVX512F__)
+  return (D)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
+#elif defined(__AVX2__)
+  return (D)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x));
+#else
+  return __builtin_convertvector(load_as<Half>(&x), D);
+#endif
+}
+inline D upper_doubles(V x) {
+#if defined(__AVX512F__)
+  return (D)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1));
+#elif defined(__AVX2__)
+  return (D)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1));
+#else
+  return __builtin_convertvector(load_as<Half>((const std::byte*)&x + sizeof(Half)), D);
+#endif
+}
+
+// A table of 32 floats, looked up by the last five bits of each lane.
+struct Table32 {
+  V part[32 / W];
+  explicit Table32(const float* values) { std::memcpy(part, values, sizeof part); }
+  V operator[](I index) const {
+#if defined(__clang__) || !(defined(__AVX512F__) || defined(__AVX2__))
+    V found;
+    for (int i = 0; i < W; i++) found[i] = reinterpret_cast<const float*>(part)[index[i] & 31];
+    return found;
+#elif defined(__AVX512F__)
+    return __builtin_shuffle(part[0], part[1], index);
+#else
+    return (index & 16) != 0 ? __builtin_shuffle(part[2], part[3], index)
+                             : __builtin_shuffle(part[0], part[1], index);
+#endif
+  }
+};
+
+// Between 16 and 32 bits; what GCC makes of __builtin_convertvector is slow.
+
+inline U widen(U16 x) {
+#if defined(__AVX512F__)
+  return (U)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+  return (U)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, U);
+#endif
+}
+
+inline U16 narrow(U x) {  // x must fit
+#if defined(__AVX512F__)
+  return (U16)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)x), high = _mm256_extracti128_si256((__m256i)x, 1);
+  return (U16)_mm_packus_epi32(low, high);
+#else
+  return __builtin_convertvector(x, U16);
+#endif
+}
+
+// 16-bit floats.
+
+inline V from_bf16(U16 bits) { return (V)(widen(bits) << 16); }
+inline U16 to_bf16(V x) { return narrow((U)x >> 16); }  // x must be one
+
+inline V from_f16(U16 bits) {
+#if defined(__AVX512F__)
+  return (V)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+  return (V)_mm256_cvtph_ps((__m128i)bits);
+#else
+  const U wide = widen(bits), magnitude = wide & 0x7fff;
+  const V scaled = (V)(magnitude << 13) * 0x1p112f;  // moves the bias of the exponent
+  const V special = (V)((magnitude << 13) | kExponent);
+  return (V)((U)(magnitude >= 0x7c00 ? special : scaled) | ((wide & 0x8000) << 16));
+#endif
+}
+
+inline U16 to_f16(V x) {  // x must be one
+#if defined(__AVX512F__)
+  return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+  return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const U magnitude = (U)minimum(absolute(x) * 0x1p-112f, all(0x1p-96f)) >> 13;
+  return narrow(magnitude | (((U)x >> 16) & 0x8000));
+#endif
+}
+
+// Round to what the type can hold, ties to even. Beyond its largest value nothing is promised.
+inline V round_to_bf16(V x) {
+  const U bits = (U)x;
+  return (V)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+}
+
+// Round to a float with `mantissa` bits and a smallest exponent, by adding a number so large that
+// its last bit has the weight of the last bit wanted.
+template <int mantissa, int smallest_exponent> V round_to_float(V x) {
+  const float smallest = (float)((double)1 / (1ll << -smallest_exponent));
+  const V binade = maximum((V)((I)x & kExponent), all(smallest));
+  const V large = binade * (1.5f * (1 << (23 - mantissa)));
+  return (x + large) - large;
+}
+
+inline V round_to(DType dtype, V x) {
+  if (dtype == DType::bf16) return round_to_bf16(x);
+  if (dtype == DType::f16) return round_to_float<10, -14>(x);
+  return x;
+}
+
+}  // namespace
+}  // namespace calipers
