@@ -45,5 +45,15 @@ bench: $(BENCH_READY) ## agreement with the peer, and the memory of a large sear
 bench-speed: $(BENCH_READY) ## time against the peer and against the limits of the machine
 	$(BIN)/python benchmarks/speed.py
 
+# Python without `site`, so that the sanitized build is found before the one in .venv. A program that
+# was not built with the sanitizers needs their libraries, and that of C++, from the start.
+sanitize: $(READY) ## the tests of the kernels under AddressSanitizer and UBSan
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/sanitized \
+	    --config-settings=cmake.define.CALIPERS_SANITIZE=ON --config-settings=build-dir=build/sanitized-objects .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	    PYTHONPATH="build/sanitized:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	    $(BIN)/python -S -m pytest tests/kernels -q
+
 clean: ## remove .venv and caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

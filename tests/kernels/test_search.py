@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import reference
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from data import DISTRIBUTIONS
+from data import DISTRIBUTIONS, DTYPES, FORMATS
+from geometries import LAYOUTS, pieces
 
 from calipers.kernels import search
 from calipers.kernels.extrema import extrema
 from calipers.kernels.search import search_range
+from calipers.numerics.formats import Format
 from calipers.numerics.layout import flatten_for_calibration
+from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
 INT4 = QuantizationArgs(num_bits=4, group_size=8)
 FACTORS = [1 - i / 10 for i in range(10)]
@@ -181,47 +180,160 @@ def test_no_factors_leave_the_range() -> None:
     assert torch.equal(high, found.max_vals * 2)
 
 
-MEASURE = """
-import resource, torch
-from compressed_tensors.quantization import QuantizationArgs
-from calipers.observers import Observer
-
-args = QuantizationArgs({kwargs})
-def search(weight):
-    # Memory does not depend on the number of candidates; two are enough.
-    Observer.load_from_registry(
-        "memoryless_mse", base_name="weight", args=args, maxshrink=0.02, norm=2.0
-    )(weight).get_qparams()
-
-search(torch.randn(256, 256).bfloat16())
-weight = torch.empty({size}, {size}, dtype=torch.bfloat16)
-weight[:256] = torch.randn(256, {size})
-for row in range(256, {size}, 256):
-    weight[row : row + 256] = weight[:256]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-search(weight)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        "num_bits=4, group_size=128",
-        "num_bits=4, type='float', strategy='tensor_group', group_size=16,"
-        " scale_dtype=torch.float8_e4m3fn",
-        "num_bits=8, type='float', strategy='block', block_structure=[128, 128]",
-    ],
+SHRINK = [1 - i / 20 for i in range(12)]
+NVFP4 = QuantizationArgs(
+    num_bits=4,
+    type="float",
+    strategy="tensor_group",
+    group_size=16,
+    scale_dtype=torch.float8_e4m3fn,
 )
-def test_memory_is_bounded(kwargs: str) -> None:
-    """At 16,384 × 16,384 the limit is 1 GiB; a quarter of the values, a quarter of the limit."""
-    script = MEASURE.format(kwargs=kwargs, size=8192)
-    # Beside a busy process, threads that wait by spinning make this ten times slower.
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+MXFP4 = QuantizationArgs(
+    num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+)
+
+
+def exact_error(
+    values: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    args: QuantizationArgs,
+    norm: float,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The error of every piece under a range, in float64, with the scale as stored."""
+    if args.strategy == "tensor_group":
+        args = args.model_copy(update={"scale_dtype": None})
+    x = values.double().flatten(-2)
+    scale, zero = (v.double().unsqueeze(-1) for v in safe_qparams(start, end, args))
+    q = quantize_dequantize(x, scale, None if args.symmetric else zero, Format.of(args))
+    error = (q - x).abs().pow(norm)
+    return (error if weights is None else error * _spread(weights, x)).sum((0, -1)).flatten()
+
+
+def _spread(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    count = x.shape[1:-1].numel()
+    rows = weights.double()[torch.arange(count) % len(weights)]
+    return rows.reshape(1, *x.shape[1:])
+
+
+def check_choice(
+    laid_out: torch.Tensor,
+    values: torch.Tensor,
+    args: QuantizationArgs,
+    norm: float,
+    weights: torch.Tensor | None = None,
+    expand: float = 1.0,
+) -> None:
+    """The choice is the best one, wherever the two best differ by more than float32 rounding."""
+    low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
+    candidates = [
+        [(bound.float() * expand * torch.tensor(factor)).to(bound.dtype) for bound in (low, high)]
+        for factor in SHRINK
+    ]
+    errors = torch.stack([exact_error(values, *c, args, norm, weights) for c in candidates])
+    found = search_range(
+        laid_out, low, high, args, factors=SHRINK, norm=norm, weights=weights, expand=expand
     )
-    assert int(result.stdout) < 2**28
+    least, best = errors.min(0)
+    assert (exact_error(values, *found, args, norm, weights) <= least * (1 + 1e-6)).all()
+    second = errors.topk(2, dim=0, largest=False).values[1]
+    sure = second > least * (1 + 1e-6)
+    for side, result in enumerate(found):
+        of_all = torch.stack([candidate[side].flatten() for candidate in candidates])
+        expected = of_all.gather(0, best[None])[0]
+        assert torch.equal(result.flatten()[sure], expected[sure])
+
+
+@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
+    values = torch.randn(shape).to(dtype)
+    check_choice(pieces(memory, shape, values), values, INT4, 2.4)
+
+
+@pytest.mark.parametrize("norm", [0.7, 1.0, 2.0, 2.4, 3.0, 4.5, 7.9])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("length", [16, 41, 700])
+def test_any_format_and_norm(length: int, fmt: str, norm: float) -> None:
+    values = torch.randn(1, 20, 3, 1, length)
+    check_choice(values, values, QuantizationArgs(**FORMATS[fmt]), norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("args", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
+def test_scales_of_their_own_kind(args: QuantizationArgs, dtype: torch.dtype) -> None:
+    values = (torch.randn(1, 40, 3, 1, args.group_size) * 0.1).to(dtype)
+    check_choice(values, values, args, 2.4, expand=1.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 9, 4, 1, 16), (1, 5, 3, 1, 41), (1, 7, 1, 1, 900)], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weighted(shape: tuple[int, ...], dtype: torch.dtype, symmetric: bool) -> None:
+    values = torch.randn(shape).to(dtype)
+    weights = torch.rand(shape[2], shape[-1]) ** 4
+    check_choice(values, values, QuantizationArgs(num_bits=4, symmetric=symmetric), 3.0, weights)
+
+
+def test_weights_that_repeat_otherwise_than_the_columns_of_the_grid() -> None:
+    values = torch.randn(1, 6, 4, 1, 20)
+    for rows in (1, 2, 8):
+        check_choice(values, values, INT4, 2.4, torch.rand(rows, 20) ** 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 9, 4, 1, 16), (1, 7, 1, 1, 900), (3, 1, 2, 1, 50_000)], ids=str
+)
+def test_strange_values_count_as_zero(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    zeros = torch.randn(shape).to(dtype)
+    strange = torch.rand(shape) < 0.1
+    zeros[strange] = 0
+    low, high = zeros.amin((0, -2, -1)), zeros.amax((0, -2, -1))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        values = zeros.masked_fill(strange, value)
+        found, expected = (
+            search_range(x, low, high, INT4, factors=SHRINK, norm=2.4) for x in (values, zeros)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", ["int4", "int8_asym", "fp8", "fp4"])
+def test_the_ends_of_a_dtype_are_searched(fmt: str, dtype: torch.dtype) -> None:
+    """Scales are denormal here, or what they stand for is beyond the largest float."""
+    args = QuantizationArgs(**FORMATS[fmt])
+    limits = torch.finfo(dtype)
+    for size in (limits.max, limits.smallest_normal * 64):
+        values = ((torch.rand(1, 20, 2, 1, 30) * 2 - 1) * size).to(dtype)
+        check_choice(values, values, args, 2.0)
+
+
+class TestScalesOfTheNativeKernel:
+    """Symmetric scales are worked out in the kernel: as compressed-tensors does, to the bit."""
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("fmt", ["int2", "int4", "int8", "fp8", "fp4"])
+    def test_tables_give_the_same_choice(
+        self, fmt: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        args = QuantizationArgs(**FORMATS[fmt])
+        values = (
+            torch.randn(1, 50, 4, 1, 24) * 10 ** torch.empty(1, 50, 4, 1, 1).uniform_(-3, 3)
+        ).to(dtype)
+        found = extrema(values)
+        made = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
+        monkeypatch.setattr(search, "_makes_scales", lambda _: False)
+        given = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
+        assert all(torch.equal(a, b) for a, b in zip(made, given, strict=True))
+
+    @pytest.mark.parametrize("table", [1, 100, 3000])
+    def test_tables_may_come_in_parts(self, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        args = QuantizationArgs(num_bits=4, symmetric=False)
+        values = torch.randn(1, 50, 4, 1, 24)
+        found = extrema(values)
+        options = {"factors": SHRINK, "norm": 2.4, "patience": 3}
+        whole = search_range(values, *found[:2], args, **options)
+        monkeypatch.setattr(search, "_TABLE", table)
+        parts = search_range(values, *found[:2], args, **options)
+        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

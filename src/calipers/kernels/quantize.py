@@ -75,7 +75,7 @@ def _in_torch(job: Job) -> tuple[Tensor, Tensor]:
     pieces, scale, zero_point, fmt, norm = job
     working = torch.promote_types(pieces.dtype, torch.float32)
     finite = torch.isfinite(pieces)
-    x = pieces.to(working).masked_fill_(~finite, 0)
+    x = pieces.to(working).masked_fill(~finite, 0)
     scale = scale.to(working)[..., None, None]
     zero_point = None if zero_point is None else zero_point.to(working)[..., None, None]
     values = quantize_dequantize(x, scale, zero_point, fmt)

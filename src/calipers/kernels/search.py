@@ -207,13 +207,15 @@ def _error(
     scale, zero_point = (
         v.to(working).unsqueeze(-1) for v in safe_qparams(*search.range_of(factor, these), args)
     )
+    if unit is not None:
+        scale = scale / unit[these].unsqueeze(-1)
     weights = None if search.weights is None else _rows(search.weights, these).to(working)
     total = torch.zeros(view.shape[1], dtype=torch.float64, device=view.device)
     for rows, columns in _tiles(view):
         x = view[rows, :, columns].to(working).nan_to_num(0.0, 0.0, 0.0)
-        error = quantize_dequantize(x, scale, None if args.symmetric else zero_point, fmt).sub_(x)
         if unit is not None:
-            error.div_(unit[these].unsqueeze(-1))
+            x.div_(unit[these].unsqueeze(-1))
+        error = quantize_dequantize(x, scale, None if args.symmetric else zero_point, fmt).sub_(x)
         error = error.square_() if search.norm == 2 else error.abs_().pow_(search.norm)
         if weights is not None:
             error.mul_(weights[:, columns])
@@ -258,10 +260,10 @@ def _rows(weights: Tensor, these: slice) -> Tensor:
 def _unit(low: Tensor, high: Tensor, norm: float) -> Tensor | None:
     """Return a power of two near each absmax, if errors measured in 1 would leave float32.
 
-    Dividing by it is exact, and changes no comparison between factors.
+    Dividing values and scales by it is exact, and changes no comparison between factors.
     """
     mantissa, exponent = torch.frexp(torch.maximum(high, -low))
     exponent.masked_fill_(mantissa == 0, 0)
     if bool((exponent.abs() * norm <= 100 - 10 * norm).all()):
         return None
-    return torch.ldexp(torch.ones_like(low), exponent)
+    return torch.ldexp(torch.ones_like(low), exponent - 1)

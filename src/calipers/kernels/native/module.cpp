@@ -261,7 +261,8 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
     for (int i = 0; i < 5; i++)
       if (weights->shape(i) != values.shape(i)) throw nb::value_error("weights have the wrong shape.");
   }
-  job.cut = cut_of(job.values);
+  // A task takes a few milliseconds, however many candidates there are, so that Ctrl-C is heard.
+  job.cut = cut_of(job.values, std::max<std::int64_t>(kTile, kTaskValues * 64 / std::max<std::int64_t>(64, job.candidates)));
   job.low = low.data();
   job.high = high.data();
   job.factors = factors.data();

@@ -1,0 +1,14 @@
+"""Every test of a kernel runs once per version of it: in torch, and for each instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from engines import ENGINES, engine_in_use
+
+
+@pytest.fixture(params=ENGINES, autouse=True)
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    with engine_in_use(request.param):
+        yield request.param

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from geometries import LAYOUTS, pieces
+
+from calipers.kernels.counts import BINS, NAN_BIN, count_values
+
+
+def counted_in_numpy(values: torch.Tensor) -> np.ndarray:
+    """Count the bits piece by piece; float32 is rounded to bf16 by hand."""
+    by_piece = values.movedim(0, -3).reshape(values.shape[1:-2].numel(), -1)
+    if values.dtype == torch.float32:
+        bits = by_piece.numpy().view(np.uint32).astype(np.uint64)
+        codes = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        codes = np.where(by_piece.isnan(), NAN_BIN, codes)
+    else:
+        codes = by_piece.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return np.stack([np.bincount(row.astype(np.int64), minlength=BINS) for row in codes])
+
+
+@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
+    values = (torch.randn(shape) * 3).round(decimals=1).to(dtype)
+    found = count_values(pieces(memory, shape, values))
+    assert found.shape == (*shape[1:3], BINS)
+    assert np.array_equal(found.reshape(-1, BINS).numpy(), counted_in_numpy(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_bit_pattern(dtype: torch.dtype) -> None:
+    every = torch.arange(BINS).to(torch.int32).to(torch.int16).view(dtype)
+    found = count_values(every.repeat(3).reshape(1, 1, 1, -1))
+    assert found.tolist() == [[3] * BINS]
+
+
+def test_float32_is_rounded_to_nearest_even() -> None:
+    values = torch.tensor([1.0, 1.00390625, 1.01171875, 3.4e38, -3.4e38, float("nan"), -0.0])
+    found = count_values(values.reshape(1, 1, 1, -1)).flatten()
+    bins = [0x3F80, 0x3F80, 0x3F82, 0x7F80, 0xFF80, NAN_BIN, 0x8000]
+    assert [int(found[code]) for code in bins] == [2, 2, 1, 1, 1, 1, 1]
+    assert found.sum() == 7
+
+
+def test_a_large_constant() -> None:
+    """Many equal neighbours, in several chunks."""
+    values = torch.full((1, 1, 3, 3_000_000), 0.5, dtype=torch.bfloat16)
+    found = count_values(values)
+    assert int(found[0, 0x3F00]) == 9_000_000
+    assert int(found.sum()) == 9_000_000

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import fake_quantize
+from data import DISTRIBUTIONS, FORMATS
+from geometries import LAYOUTS, pieces
+
+from calipers.kernels.quantize import quantize_with_error
+from calipers.numerics.qparams import qparams_of
+
+
+def both(
+    values: torch.Tensor, args: QuantizationArgs, norm: float = 2.0, shrink: float = 0.8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what the kernel makes of the values, its error, and what compressed-tensors makes."""
+    low, high = (v.float() * shrink for v in (values.amin((0, -2, -1)), values.amax((0, -2, -1))))
+    scale, zero_point = qparams_of(low, high, args)
+    result, error = quantize_with_error(values, scale, zero_point, args, norm)
+    zero = None if args.symmetric else zero_point[..., None, None]
+    expected = torch.stack(
+        [fake_quantize(one.float(), scale[..., None, None], zero, args) for one in values]
+    )
+    return result, error, expected
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_equals_compressed_tensors(distribution: str, fmt: str) -> None:
+    values = DISTRIBUTIONS[distribution]((2, 3, 4, 1, 37))
+    args = QuantizationArgs(**FORMATS[fmt])
+    result, error, expected = both(values, args)
+    assert torch.equal(result, expected)
+    exact = (expected.double() - values).square().sum((0, -2, -1))
+    torch.testing.assert_close(error, exact, rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
+    values = torch.randn(shape).to(dtype)
+    args = QuantizationArgs(num_bits=4, symmetric=False)
+    result, error, expected = both(pieces(memory, shape, values), args)
+    assert result.dtype == dtype
+    assert torch.equal(result, expected.to(dtype))
+    exact = (expected.double() - values).square().sum((0, -2, -1))
+    torch.testing.assert_close(error, exact, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [0.5, 1.0, 2.0, 2.4, 3.0, 5.5, 7.5, 12.0])
+@pytest.mark.parametrize("size", [1e-18, 1.0, 1e15])
+def test_norms(norm: float, size: float) -> None:
+    values = torch.randn(1, 3, 2, 1, 500) * size
+    _, error, expected = both(values, QuantizationArgs(num_bits=4), norm)
+    exact = (expected.double() - values).abs().pow(norm).sum((0, -2, -1))
+    torch.testing.assert_close(error, exact, rtol=2e-5, atol=0)
+
+
+def test_strange_values_stay_and_add_no_error() -> None:
+    values = torch.tensor([[[[1.0, float("nan"), float("inf"), -float("inf"), 0.3]]]])
+    args = QuantizationArgs(num_bits=4)
+    result, error = quantize_with_error(values, torch.tensor([0.5]), None, args)
+    assert torch.equal(
+        result.nan_to_num(7.0), torch.tensor([[[[1.0, 7.0, 3.4028235e38, -3.4028235e38, 0.5]]]])
+    )
+    assert error.item() == pytest.approx(0.04)

@@ -1,0 +1,176 @@
+"""The native kernels in real processes: chosen, missing, interrupted, large."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from engines import NATIVE_ENGINES, native_only
+
+from calipers.kernels import describe, dispatch
+from calipers.kernels.counts import count_values
+from calipers.kernels.extrema import extrema
+from calipers.kernels.search import search_range
+
+FIRST_USE = (
+    "import torch; from calipers.kernels import describe; "
+    "from calipers.kernels.extrema import extrema; "
+    "print(extrema(torch.ones(1, 2, 1, 3)).max_vals.tolist()); print(describe())"
+)
+
+
+def python(script: str, switch: str | None = None) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key != dispatch.SWITCH}
+    if switch is not None:
+        env[dispatch.SWITCH] = switch
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+
+
+class TestChoice:
+    def test_describe(self) -> None:
+        report = describe()
+        assert report.native == bool(NATIVE_ENGINES)
+        assert report.threads == torch.get_num_threads()
+        assert "extrema" in str(report)
+        assert report.reason in str(report)
+
+    @native_only
+    def test_the_best_instruction_set_is_taken(self) -> None:
+        result = python(FIRST_USE)
+        assert result.stderr == ""
+        assert f"instruction set: {NATIVE_ENGINES[-1]} (the best this machine has)" in result.stdout
+
+    @pytest.mark.parametrize("name", NATIVE_ENGINES)
+    def test_an_instruction_set_can_be_asked_for(self, name: str) -> None:
+        result = python(FIRST_USE, name)
+        assert result.stdout.startswith("[1.0, 1.0]\n")
+        assert f"instruction set: {name} (CALIPERS_NATIVE={name} is set)" in result.stdout
+
+    def test_none_can_be_asked_for(self) -> None:
+        result = python(FIRST_USE, "0")
+        assert result.stderr == ""
+        assert result.stdout.startswith("[1.0, 1.0]\n")
+        assert "torch everywhere, without native kernels: CALIPERS_NATIVE=0 is set" in result.stdout
+
+    @native_only
+    def test_an_unknown_one_is_refused(self) -> None:
+        result = python(FIRST_USE, "avx9")
+        assert result.returncode != 0
+        assert "CALIPERS_NATIVE=avx9: this machine has generic" in result.stderr
+        assert "or 0 for none" in result.stderr
+
+    def test_without_the_extension_everything_works_after_one_warning(self) -> None:
+        hidden = "import sys; sys.modules['calipers.kernels._native'] = None; "
+        result = python(hidden + FIRST_USE + "; extrema(torch.ones(1, 2, 1, 3))")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("[1.0, 1.0]\n")
+        assert "they were not built when it was installed" in result.stdout
+        assert result.stderr.count("Calipers runs without its native kernels") == 1
+        assert "set CALIPERS_NATIVE=0 to silence this" in result.stderr
+
+    def test_other_dtypes_and_empty_tensors_are_left_to_torch(self) -> None:
+        for values in (torch.ones(1, dtype=torch.float64), torch.ones(0), torch.ones(1).to("meta")):
+            assert dispatch.native_for(values) is None
+
+
+LONG_SEARCH = """
+import os, signal, sys, threading, time, torch
+from compressed_tensors.quantization import QuantizationArgs
+from calipers.kernels.search import search_range
+
+torch.set_num_threads(3)
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+values = torch.randn(1, 1024, 8, 1, 128)
+low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
+factors = [1 - i / 1_000_000 for i in range(100_000)]
+args = QuantizationArgs(num_bits=4)
+search_range(values, low, high, args, factors=factors[:10], norm=2.4)
+before = threads()
+print("ready", flush=True)
+try:
+    search_range(values, low, high, args, factors=factors, norm=2.4)
+except KeyboardInterrupt:
+    print("interrupted", threads() - before, flush=True)
+low, high = search_range(values, low, high, args, factors=factors[:10], norm=2.4)
+print("works", bool(high.isfinite().all()), flush=True)
+"""
+
+
+@native_only
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_an_interrupted_search_leaves_no_thread_behind() -> None:
+    command = [sys.executable, "-c", LONG_SEARCH]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted 0\n"
+        assert process.stdout.readline() == "works True\n"
+    assert process.returncode == 0
+
+
+@native_only
+def test_other_python_threads_go_on() -> None:
+    """The GIL is free while a kernel works: a counter in Python keeps counting."""
+    values = torch.randn(1, 512, 8, 1, 128)
+    low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
+    ticks, done = [0], threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = ticks[0]
+        factors = [1 - i / 10_000 for i in range(2000)]
+        search_range(values, low, high, QuantizationArgs(num_bits=4), factors=factors, norm=2.4)
+        assert ticks[0] > before + 5
+    finally:
+        done.set()
+        thread.join()
+
+
+@native_only
+class TestMoreThanTwoToThe31:
+    """Zeros that were never written take no memory."""
+
+    count = 2**31 + 4099
+
+    def values(self) -> torch.Tensor:
+        values = torch.zeros(self.count, dtype=torch.bfloat16)
+        values[-1], values[-2], values[5] = 3.0, -2.0, 1.0
+        return values.reshape(1, 1, 1, self.count)
+
+    def test_one_piece(self) -> None:
+        values = self.values()
+        found = extrema(values)
+        assert (found.min_vals.item(), found.max_vals.item()) == (-2.0, 3.0)
+        args = QuantizationArgs(num_bits=8, type="float")
+        _, high = search_range(values, *found[:2], args, factors=[0.5, 1.0], norm=2.0)
+        assert high.item() == 3.0
+        counts = count_values(values)
+        assert int(counts[0, 0]) == self.count - 3
+        assert [int(counts[0, code]) for code in (0x4040, 0xC000, 0x3F80)] == [1, 1, 1]
+
+    def test_many_pieces(self) -> None:
+        rows = self.count // 4096
+        values = self.values().flatten()[-rows * 4096 :].reshape(1, rows, 1, 1, 4096)
+        found = extrema(values)
+        assert (found.min_vals[-1].item(), found.max_vals[-1].item()) == (-2.0, 3.0)
+        assert not found.max_vals[1:-1].any()
+        args = QuantizationArgs(num_bits=4)
+        _, high = search_range(values, *found[:2], args, factors=[0.5, 1.0], norm=2.0)
+        assert high[-1].item() == 3.0
