@@ -9,6 +9,7 @@ from data import DISTRIBUTIONS, DTYPES, FORMATS
 from geometries import LAYOUTS, pieces
 
 from calipers.kernels import search
+from calipers.kernels.counts import count_values
 from calipers.kernels.extrema import extrema
 from calipers.kernels.search import search_range
 from calipers.numerics.formats import Format
@@ -307,6 +308,40 @@ def test_the_ends_of_a_dtype_are_searched(fmt: str, dtype: torch.dtype) -> None:
     for size in (limits.max, limits.smallest_normal * 64):
         values = ((torch.rand(1, 20, 2, 1, 30) * 2 - 1) * size).to(dtype)
         check_choice(values, values, args, 2.0)
+
+
+class TestLongPiecesOf16Bits:
+    """They are searched over the values that occur."""
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("fmt", ["int8", "int4_asym", "fp8"])
+    @pytest.mark.parametrize("norm", [2.0, 2.4])
+    def test_the_choice_is_the_same(self, norm: float, fmt: str, dtype: torch.dtype) -> None:
+        args = QuantizationArgs(**FORMATS[fmt])
+        values = DISTRIBUTIONS["student_t"]((1100, 3, 1, 1, 250)).to(dtype)
+        check_choice(values, values, args, norm)
+
+    def test_strange_values_count_as_zero(self) -> None:
+        values = torch.randn(1, 2, 1, 600, 500, dtype=torch.bfloat16)
+        values[0, 0, 0, :7, 3] = 0
+        strange = values.clone()
+        strange[0, 0, 0, :4, 3], strange[0, 0, 0, 4:7, 3] = float("nan"), -float("inf")
+        strange[0, 1] = float("nan")
+        low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
+        options = {"factors": SHRINK, "norm": 2.4}
+        found, expected = (search_range(x, low, high, INT4, **options) for x in (strange, values))
+        assert found[0][0] == expected[0][0]
+        assert found[1][0] == expected[1][0]
+        assert found[1][1] == high[1]
+
+    def test_it_is_what_runs(self, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+        counted = []
+        monkeypatch.setattr(search, "count_values", lambda x: counted.append(1) or count_values(x))
+        values = torch.randn(1, 1, 1, 600, 500)
+        for dtype in (torch.float32, torch.bfloat16):
+            low, high = extrema(values.to(dtype))[:2]
+            search_range(values.to(dtype), low, high, INT4, factors=SHRINK, norm=2.4)
+        assert len(counted) == (0 if engine == "torch" else 1)
 
 
 class TestScalesOfTheNativeKernel:

@@ -21,7 +21,10 @@ def search(
     weights: Tensor | None,
     scales: Tensor | None,
     zero_points: Tensor | None,
+    patience: int,
     best: Tensor,
+    done: Tensor,
+    least: Tensor,
     improved: Tensor,
     threads: int,
 ) -> None: ...

@@ -34,7 +34,7 @@ def extrema(pieces: Tensor) -> Extrema:
 
 
 def _natively(kernels: ModuleType, pieces: Tensor) -> Extrema:
-    grid, shape = as_grid(pieces), pieces.shape[1:-2]
+    grid, shape = _side_by_side(as_grid(pieces)), pieces.shape[1:-2]
     chunks, count = kernels.extrema_chunks(grid), shape.numel()
     low, high = pieces.new_empty(2, chunks, count)
     nonfinite = kernels.extrema(grid, low, high, None, torch.get_num_threads())
@@ -49,6 +49,14 @@ def _natively(kernels: ModuleType, pieces: Tensor) -> Extrema:
     low = low.masked_fill_(empty, torch.inf).amin(0).masked_fill_(missing, 0)
     high = high.masked_fill_(empty, -torch.inf).amax(0).masked_fill_(missing, 0)
     return Extrema(low.reshape(shape), high.reshape(shape), nonfinite, missing.reshape(shape))
+
+
+def _side_by_side(grid: Tensor) -> Tensor:
+    """Turn pieces that are columns of a matrix in memory into observations of one row each."""
+    is_transposed = grid.stride(1) == 1 and grid.stride(4) > 1
+    if is_transposed and grid.shape[0] == grid.shape[2] == grid.shape[3] == 1:
+        return grid.permute(4, 0, 1, 2, 3)
+    return grid
 
 
 def _in_torch(pieces: Tensor) -> Extrema:

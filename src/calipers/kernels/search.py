@@ -10,12 +10,14 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.kernels.counts import BINS, count_values
 from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
 _TILE = {"cpu": 1 << 20}
 _DEFAULT_TILE = 1 << 24  # values worked on at once: the caches of a CPU, the cores of the others
+_MOST_COUNTED = 64  # pieces; the counts of one take half a megabyte
 _TABLE = 1 << 22  # scales handed to the native kernel at once
 
 
@@ -92,41 +94,57 @@ def search_range(
 def _best_natively(
     kernels: ModuleType, search: Search, factors: Sequence[float], patience: int | None
 ) -> Tensor:
-    """Try all factors, see when patience would have ended, and leave out what came after."""
-    best, improved = _try_natively(kernels, search, factors)
-    end = _end_of_patience(improved.tolist(), patience)
-    if end < len(factors) and bool((best >= end).any()):
-        best = _try_natively(kernels, search, factors[:end])[0]
-    return best
-
-
-def _try_natively(
-    kernels: ModuleType, search: Search, factors: Sequence[float]
-) -> tuple[Tensor, Tensor]:
-    """Return the best factor of each piece, and which factors were the best so far of any piece."""
-    fmt = Format.of(search.args)
+    """Try factors until patience ends; what is known of each piece is kept between the parts."""
+    if _is_worth_counting(search, len(factors)):
+        search = _counted(search)
+    count = search.low.numel()
+    best, done = torch.zeros(2, count, dtype=torch.int32)
+    least = torch.empty(count, dtype=torch.float64)
+    improved = torch.zeros(len(factors), dtype=torch.uint8)
     values = as_grid(search.pieces, ordered=search.weights is not None)
     weights = None if search.weights is None else _like(values, search.weights)
     candidates = torch.tensor(factors)
-    best = torch.empty(search.low.numel(), dtype=torch.int32)
-    improved = torch.zeros(len(factors), dtype=torch.uint8)
-    for rows in _grid_rows(values, search.args, len(factors)):
-        these = slice(rows.start * values.shape[2], rows.stop * values.shape[2])
-        kernels.search(
-            values[:, rows],
-            search.low[these],
-            search.high[these],
-            candidates,
-            grid_name(fmt),
-            *fmt.limits,
-            search.norm,
-            None if weights is None else weights[:, rows],
-            *_tables(search, candidates, these),
-            best[these],
-            improved,
-            torch.get_num_threads(),
-        )
-    return best, improved
+    fmt = Format.of(search.args)
+    while int(done.min()) < int(done.max()) or not done[0]:
+        for rows in _grid_rows(values, search.args, len(factors)):
+            these = slice(rows.start * values.shape[2], rows.stop * values.shape[2])
+            kernels.search(
+                values[:, rows],
+                search.low[these],
+                search.high[these],
+                candidates,
+                grid_name(fmt),
+                *fmt.limits,
+                search.norm,
+                None if weights is None else weights[:, rows],
+                *_tables(search, candidates, these),
+                0 if patience is None else max(patience, 1),
+                best[these],
+                done[these],
+                least[these],
+                improved,
+                torch.get_num_threads(),
+            )
+    return best
+
+
+def _is_worth_counting(search: Search, candidates: int) -> bool:
+    """Whether pieces are so long that most values of their 16-bit dtype occur many times."""
+    pieces, count = search.pieces, search.low.numel()
+    if search.weights is not None or pieces.dtype.itemsize != 2 or candidates < 4:
+        return False
+    return pieces.numel() >= 4 * BINS * count and count <= _MOST_COUNTED
+
+
+def _counted(search: Search) -> Search:
+    """Turn a search over values into one over those that occur, weighted by how often they do."""
+    counts = count_values(search.pieces).reshape(-1, BINS)
+    values = torch.arange(BINS, dtype=torch.int32).to(torch.int16).view(search.pieces.dtype)
+    occurring = counts.any(0) & torch.isfinite(values)
+    occurring[0] = True  # the zero, for pieces without any finite value
+    values, weights = values[occurring], counts[:, occurring].float()
+    pieces = values.expand(1, *search.pieces.shape[1:-2], 1, -1)
+    return search._replace(pieces=pieces, weights=weights)
 
 
 def _makes_scales(args: QuantizationArgs) -> bool:
@@ -159,16 +177,6 @@ def _like(values: Tensor, weights: Tensor) -> Tensor:
         return weights[index].reshape(1, *values.shape[1:]).expand(values.shape)
     weights = weights.reshape(1, 1, -1, rows, columns)
     return weights.repeat(1, 1, grid_columns // weights.shape[2], 1, 1).expand(values.shape)
-
-
-def _end_of_patience(improved: Sequence[int], patience: int | None) -> int:
-    """Return how many candidates are tried before too many in a row improve nothing."""
-    stalled = 0
-    for index, better in enumerate(improved):
-        stalled = 0 if better else stalled + 1
-        if patience is not None and stalled >= max(patience, 1):
-            return index + 1
-    return len(improved)
 
 
 # In torch

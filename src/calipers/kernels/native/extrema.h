@@ -30,12 +30,18 @@ template <DType dtype> KeysOf<dtype> load_keys(const std::byte* from) {
   return bits ^ ((bits >> (8 * element_size(dtype) - 1)) & Order<dtype>::magnitude);
 }
 
+// The same from a stream of which the next page, which the processor does not foresee, is needed too.
+template <DType dtype> KeysOf<dtype> stream_keys(const std::byte* from) {
+  prefetch(from, 4096);
+  return load_keys<dtype>(from);
+}
+
 template <DType dtype> void store_keys(I keys, std::int64_t count, std::byte* to) {
   const I bits = keys ^ ((keys >> 31) & Order<dtype>::magnitude);
   if constexpr (dtype == DType::f32) {
     std::memcpy(to, &bits, count * 4);
   } else {
-    const U16 lower = narrow((U)bits & 0xffff);
+    const U16 lower = narrow((U32)bits & 0xffff);
     std::memcpy(to, &lower, count * 2);
   }
 }
@@ -53,7 +59,7 @@ template <class Keys> struct Range {
 inline Range<I> in_32_bits(Range<I> range) { return range; }
 inline Range<I> in_32_bits(Range<Short> range) {
   const auto odd = [](Short x) { return (I)x >> 16; };
-  const auto even = [](Short x) { return (I)((U)x << 16) >> 16; };
+  const auto even = [](Short x) { return (I)((U32)x << 16) >> 16; };
   return {lesser(even(range.low), odd(range.low)), greater(even(range.high), odd(range.high))};
 }
 
@@ -82,10 +88,10 @@ void include(Range<KeysOf<dtype>>& range, const std::byte* from, std::int64_t st
   if (stride == 1) {
     Range<KeysOf<dtype>> other = range;
     for (; i + 2 * N <= count; i += 2 * N) {
-      range.include(load_keys<dtype>(from + i * size));
-      other.include(load_keys<dtype>(from + (i + N) * size));
+      range.include(stream_keys<dtype>(from + i * size));
+      other.include(stream_keys<dtype>(from + (i + N) * size));
     }
-    for (; i + N <= count; i += N) range.include(load_keys<dtype>(from + i * size));
+    for (; i + N <= count; i += N) range.include(stream_keys<dtype>(from + i * size));
     range = {lesser(range.low, other.low), greater(range.high, other.high)};
   }
   for (; i < count; i += N)
@@ -119,14 +125,46 @@ bool packed_extrema(const ExtremaJob& job, std::int64_t first) {
   const std::byte* from = job.values.data + first * length * element_size(dtype);
   I low[W], high[W];
   for (int i = 0; i < W; i++) {
-    const auto keys = load_keys<dtype>(from);
+    const auto keys = stream_keys<dtype>(from);
     Range<KeysOf<dtype>> range{keys, keys};
     from += bytes;
-    for (std::int64_t k = 1; k < vectors; k++, from += bytes) range.include(load_keys<dtype>(from));
+    for (std::int64_t k = 1; k < vectors; k++, from += bytes) range.include(stream_keys<dtype>(from));
     const Range<I> wide = in_32_bits(range);
     low[i] = wide.low, high[i] = wide.high;
   }
   return store_extrema<dtype, two_in_one ? W / 2 : W>(job, first, two_in_one ? 2 * W : W, low, high);
+}
+
+// Pieces of one value per row, which lie side by side, as in a transposed matrix: each lane has its
+// own. Returns whether all values were finite.
+template <DType dtype>
+bool adjacent_extrema(const ExtremaJob& job, const Task& task, Range<KeysOf<dtype>>* ranges) {
+  constexpr std::int64_t size = element_size(dtype), N = Order<dtype>::N;
+  constexpr auto infinity = Order<dtype>::infinity, magnitude = Order<dtype>::magnitude;
+  const Pieces& values = job.values;
+  const std::int64_t pieces = task.end - task.first;
+  const std::byte* start = values.data + values.offset(task.first) * size;
+  for (std::int64_t position = task.begin; position < task.stop; position++) {
+    const std::byte* row = start + values.offset_within(position) * size;
+    for (std::int64_t i = 0; i < pieces; i += N) {
+      const std::int64_t left = pieces - i;
+      const auto keys = left < N ? gather_keys<dtype>(row + i * size, 1, left)
+                                 : stream_keys<dtype>(row + i * size);
+      if (position == task.begin) ranges[i / N] = {keys, keys};
+      ranges[i / N].include(keys);
+    }
+  }
+  KeysOf<dtype> strange{};
+  for (std::int64_t i = 0; i < pieces; i += N) {
+    const auto [low, high] = ranges[i / N];
+    strange |= (high >= infinity) | (~low >= infinity);
+    const auto low_bits = low ^ ((low >> (8 * size - 1)) & magnitude);
+    const auto high_bits = high ^ ((high >> (8 * size - 1)) & magnitude);
+    const std::int64_t at = (task.chunk * values.count() + task.first + i) * size;
+    std::memcpy(job.low + at, &low_bits, (pieces - i < N ? pieces - i : N) * size);
+    std::memcpy(job.high + at, &high_bits, (pieces - i < N ? pieces - i : N) * size);
+  }
+  return !any((I)strange);
 }
 
 // Any pieces, which advance together, row by row. Returns whether all values were finite.
@@ -201,8 +239,10 @@ void extrema_task(const ExtremaJob& job, std::int64_t index, std::byte* scratch)
   const bool two_in_one = packed && job.values.length() * 2 == N && N == 2 * W;
   const std::int64_t together = job.interleaved ? task.end - task.first : two_in_one ? 2 * W : W;
   auto* ranges = (Range<KeysOf<dtype>>*)scratch;
-  bool finite = true;
-  for (std::int64_t first = task.first; first < task.end; first += together) {
+  const bool adjacent =
+      job.interleaved && job.values.columns == 1 && job.values.grid_column_stride == 1;
+  bool finite = !adjacent || adjacent_extrema<dtype>(job, task, ranges);
+  for (std::int64_t first = task.first; !adjacent && first < task.end; first += together) {
     const std::int64_t left = task.end - first, pieces = left < together ? left : together;
     if (two_in_one && pieces == 2 * W)
       finite &= packed_extrema<dtype, true>(job, first);

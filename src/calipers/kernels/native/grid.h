@@ -1,4 +1,7 @@
 // The numbers a code can stand for, and how an error counts.
+//
+// Everything here works on U vectors in step: their chains of operations do not depend on each
+// other, so that the processor always finds one that is ready.
 #pragma once
 
 #include "simd.h"
@@ -6,37 +9,77 @@
 namespace calipers {
 namespace {
 
-// What a value becomes: the nearest number of the grid, ties to even.
+#if defined(__AVX512F__)
+constexpr int U = 4;  // as many as the registers hold
+#else
+constexpr int U = 2;
+#endif
 
-struct IntegerGrid {
+template <class F> [[gnu::always_inline]] inline void each(F f) {
+  for (int i = 0; i < U; i++) f(i);
+}
+
+// A candidate: scale, 1 / scale and zero point of each lane.
+struct Quantizer {
+  V scale, inverse, zero;
+};
+
+// Grids: the error of values x, and the nearest number of the grid, ties to even.
+
+template <bool shifted> struct IntegerGrid {
   V lowest, highest;
+  static V large() { return all(12582912.f); }  // 1.5 · 2²³: its last bit is worth 1
   IntegerGrid(float lowest, float highest) : lowest(all(lowest)), highest(all(highest)) {}
-  V round(V code) const {
-    const V large = all(12582912.f);  // 1.5 · 2²³: its last bit is worth 1
-    return (minimum(maximum(code, lowest), highest) + large) - large;
+  V round(V code) const { return (minimum(maximum(code, lowest), highest) + large()) - large(); }
+  void error(const Quantizer& by, const V (&x)[U], V (&error)[U]) const {
+    const V base = shifted ? large() + by.zero : large();
+    const V least = large() + lowest, most = large() + highest;
+    V code[U];
+    each([&](int i) { code[i] = x[i] * by.inverse + base; });
+    each([&](int i) { code[i] = maximum(code[i], least); });
+    each([&](int i) { code[i] = minimum(code[i], most); });
+    each([&](int i) { code[i] = code[i] - base; });
+    each([&](int i) { error[i] = x[i] - code[i] * by.scale; });
   }
 };
 
-template <int mantissa, int smallest_exponent> struct FloatGrid {
+template <int mantissa, int smallest_exponent, bool shifted> struct FloatGrid {
   V lowest, highest;
   FloatGrid(float lowest, float highest) : lowest(all(lowest)), highest(all(highest)) {}
   V round(V code) const {
     return round_to_float<mantissa, smallest_exponent>(minimum(maximum(code, lowest), highest));
   }
+  // Unless shifted, x must not be negative: the grid is symmetric, and one end is enough then.
+  void error(const Quantizer& by, const V (&x)[U], V (&error)[U]) const {
+    V code[U];
+    each([&](int i) { code[i] = shifted ? x[i] * by.inverse + by.zero : x[i] * by.inverse; });
+    if (shifted) each([&](int i) { code[i] = maximum(code[i], lowest); });
+    each([&](int i) { code[i] = minimum(code[i], highest); });
+    V large[U];
+    const V smallest = all(two_to(smallest_exponent)), step = all(1.5f * (1 << (23 - mantissa)));
+    each([&](int i) { large[i] = maximum((V)((I)code[i] & kExponent), smallest); });
+    each([&](int i) { code[i] = code[i] + large[i] * step; });
+    each([&](int i) { code[i] = code[i] - large[i] * step; });
+    each([&](int i) { error[i] = x[i] - (shifted ? code[i] - by.zero : code[i]) * by.scale; });
+  }
 };
-using Fp8Grid = FloatGrid<3, -6>;
-using Fp4Grid = FloatGrid<1, 0>;
+template <bool shifted> using Fp8Grid = FloatGrid<3, -6, shifted>;
+template <bool shifted> using Fp4Grid = FloatGrid<1, 0, shifted>;
 
-// |error|^norm
+// Norms: |error|^norm, in place.
 
 struct Square {
   explicit Square(const Power&) {}
-  V operator()(V error) const { return error * error; }
+  void apply(V (&error)[U]) const {
+    each([&](int i) { error[i] = error[i] * error[i]; });
+  }
 };
 
 struct Cube {
   explicit Cube(const Power&) {}
-  V operator()(V error) const { return absolute(error) * (error * error); }
+  void apply(V (&error)[U]) const {
+    each([&](int i) { error[i] = absolute(error[i]) * (error[i] * error[i]); });
+  }
 };
 
 struct AnyPower {
@@ -46,15 +89,18 @@ struct AnyPower {
   explicit AnyPower(const Power& power) : octaves(power.octaves), squares(power.squares) {
     for (int i = 0; i <= Power::degree; i++) coefficients[i] = all(power.coefficients[i]);
   }
-  V operator()(V error) const {
-    const V size = maximum(absolute(error), all(0x1p-29f));  // at which the table holds zero
-    const I bits = (I)size;
-    const V mantissa = (V)((bits & 0x007fffff) | 0x3f800000);
-    V power = coefficients[0];
-    for (int i = 1; i <= Power::degree; i++) power = power * mantissa + coefficients[i];
-    power *= octaves[bits >> 23];
-    for (int i = 0; i < squares; i++) power *= size * size;
-    return power;
+  void apply(V (&error)[U]) const {
+    V mantissa[U], power[U];
+    // At the floor the table holds zero.
+    each([&](int i) { error[i] = larger_magnitude(error[i], all(0x1p-29f)); });
+    each([&](int i) { mantissa[i] = (V)(((I)error[i] & 0x007fffff) | 0x3f800000); });
+    each([&](int i) { power[i] = coefficients[0] * mantissa[i] + coefficients[1]; });
+    for (int k = 2; k <= Power::degree; k++)
+      each([&](int i) { power[i] = power[i] * mantissa[i] + coefficients[k]; });
+    each([&](int i) { power[i] = power[i] * octaves[(I)error[i] >> 23]; });
+    for (int k = 0; k < squares; k++)
+      each([&](int i) { power[i] = power[i] * (error[i] * error[i]); });
+    each([&](int i) { error[i] = power[i]; });
   }
 };
 

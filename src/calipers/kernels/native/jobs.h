@@ -9,9 +9,13 @@
 
 namespace calipers {
 
+// Functions in this file become part of every kernel, never one that kernels for different machines
+// could share.
+#define CALIPERS_INLINE [[gnu::always_inline]]
+
 enum class DType : std::int32_t { f32, f16, bf16 };
 
-constexpr std::int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+CALIPERS_INLINE constexpr std::int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // A tensor cut into a grid of pieces that share a scale; strides are in elements. A piece is made
 // of `observations` × `rows` × `columns` values, counted in that order by their position.
@@ -21,20 +25,22 @@ struct Pieces {
   std::int64_t observations, grid_rows, grid_columns, rows, columns;
   std::int64_t observation_stride, grid_row_stride, grid_column_stride, row_stride, column_stride;
 
-  std::int64_t count() const { return grid_rows * grid_columns; }
-  std::int64_t length() const { return observations * rows * columns; }
-  std::int64_t offset(std::int64_t piece) const {
+  CALIPERS_INLINE std::int64_t count() const { return grid_rows * grid_columns; }
+  CALIPERS_INLINE std::int64_t length() const { return observations * rows * columns; }
+  CALIPERS_INLINE std::int64_t offset(std::int64_t piece) const {
     return piece / grid_columns * grid_row_stride + piece % grid_columns * grid_column_stride;
   }
   // How many positions from `position` on lie in one row, and where that begins.
-  std::int64_t run(std::int64_t position) const { return columns - position % columns; }
-  std::int64_t offset_within(std::int64_t position) const {
+  CALIPERS_INLINE std::int64_t run(std::int64_t position) const {
+    return columns - position % columns;
+  }
+  CALIPERS_INLINE std::int64_t offset_within(std::int64_t position) const {
     const std::int64_t row = position / columns;
     return row / rows * observation_stride + row % rows * row_stride +
            position % columns * column_stride;
   }
   // Whether piece after piece fills one stretch of memory.
-  bool packed() const {
+  CALIPERS_INLINE bool packed() const {
     const bool whole = (columns == 1 || column_stride == 1) && (rows == 1 || row_stride == columns) &&
                        (observations == 1 || observation_stride == rows * columns);
     return whole && (grid_columns == 1 || grid_column_stride == length()) &&
@@ -45,7 +51,7 @@ struct Pieces {
 // Pieces come in runs, long pieces are cut into chunks of positions; a task is one of both.
 struct Cut {
   std::int64_t pieces_per_run, positions_per_chunk, runs, chunks;
-  std::int64_t tasks() const { return runs * chunks; }
+  CALIPERS_INLINE std::int64_t tasks() const { return runs * chunks; }
 };
 
 struct ExtremaJob {
@@ -75,15 +81,37 @@ struct SearchJob {
   const float *low, *high;      // [pieces]
   const float* factors;         // [candidates]
   std::int64_t candidates;
+  std::int64_t patience;        // candidates in a row that improve nothing and end it; 0: endless
   const float *scales, *zero_points;  // [candidates][pieces]; null: symmetric, worked out here
   Grid grid;
   float lowest, highest;        // the ends of the grid
   float norm;
   Power power;                  // for norms other than 2 and 3
-  std::int32_t* best;           // [pieces]
-  std::uint8_t* improved;       // [candidates]
-  double* errors;               // [chunks][pieces][candidates] if pieces are cut, else null
+  // What is known of each piece: the best of the first `done` candidates and its error.
+  std::int32_t *best, *done;    // [pieces]
+  double* least;                // [pieces]
+  std::uint8_t* improved;       // [candidates]: whether one was the best so far of any piece
+  // If pieces are cut, only the errors of the candidates [begin, end) are worked out.
+  double* errors;               // [chunks][pieces][candidates], else null
+  std::int64_t begin, end;
 };
+
+// How many candidates are tried before too many in a row improve nothing, as far as is known. What
+// is learnt of further pieces can only make it more.
+CALIPERS_INLINE inline std::int64_t reach(const SearchJob& job) {
+  if (!job.patience) return job.candidates;
+  std::int64_t stalled = 0;
+  for (std::int64_t c = 0; c < job.candidates; c++) {
+    stalled = __atomic_load_n(job.improved + c, __ATOMIC_RELAXED) ? 0 : stalled + 1;
+    if (stalled == job.patience) return c + 1;
+  }
+  return job.candidates;
+}
+
+CALIPERS_INLINE inline void mark_improved(const SearchJob& job, std::int64_t candidate) {
+  if (!__atomic_load_n(job.improved + candidate, __ATOMIC_RELAXED))
+    __atomic_store_n(job.improved + candidate, 1, __ATOMIC_RELAXED);
+}
 
 struct MomentsJob {
   Pieces values;                // one piece; rows are tokens, columns are channels

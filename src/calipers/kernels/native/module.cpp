@@ -32,6 +32,7 @@ using Tensor = nb::ndarray<nb::ro, nb::device::cpu>;
 template <class T> using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 
 constexpr std::int64_t kTaskValues = 1 << 16;
+constexpr std::int64_t kThreadValues = 1 << 19;   // what is worth starting a thread
 constexpr std::int64_t kCountedValues = 1 << 22;  // clearing and adding a table has its price
 constexpr std::int64_t kStrip = 1024;             // channels whose sums stay in the first cache
 
@@ -184,14 +185,16 @@ bool signals_pending() {
   return PyErr_CheckSignals() != 0;
 }
 
+// `work` is about how many values are looked at; a thread is only started for enough of them.
 template <class Job>
 void run(void (*kernel)(const Job&, std::int64_t, std::byte*), const Job& job, int threads,
-         std::size_t scratch) {
+         std::int64_t work, std::size_t scratch) {
+  const int useful = static_cast<int>(std::clamp<std::int64_t>(work / kThreadValues, 1, 1 << 16));
   bool finished;
   {
     nb::gil_scoped_release released;
     finished = run_tasks(
-        job.cut.tasks(), std::max(1, threads), scratch,
+        job.cut.tasks(), std::clamp(threads, 1, useful), scratch,
         [&](std::int64_t task, std::byte* memory) { kernel(job, task, memory); }, signals_pending);
   }
   if (!finished) throw nb::python_error();
@@ -218,7 +221,8 @@ std::int64_t extrema(const Tensor& values, nb::ndarray<nb::c_contig, nb::device:
   job.high = static_cast<std::byte*>(high.data());
   job.any_finite = data_or_null(any_finite, wanted, "any_finite");
   job.nonfinite = nonfinite.data();
-  run(chosen->extrema, job, threads, (job.cut.pieces_per_run + 2 * kLanes) * 2 * 64);
+  run(chosen->extrema, job, threads, job.values.count() * job.values.length(),
+      (job.cut.pieces_per_run + 2 * kLanes) * 2 * 64);
   std::int64_t total = 0;
   for (const std::int64_t count : nonfinite) total += count;
   return total;
@@ -226,27 +230,45 @@ std::int64_t extrema(const Tensor& values, nb::ndarray<nb::c_contig, nb::device:
 
 // Add up the chunks of each piece in their order, and choose.
 void choose_from_chunks(const SearchJob& job) {
-  const std::int64_t pieces = job.values.count(), candidates = job.candidates;
-  std::vector<double> sums(candidates);
+  const std::int64_t pieces = job.values.count();
   for (std::int64_t piece = 0; piece < pieces; piece++) {
-    std::fill(sums.begin(), sums.end(), 0.0);
-    for (std::int64_t chunk = 0; chunk < job.cut.chunks; chunk++)
-      for (std::int64_t c = 0; c < candidates; c++)
-        sums[c] += job.errors[(chunk * pieces + piece) * candidates + c];
-    double least = 1e300;
-    for (std::int64_t c = 0; c < candidates; c++) {
-      if (!(sums[c] < least)) continue;
-      least = sums[c];
+    double least = job.begin ? job.least[piece] : 1e300;
+    for (std::int64_t c = job.begin; c < job.end; c++) {
+      double sum = 0;
+      for (std::int64_t chunk = 0; chunk < job.cut.chunks; chunk++)
+        sum += job.errors[(chunk * pieces + piece) * job.candidates + c];
+      if (!(sum < least)) continue;
+      least = sum;
       job.best[piece] = static_cast<std::int32_t>(c);
-      job.improved[c] = 1;
+      mark_improved(job, c);
     }
+    job.least[piece] = least;
+    job.done[piece] = static_cast<std::int32_t>(job.end);
+  }
+}
+
+// Try candidates until every piece has been through all that patience reaches. A piece that came
+// early may not know how far that is, and goes on in another round.
+void search_until_done(SearchJob& job, int threads) {
+  const std::int64_t pieces = job.values.count();
+  const auto is_done = [&] {
+    const std::int64_t end = reach(job);
+    return std::all_of(job.done, job.done + pieces, [&](std::int32_t done) { return done >= end; });
+  };
+  while (!is_done()) {
+    job.begin = *std::min_element(job.done, job.done + pieces);
+    job.end = reach(job);
+    run(chosen->search, job, threads, pieces * job.values.length() * (job.end - job.begin),
+        4 * kTileBytes + job.candidates * (4 * 64 + kLanes * sizeof(double)));
+    if (job.errors) choose_from_chunks(job);
   }
 }
 
 void search(const Tensor& values, Array<const float> low, Array<const float> high,
             Array<const float> factors, const std::string& grid, float lowest, float highest,
             double norm, std::optional<Tensor> weights, std::optional<Array<const float>> scales,
-            std::optional<Array<const float>> zero_points, Array<std::int32_t> best,
+            std::optional<Array<const float>> zero_points, std::int64_t patience,
+            Array<std::int32_t> best, Array<std::int32_t> done, Array<double> least,
             Array<std::uint8_t> improved, int threads) {
   SearchJob job{};
   job.values = pieces_of(values);
@@ -255,6 +277,8 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   expect(low.size(), pieces, "low");
   expect(high.size(), pieces, "high");
   expect(best.size(), pieces, "best");
+  expect(done.size(), pieces, "done");
+  expect(least.size(), pieces, "least");
   expect(improved.size(), job.candidates, "improved");
   if (weights) {
     job.weights = pieces_of(*weights);
@@ -274,14 +298,15 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   job.highest = highest;
   job.norm = static_cast<float>(norm);
   job.power = power_of(norm);
+  job.patience = patience < job.candidates ? patience : 0;
   job.best = best.data();
+  job.done = done.data();
+  job.least = least.data();
   job.improved = improved.data();
   std::vector<double> errors;
   if (job.cut.chunks > 1) errors.resize(job.cut.chunks * pieces * job.candidates);
   job.errors = errors.empty() ? nullptr : errors.data();
-  run(chosen->search, job, threads,
-      4 * kTileBytes + job.candidates * (5 * 64 + kLanes * sizeof(double)));
-  if (job.errors) choose_from_chunks(job);
+  search_until_done(job, threads);
 }
 
 std::int64_t sum_of_squares_chunks(std::int64_t tokens) {
@@ -302,7 +327,7 @@ void sum_of_squares(const Tensor& values, std::optional<Array<const std::uint8_t
   expect(sums.size(), job.cut.chunks * channels, "sums");
   job.mask = data_or_null(mask, tokens, "mask");
   job.sums = sums.data();
-  run(chosen->moments, job, threads, kStrip * sizeof(double));
+  run(chosen->moments, job, threads, tokens * channels, kStrip * sizeof(double));
 }
 
 void count_values(const Tensor& values, Array<std::int64_t> counts, int threads) {
@@ -311,7 +336,8 @@ void count_values(const Tensor& values, Array<std::int64_t> counts, int threads)
   job.cut = cut_of(job.values, kCountedValues);
   expect(counts.size(), job.values.count() * 65536, "counts");
   job.counts = counts.data();
-  run(chosen->counts, job, threads, 2 * kTileBytes + 2 * 65536 * sizeof(std::uint32_t));
+  run(chosen->counts, job, threads, job.values.count() * job.values.length(),
+      2 * kTileBytes + 2 * 65536 * sizeof(std::uint32_t));
 }
 
 std::int64_t quantize_chunks(const Tensor& values) { return cut_of(pieces_of(values)).chunks; }
@@ -339,7 +365,7 @@ void quantize(const Tensor& values, Array<const float> scales,
     job.output = static_cast<std::byte*>(output->data());
   }
   job.errors = errors.data();
-  run(chosen->quantize, job, threads, 2 * kTileBytes);
+  run(chosen->quantize, job, threads, pieces * job.values.length(), 2 * kTileBytes);
 }
 
 }  // namespace
@@ -355,8 +381,9 @@ NB_MODULE(_native, m) {
         "any_finite"_a.noconvert().none(), "threads"_a);
   m.def("search", &search, "values"_a, "low"_a.noconvert(), "high"_a.noconvert(),
         "factors"_a.noconvert(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "weights"_a.none(),
-        "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "best"_a.noconvert(),
-        "improved"_a.noconvert(), "threads"_a);
+        "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "patience"_a,
+        "best"_a.noconvert(), "done"_a.noconvert(), "least"_a.noconvert(), "improved"_a.noconvert(),
+        "threads"_a);
   m.def("sum_of_squares_chunks", &sum_of_squares_chunks, "tokens"_a);
   m.def("sum_of_squares", &sum_of_squares, "values"_a, "mask"_a.noconvert().none(),
         "sums"_a.noconvert(), "threads"_a);

@@ -8,13 +8,9 @@
 namespace calipers {
 namespace {
 
-struct Quantizer {
-  V scale, zero;
-};
-
 // Quantize `count` vectors in place, and leave the errors in `errors`. Returns the largest |error|.
 template <class Grid>
-V quantize_row(const QuantizeJob& job, Quantizer by, std::int64_t count, V* values, V* errors) {
+V quantize_row(const QuantizeJob& job, const Quantizer& by, std::int64_t count, V* values, V* errors) {
   const Grid grid(job.lowest, job.highest);
   V largest{};
   for (std::int64_t i = 0; i < count; i++) {
@@ -27,11 +23,11 @@ V quantize_row(const QuantizeJob& job, Quantizer by, std::int64_t count, V* valu
   return largest;
 }
 
-inline V quantize_row(const QuantizeJob& job, Quantizer by, std::int64_t count, V* values,
+inline V quantize_row(const QuantizeJob& job, const Quantizer& by, std::int64_t count, V* values,
                       V* errors) {
-  if (job.grid == Grid::fp8) return quantize_row<Fp8Grid>(job, by, count, values, errors);
-  if (job.grid == Grid::fp4) return quantize_row<Fp4Grid>(job, by, count, values, errors);
-  return quantize_row<IntegerGrid>(job, by, count, values, errors);
+  if (job.grid == Grid::fp8) return quantize_row<Fp8Grid<true>>(job, by, count, values, errors);
+  if (job.grid == Grid::fp4) return quantize_row<Fp4Grid<true>>(job, by, count, values, errors);
+  return quantize_row<IntegerGrid<true>>(job, by, count, values, errors);
 }
 
 // Σ error^norm, measured in a power of two near the largest, from which it is brought back.
@@ -42,7 +38,12 @@ double sum_powers(const QuantizeJob& job, const V* errors, std::int64_t count, i
   double total = 0;
   for (std::int64_t begin = 0; begin < count; begin += 64) {
     V part{};
-    for (std::int64_t i = begin; i < count && i < begin + 64; i++) part += norm(errors[i] * unit);
+    for (std::int64_t i = begin; i < count && i < begin + 64; i += U) {
+      V error[U];
+      each([&](int k) { error[k] = errors[i + k] * unit; });
+      norm.apply(error);
+      each([&](int k) { part += error[k]; });
+    }
     total += sum(part);
   }
   return total * __builtin_exp2(exponent * (double)job.norm);
@@ -65,14 +66,14 @@ inline void quantize_task(const QuantizeJob& job, std::int64_t index, std::byte*
   V* values = (V*)scratch;
   V* errors = (V*)(scratch + kTileBytes);
   for (std::int64_t piece = task.first; piece < task.end; piece++) {
-    const Quantizer by{all(job.scales[piece]),
+    const Quantizer by{all(job.scales[piece]), V{},
                        job.zero_points ? all(job.zero_points[piece]) : V{}};
     double total = 0;
     for (std::int64_t begin = task.begin; begin < task.stop; begin += kTile) {
       const std::int64_t left = task.stop - begin;
       const std::int64_t count = left < (std::int64_t)kTile ? left : (std::int64_t)kTile;
       load_tile(job.values, piece, 1, begin, count, (float*)values, count);
-      const std::int64_t vectors = pad_with_zeros((float*)values, count);
+      const std::int64_t vectors = pad_with_zeros((float*)values, count, U * W);
       const V largest = quantize_row(job, by, vectors, values, errors);
       total += sum_powers(job, errors, vectors, largest);
       if (!job.output) continue;

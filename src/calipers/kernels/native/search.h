@@ -11,73 +11,109 @@
 namespace calipers {
 namespace {
 
-// Candidates as vectors: each lane its own piece, or all lanes the same one.
-struct Candidates {
-  V *scale, *inverse, *zero, *total;
+constexpr std::int64_t kBlock = 32;  // vectors after which a sum is looked at
+
+// A tile of values, and the errors below which candidates have to stay. Each lane is its own piece
+// with its own least error so far; or, if `spread`, all lanes are of one.
+struct Tile {
+  const V *values, *weights;
+  std::int64_t vectors;  // a multiple of U
+  bool last;             // of the piece: the sums are whole, and the least becomes less
+  bool spread;
+  V least;
+  double least_of_one;
 };
 
-// Sum the error of every candidate over `count` vectors of values.
-template <class Grid, class Norm, bool weighted, bool shifted>
-void sum_errors(const SearchJob& job, const Candidates& candidates, const V* values,
-                const V* weights, std::int64_t count) {
+// The candidates [begin, end), and the sums of their errors.
+struct Candidates {
+  Quantizer* by;
+  V* total;
+  double* sums;  // of earlier tiles; only if spread
+  std::int64_t begin, end;
+};
+
+// A sum only grows: once it is not below the least, the candidate is out, and its sum ends there.
+inline bool is_hopeless(const Tile& tile, V total, double before) {
+  return tile.spread ? before + sum(total) >= tile.least_of_one : !any(total < tile.least);
+}
+inline void lower_the_least(Tile& tile, V total, double before) {
+  if (!tile.spread)
+    tile.least = minimum(tile.least, total);
+  else if (before + sum(total) < tile.least_of_one)
+    tile.least_of_one = before + sum(total);
+}
+
+template <class Grid, class Norm, bool weighted>
+void sum_errors(const SearchJob& job, const Candidates& candidates, Tile tile) {
   const Grid grid(job.lowest, job.highest);
   const Norm norm(job.power);
-  for (std::int64_t c = 0; c < job.candidates; c++) {
-    const V scale = candidates.scale[c], inverse = candidates.inverse[c];
-    const V zero = shifted ? candidates.zero[c] : V{};
-    const auto error = [&](std::int64_t i) {
-      const V x = values[i];
-      const V code = grid.round(shifted ? x * inverse + zero : x * inverse);
-      const V power = norm(x - (shifted ? code - zero : code) * scale);
-      return weighted ? weights[i] * power : power;
-    };
-    V even{}, odd{};
-    std::int64_t i = 0;
-    for (; i + 1 < count; i += 2) {
-      even += error(i);
-      odd += error(i + 1);
+  for (std::int64_t c = candidates.begin; c < candidates.end; c++) {
+    const Quantizer by = candidates.by[c];
+    const double before = tile.spread ? candidates.sums[c] : 0;
+    V total{};
+    for (std::int64_t begin = 0; begin < tile.vectors; begin += kBlock) {
+      const std::int64_t left = tile.vectors - begin, end = begin + (left < kBlock ? left : kBlock);
+      V part[U] = {};
+      for (std::int64_t i = begin; i < end; i += U) {
+        V x[U], error[U];
+        each([&](int k) { x[k] = tile.values[i + k]; });
+        grid.error(by, x, error);
+        norm.apply(error);
+        each([&](int k) { part[k] += weighted ? tile.weights[i + k] * error[k] : error[k]; });
+      }
+      for (int k = 0; k < U; k++) total += part[k];
+      if (end < tile.vectors && is_hopeless(tile, total, before)) break;
     }
-    if (i < count) even += error(i);
-    candidates.total[c] = even + odd;
+    candidates.total[c] = total;
+    if (tile.last) lower_the_least(tile, total, before);
   }
 }
 
-using SumErrors = void (*)(const SearchJob&, const Candidates&, const V*, const V*, std::int64_t);
+using SumErrors = void (*)(const SearchJob&, const Candidates&, Tile);
 
-template <class Grid, class Norm> SumErrors pick_sum(const SearchJob& job) {
-  const bool weighted = job.weights.data, shifted = job.zero_points;
-  if (weighted && shifted) return sum_errors<Grid, Norm, true, true>;
-  if (weighted) return sum_errors<Grid, Norm, true, false>;
-  return shifted ? sum_errors<Grid, Norm, false, true> : sum_errors<Grid, Norm, false, false>;
+template <class Grid, class Norm> SumErrors pick_weighted(const SearchJob& job) {
+  return job.weights.data ? sum_errors<Grid, Norm, true> : sum_errors<Grid, Norm, false>;
 }
 
 template <class Grid> SumErrors pick_norm(const SearchJob& job) {
-  if (job.norm == 2) return pick_sum<Grid, Square>(job);
-  if (job.norm == 3) return pick_sum<Grid, Cube>(job);
-  return pick_sum<Grid, AnyPower>(job);
+  if (job.norm == 2) return pick_weighted<Grid, Square>(job);
+  if (job.norm == 3) return pick_weighted<Grid, Cube>(job);
+  return pick_weighted<Grid, AnyPower>(job);
 }
 
-inline SumErrors pick_grid(const SearchJob& job) {
-  if (job.grid == calipers::Grid::fp8) return pick_norm<Fp8Grid>(job);
-  if (job.grid == calipers::Grid::fp4) return pick_norm<Fp4Grid>(job);
-  return pick_norm<IntegerGrid>(job);
+template <bool shifted> SumErrors pick_grid(const SearchJob& job) {
+  if (job.grid == Grid::fp8) return pick_norm<Fp8Grid<shifted>>(job);
+  if (job.grid == Grid::fp4) return pick_norm<Fp4Grid<shifted>>(job);
+  return pick_norm<IntegerGrid<shifted>>(job);
+}
+
+inline SumErrors pick(const SearchJob& job) {
+  return job.zero_points ? pick_grid<true>(job) : pick_grid<false>(job);
+}
+
+// Symmetric grids of floats take absolute values.
+inline V prepare(const SearchJob& job, V x, V unit) {
+  const V measured = finite_or_zero(x) * unit;
+  return job.grid == Grid::integer || job.zero_points ? measured : absolute(measured);
 }
 
 // One power of two per lane, that brings the larger end of the range between 1 and 2 (at the ends
 // of float32: between 2⁻²³ and 4).
 inline V unit_of(V low, V high) {
   const V largest = maximum(absolute(low), absolute(high));
-  const I exponent = 254 - (I)((U)largest >> 23);
+  const I exponent = 254 - (I)((U32)largest >> 23);
   const I held = exponent < 1 ? all_bits(1) : (exponent > 253 ? all_bits(253) : exponent);
-  return (V)((U)held << 23);
+  return (V)((U32)held << 23);
 }
 
-// The scale that compressed-tensors makes of a symmetric range, in the arithmetic of the dtype.
+// The scale that compressed-tensors makes of a symmetric range, in the arithmetic of the dtype; in
+// float32 to within a unit in the last place.
 inline V symmetric_scale(const SearchJob& job, V low, V high, float factor) {
   const DType dtype = job.values.dtype;
   const V start = round_to(dtype, low * factor), end = round_to(dtype, high * factor);
   const V largest = maximum(maximum(-start, end), V{});
-  const V scale = round_to(dtype, largest / ((job.highest - job.lowest) / 2));
+  const float half = (job.highest - job.lowest) / 2;
+  const V scale = dtype == DType::f32 ? largest * (1 / half) : round_to(dtype, largest / half);
   const float epsilon = dtype == DType::f32 ? 0x1p-23f : dtype == DType::f16 ? 0x1p-10f : 0x1p-7f;
   return scale == 0 ? all(epsilon) : scale;
 }
@@ -90,43 +126,51 @@ inline V take(const float* from, std::int64_t lanes, bool spread) {
   return taken;
 }
 
-// Fill in the candidates of `lanes` pieces (or of one, spread over all lanes), and return the unit.
-inline V fill_candidates(const SearchJob& job, std::int64_t piece, std::int64_t lanes, bool spread,
-                         const Candidates& candidates) {
-  const V low = take(job.low + piece, lanes, spread), high = take(job.high + piece, lanes, spread);
-  const V unit = unit_of(low, high);
-  for (std::int64_t c = 0; c < job.candidates; c++) {
-    const std::int64_t at = c * job.values.count() + piece;
-    const V scale = job.scales ? take(job.scales + at, lanes, spread)
-                               : symmetric_scale(job, low, high, job.factors[c]);
-    candidates.scale[c] = maximum(scale * unit, all(1e-30f));
-    candidates.inverse[c] = 1 / candidates.scale[c];
-    if (job.zero_points) candidates.zero[c] = take(job.zero_points + at, lanes, spread);
+// The ranges of `lanes` pieces, or of one, spread over all lanes.
+struct Ranges {
+  std::int64_t piece, lanes;
+  bool spread;
+  V low, high, unit;
+  Ranges(const SearchJob& job, std::int64_t piece, std::int64_t lanes, bool spread)
+      : piece(piece), lanes(lanes), spread(spread),
+        low(take(job.low + piece, lanes, spread)), high(take(job.high + piece, lanes, spread)),
+        unit(unit_of(low, high)) {}
+};
+
+inline void fill_candidates(const SearchJob& job, const Ranges& ranges, const Candidates& candidates) {
+  for (std::int64_t c = candidates.begin; c < candidates.end; c++) {
+    const std::int64_t at = c * job.values.count() + ranges.piece;
+    const V scale = job.scales ? take(job.scales + at, ranges.lanes, ranges.spread)
+                               : symmetric_scale(job, ranges.low, ranges.high, job.factors[c]);
+    Quantizer& by = candidates.by[c];
+    by.scale = maximum(scale * ranges.unit, all(1e-30f));
+    by.inverse = reciprocal(by.scale);
+    by.zero = job.zero_points ? take(job.zero_points + at, ranges.lanes, ranges.spread) : V{};
   }
-  return unit;
 }
 
-// Turn W rows of floats into one vector per position, measured in `unit`.
-inline void lanes_from_rows(const float* rows, std::int64_t count, std::int64_t pitch, V unit, V* to) {
+// Turn W rows of floats into one vector per position, up to a multiple of U of them.
+template <class F>
+std::int64_t lanes_from_rows(const float* rows, std::int64_t count, std::int64_t pitch, V* to, F f) {
   for (std::int64_t i = 0; i < count; i += W) {
     V block[W];
-    for (int row = 0; row < W; row++) block[row] = load_as<V>(rows + row * pitch + i);
+    for (int row = 0; row < W; row++) {
+      prefetch(rows + row * pitch + i, W * pitch * sizeof(float));
+      block[row] = load_as<V>(rows + row * pitch + i);
+    }
     transpose(block);
     const std::int64_t part = count - i < W ? count - i : W;
-    for (std::int64_t k = 0; k < part; k++) to[i + k] = finite_or_zero(block[k]) * unit;
+    for (std::int64_t k = 0; k < part; k++) to[i + k] = f(block[k]);
   }
-}
-
-inline void mark_improved(const SearchJob& job, std::int64_t candidate) {
-  __atomic_store_n(job.improved + candidate, 1, __ATOMIC_RELAXED);
+  const std::int64_t vectors = round_up(count, U);
+  for (std::int64_t i = count; i < vectors; i++) to[i] = V{};
+  return vectors;
 }
 
 struct SearchScratch {
   float *rows, *weight_rows;
   V *values, *weights;
   Candidates candidates;
-  I* improved;
-  double* sums;
   SearchScratch(std::byte* scratch, std::int64_t count) {
     const auto claim = [&](std::size_t bytes) {
       std::byte* claimed = scratch;
@@ -137,99 +181,166 @@ struct SearchScratch {
     weight_rows = (float*)claim(kTileBytes);
     values = (V*)claim(kTileBytes);
     weights = (V*)claim(kTileBytes);
-    candidates.scale = (V*)claim(count * sizeof(V));
-    candidates.inverse = (V*)claim(count * sizeof(V));
-    candidates.zero = (V*)claim(count * sizeof(V));
+    candidates.by = (Quantizer*)claim(count * sizeof(Quantizer));
     candidates.total = (V*)claim(count * sizeof(V));
-    improved = (I*)claim(count * sizeof(I));
-    sums = (double*)claim(count * kLanes * sizeof(double));
+    candidates.sums = (double*)claim(count * kLanes * sizeof(double));
+    candidates.begin = candidates.end = 0;
+  }
+};
+
+// The best so far of up to W pieces, one per lane.
+struct BestOfLanes {
+  V least;
+  I best;
+  BestOfLanes(const SearchJob& job, std::int64_t first, std::int64_t lanes) : least(all(3e38f)), best{} {
+    for (std::int64_t i = 0; job.done[first] && i < lanes; i++) {
+      least[i] = (float)job.least[first + i];
+      best[i] = job.best[first + i];
+    }
+  }
+  void consider(const SearchJob& job, const Candidates& candidates) {
+    for (std::int64_t c = candidates.begin; c < candidates.end; c++) {
+      const I better = candidates.total[c] < least;
+      least = better ? candidates.total[c] : least;
+      best = better ? all_bits((std::int32_t)c) : best;
+      if (any(better)) mark_improved(job, c);
+    }
+  }
+  void store(const SearchJob& job, std::int64_t first, std::int64_t lanes, std::int64_t done) const {
+    for (std::int64_t i = 0; i < lanes; i++) {
+      job.best[first + i] = best[i];
+      job.least[first + i] = least[i];
+      job.done[first + i] = (std::int32_t)done;
+    }
   }
 };
 
 // Short pieces: W of them side by side, one per lane.
-inline void search_lanes(const SearchJob& job, const Task& task, const SearchScratch& scratch) {
-  const SumErrors sum_errors = pick_grid(job);
+inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& scratch) {
+  const SumErrors sum_errors = pick(job);
+  const bool packed = job.values.packed();
   const std::int64_t count = job.values.length(), pitch = round_up(count, W);
-  for (std::int64_t c = 0; c < job.candidates; c++) scratch.improved[c] = I{};
+  Candidates& candidates = scratch.candidates;
   std::memset(scratch.rows, 0, kTileBytes);
   std::memset(scratch.weight_rows, 0, kTileBytes);
   for (std::int64_t first = task.first; first < task.end; first += W) {
+    if (job.done[first] >= reach(job)) continue;
     const std::int64_t lanes = task.end - first < W ? task.end - first : W;
     if (lanes < W) std::memset(scratch.rows, 0, kTileBytes);
-    const V unit = fill_candidates(job, first, lanes, false, scratch.candidates);
-    load_tile(job.values, first, lanes, 0, count, scratch.rows, pitch);
-    lanes_from_rows(scratch.rows, count, pitch, unit, scratch.values);
+    const Ranges ranges(job, first, lanes, false);
+    const float* rows = packed && lanes == W ? tile_in_place(job.values, first, 0, count) : nullptr;
+    if (!rows) {
+      load_tile(job.values, first, lanes, 0, count, scratch.rows, pitch);
+      rows = scratch.rows;
+    }
+    const std::int64_t vectors =
+        lanes_from_rows(rows, count, pitch, scratch.values,
+                        [&](V x) { return prepare(job, x, ranges.unit); });
     if (job.weights.data) {
       load_tile(job.weights, first, lanes, 0, count, scratch.weight_rows, pitch);
-      lanes_from_rows(scratch.weight_rows, count, pitch, all(1), scratch.weights);
+      lanes_from_rows(scratch.weight_rows, count, pitch, scratch.weights, [](V x) { return x; });
     }
-    sum_errors(job, scratch.candidates, scratch.values, scratch.weights, count);
-    V least = all(3e38f);
-    I best{};
-    for (std::int64_t c = 0; c < job.candidates; c++) {
-      const V total = scratch.candidates.total[c];
-      const I better = total < least;
-      least = better ? total : least;
-      best = better ? all_bits((std::int32_t)c) : best;
-      scratch.improved[c] |= better;
+    BestOfLanes found(job, first, lanes);
+    candidates.begin = job.done[first];
+    while (candidates.begin < (candidates.end = reach(job))) {
+      fill_candidates(job, ranges, candidates);
+      sum_errors(job, candidates,
+                 {scratch.values, scratch.weights, vectors, true, false, found.least, 0});
+      found.consider(job, candidates);
+      candidates.begin = candidates.end;
     }
-    std::memcpy(job.best + first, &best, lanes * sizeof(std::int32_t));
+    found.store(job, first, lanes, candidates.end);
   }
-  for (std::int64_t c = 0; c < job.candidates; c++)
-    if (any(scratch.improved[c])) mark_improved(job, c);
 }
 
-inline void choose(const SearchJob& job, std::int64_t piece, const double* sums) {
-  double least = 1e300;
-  for (std::int64_t c = 0; c < job.candidates; c++) {
+// Add the errors of one tile of a piece, in a row of the scratch memory, to its sums.
+inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& scratch,
+                     const Candidates& candidates, std::int64_t piece, std::int64_t row,
+                     std::int64_t pitch, std::int64_t begin, std::int64_t count, bool last) {
+  const float* in_place = count % (U * W) ? nullptr : tile_in_place(job.values, piece, begin, count);
+  float* values = scratch.rows + row * pitch;
+  float* weights = scratch.weight_rows + row * pitch;
+  const Ranges ranges(job, piece, 1, true);
+  const std::int64_t vectors = in_place ? count / W : pad_with_zeros(values, count, U * W);
+  if (job.weights.data) pad_with_zeros(weights, count, U * W);
+  for (std::int64_t i = 0; i < vectors; i++) {
+    const float* from = (in_place ? in_place : values) + i * W;
+    prefetch(from, kTileBytes);
+    scratch.values[i] = prepare(job, load_as<V>(from), ranges.unit);
+  }
+  fill_candidates(job, ranges, candidates);
+  // A piece that is cut does not know what its other chunks find.
+  const double least = job.errors || !job.done[piece] ? 1e300 : job.least[piece];
+  sum_errors(job, candidates,
+             {scratch.values, (const V*)weights, vectors, last && !job.errors, true, V{}, least});
+  for (std::int64_t c = candidates.begin; c < candidates.end; c++)
+    candidates.sums[c] += sum(candidates.total[c]);
+}
+
+// Long pieces: tile by tile, consecutive positions in the lanes. Pieces whose values lie side by
+// side in memory (a transposed matrix) are read together.
+inline void sum_rows(const SearchJob& job, const Task& task, std::int64_t first, std::int64_t pieces,
+                     SumErrors sum_errors, SearchScratch& scratch) {
+  const std::int64_t pitch = (std::int64_t)kTile / (pieces == 1 ? 1 : kLanes);
+  for (std::int64_t i = 0; i < pieces * job.candidates; i++) scratch.candidates.sums[i] = 0;
+  for (std::int64_t begin = task.begin; begin < task.stop; begin += pitch) {
+    const std::int64_t left = task.stop - begin, count = left < pitch ? left : pitch;
+    if (count % (U * W) || !tile_in_place(job.values, first, begin, count))
+      load_tile(job.values, first, pieces, begin, count, scratch.rows, pitch);
+    if (job.weights.data)
+      load_tile(job.weights, first, pieces, begin, count, scratch.weight_rows, pitch);
+    for (std::int64_t row = 0; row < pieces; row++) {
+      Candidates candidates = scratch.candidates;
+      candidates.sums += row * job.candidates;
+      add_tile(job, sum_errors, scratch, candidates, first + row, row, pitch, begin, count,
+               left <= pitch);
+    }
+  }
+}
+
+inline void choose(const SearchJob& job, std::int64_t piece, const double* sums, std::int64_t begin,
+                   std::int64_t end) {
+  double least = begin ? job.least[piece] : 1e300;
+  for (std::int64_t c = begin; c < end; c++) {
     if (!(sums[c] < least)) continue;
     least = sums[c];
     job.best[piece] = (std::int32_t)c;
     mark_improved(job, c);
   }
+  job.least[piece] = least;
+  job.done[piece] = (std::int32_t)end;
 }
 
-// Long pieces: one after another, tile by tile, consecutive positions in the lanes. Pieces whose
-// values lie side by side in memory (a transposed matrix) are read together.
-inline void search_rows(const SearchJob& job, const Task& task, const SearchScratch& scratch) {
-  const SumErrors sum_errors = pick_grid(job);
+inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& scratch) {
+  const SumErrors sum_errors = pick(job);
   const std::int64_t together = job.values.column_stride == 1 ? 1 : kLanes;
-  const std::int64_t per_tile = (std::int64_t)kTile / together;
+  Candidates& candidates = scratch.candidates;
   for (std::int64_t first = task.first; first < task.end; first += together) {
     const std::int64_t pieces = task.end - first < together ? task.end - first : together;
-    for (std::int64_t i = 0; i < pieces * job.candidates; i++) scratch.sums[i] = 0;
-    for (std::int64_t begin = task.begin; begin < task.stop; begin += per_tile) {
-      const std::int64_t left = task.stop - begin, count = left < per_tile ? left : per_tile;
-      load_tile(job.values, first, pieces, begin, count, scratch.rows, per_tile);
-      if (job.weights.data)
-        load_tile(job.weights, first, pieces, begin, count, scratch.weight_rows, per_tile);
-      for (std::int64_t piece = 0; piece < pieces; piece++) {
-        float* row = scratch.rows + piece * per_tile;
-        float* weights = scratch.weight_rows + piece * per_tile;
-        const V unit = fill_candidates(job, first + piece, 1, true, scratch.candidates);
-        const std::int64_t vectors = pad_with_zeros(row, count);
-        pad_with_zeros(weights, count);
-        for (std::int64_t i = 0; i < vectors; i++)
-          scratch.values[i] = finite_or_zero(load_as<V>(row + i * W)) * unit;
-        sum_errors(job, scratch.candidates, scratch.values, (const V*)weights, vectors);
-        for (std::int64_t c = 0; c < job.candidates; c++)
-          scratch.sums[piece * job.candidates + c] += sum(scratch.candidates.total[c]);
+    if (job.errors) {
+      candidates.begin = job.begin, candidates.end = job.end;
+      sum_rows(job, task, first, pieces, sum_errors, scratch);
+      for (std::int64_t row = 0; row < pieces; row++) {
+        const std::int64_t at = task.chunk * job.values.count() + first + row;
+        for (std::int64_t c = job.begin; c < job.end; c++)
+          job.errors[at * job.candidates + c] = candidates.sums[row * job.candidates + c];
       }
+      continue;
     }
-    for (std::int64_t piece = 0; piece < pieces; piece++) {
-      const double* sums = scratch.sums + piece * job.candidates;
-      const std::int64_t at = task.chunk * job.values.count() + first + piece;
-      if (job.errors)
-        std::memcpy(job.errors + at * job.candidates, sums, job.candidates * sizeof(double));
-      else
-        choose(job, first + piece, sums);
+    candidates.begin = job.done[first];
+    while (candidates.begin < (candidates.end = reach(job))) {
+      sum_rows(job, task, first, pieces, sum_errors, scratch);
+      for (std::int64_t row = 0; row < pieces; row++)
+        choose(job, first + row, candidates.sums + row * job.candidates, candidates.begin,
+               candidates.end);
+      candidates.begin = candidates.end;
     }
   }
 }
 
 inline void search_task(const SearchJob& job, std::int64_t index, std::byte* scratch) {
   const Task task(job.cut, index, job.values.count(), job.values.length());
-  const SearchScratch parts(scratch, job.candidates);
+  SearchScratch parts(scratch, job.candidates);
   const bool is_short = job.values.length() * kLanes <= (std::int64_t)kTile;
   if (is_short)
     search_lanes(job, task, parts);

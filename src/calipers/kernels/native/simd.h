@@ -25,7 +25,7 @@ constexpr int W = 4;
 
 typedef float V __attribute__((vector_size(4 * W)));
 typedef std::int32_t I __attribute__((vector_size(4 * W)));
-typedef std::uint32_t U __attribute__((vector_size(4 * W)));
+typedef std::uint32_t U32 __attribute__((vector_size(4 * W)));
 typedef std::int16_t Short __attribute__((vector_size(4 * W)));  // twice the lanes
 typedef std::uint16_t U16 __attribute__((vector_size(2 * W)));
 typedef float Half __attribute__((vector_size(2 * W)));
@@ -36,6 +36,10 @@ template <class T> T load_as(const void* from) {
   std::memcpy(&value, from, sizeof value);
   return value;
 }
+// Ask for memory that will be read soon; it need not exist.
+inline void prefetch(const void* from, std::size_t ahead) {
+  __builtin_prefetch((const void*)((std::uintptr_t)from + ahead));
+}
 template <class T> void store(void* to, T value) { std::memcpy(to, &value, sizeof value); }
 
 inline V all(float x) { return V{} + x; }
@@ -44,6 +48,24 @@ inline V minimum(V a, V b) { return a < b ? a : b; }
 inline V maximum(V a, V b) { return a > b ? a : b; }
 inline V absolute(V a) { return (V)((I)a & 0x7fffffff); }
 
+inline V larger_magnitude(V a, V b) {
+#if defined(__AVX512DQ__)
+  return (V)_mm512_range_ps((__m512)a, (__m512)b, 0b1011);  // 11: of absolute values, 10: without sign
+#else
+  return maximum(absolute(a), absolute(b));
+#endif
+}
+
+// 1 / x to within a unit in the last place, for x that is neither tiny nor huge.
+inline V reciprocal(V x) {
+#if defined(__AVX512F__)
+  const V guess = (V)_mm512_rcp14_ps((__m512)x);
+  return guess + guess * (1 - x * guess);
+#else
+  return 1 / x;
+#endif
+}
+
 constexpr std::int32_t kExponent = 0x7f800000;
 
 // Lanes that are NaN or Inf, told by their bits: the compiler may assume that there are none.
@@ -51,15 +73,15 @@ inline I nonfinite_lanes(V x) { return ((I)x & kExponent) == kExponent; }
 inline V finite_or_zero(V x) { return nonfinite_lanes(x) ? V{} : x; }
 
 inline bool any(I mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
   std::int32_t found = 0;
   for (int i = 0; i < W; i++) found |= mask[i];
   return found != 0;
-}
-
-inline double sum(V x) {
-  double total = 0;
-  for (int i = 0; i < W; i++) total += x[i];
-  return total;
+#endif
 }
 
 // The first or the second half of a and b, interleaved.
@@ -127,6 +149,13 @@ inline D upper_doubles(V x) {
 #endif
 }
 
+inline double sum(V x) {
+  const D pairs = lower_doubles(x) + upper_doubles(x);
+  double total = 0;
+  for (int i = 0; i < W / 2; i++) total += pairs[i];
+  return total;
+}
+
 // A table of 32 floats, looked up by the last five bits of each lane.
 struct Table32 {
   V part[32 / W];
@@ -147,17 +176,17 @@ struct Table32 {
 
 // Between 16 and 32 bits; what GCC makes of __builtin_convertvector is slow.
 
-inline U widen(U16 x) {
+inline U32 widen(U16 x) {
 #if defined(__AVX512F__)
-  return (U)_mm512_cvtepu16_epi32((__m256i)x);
+  return (U32)_mm512_cvtepu16_epi32((__m256i)x);
 #elif defined(__AVX2__)
-  return (U)_mm256_cvtepu16_epi32((__m128i)x);
+  return (U32)_mm256_cvtepu16_epi32((__m128i)x);
 #else
-  return __builtin_convertvector(x, U);
+  return __builtin_convertvector(x, U32);
 #endif
 }
 
-inline U16 narrow(U x) {  // x must fit
+inline U16 narrow(U32 x) {  // x must fit
 #if defined(__AVX512F__)
   return (U16)_mm512_cvtepi32_epi16((__m512i)x);
 #elif defined(__AVX2__)
@@ -171,7 +200,7 @@ inline U16 narrow(U x) {  // x must fit
 // 16-bit floats.
 
 inline V from_bf16(U16 bits) { return (V)(widen(bits) << 16); }
-inline U16 to_bf16(V x) { return narrow((U)x >> 16); }  // x must be one
+inline U16 to_bf16(V x) { return narrow((U32)x >> 16); }  // x must be one
 
 inline V from_f16(U16 bits) {
 #if defined(__AVX512F__)
@@ -179,10 +208,10 @@ inline V from_f16(U16 bits) {
 #elif defined(__F16C__)
   return (V)_mm256_cvtph_ps((__m128i)bits);
 #else
-  const U wide = widen(bits), magnitude = wide & 0x7fff;
+  const U32 wide = widen(bits), magnitude = wide & 0x7fff;
   const V scaled = (V)(magnitude << 13) * 0x1p112f;  // moves the bias of the exponent
   const V special = (V)((magnitude << 13) | kExponent);
-  return (V)((U)(magnitude >= 0x7c00 ? special : scaled) | ((wide & 0x8000) << 16));
+  return (V)((U32)(magnitude >= 0x7c00 ? special : scaled) | ((wide & 0x8000) << 16));
 #endif
 }
 
@@ -192,22 +221,24 @@ inline U16 to_f16(V x) {  // x must be one
 #elif defined(__F16C__)
   return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 #else
-  const U magnitude = (U)minimum(absolute(x) * 0x1p-112f, all(0x1p-96f)) >> 13;
-  return narrow(magnitude | (((U)x >> 16) & 0x8000));
+  const U32 magnitude = (U32)minimum(absolute(x) * 0x1p-112f, all(0x1p-96f)) >> 13;
+  return narrow(magnitude | (((U32)x >> 16) & 0x8000));
 #endif
 }
 
 // Round to what the type can hold, ties to even. Beyond its largest value nothing is promised.
 inline V round_to_bf16(V x) {
-  const U bits = (U)x;
+  const U32 bits = (U32)x;
   return (V)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
 }
 
 // Round to a float with `mantissa` bits and a smallest exponent, by adding a number so large that
 // its last bit has the weight of the last bit wanted.
+constexpr float two_to(int exponent) {
+  return exponent < 0 ? 1.f / (float)(1ll << -exponent) : (float)(1ll << exponent);
+}
 template <int mantissa, int smallest_exponent> V round_to_float(V x) {
-  const float smallest = (float)((double)1 / (1ll << -smallest_exponent));
-  const V binade = maximum((V)((I)x & kExponent), all(smallest));
+  const V binade = maximum((V)((I)x & kExponent), all(two_to(smallest_exponent)));
   const V large = binade * (1.5f * (1 << (23 - mantissa)));
   return (x + large) - large;
 }

@@ -18,7 +18,10 @@ void load_values(const std::byte* from, std::int64_t stride, std::int64_t count,
   constexpr std::int64_t size = element_size(dtype);
   std::int64_t i = 0;
   if (stride == 1)
-    for (; i + W <= count; i += W) store(to + i, load_vector<dtype>(from + i * size));
+    for (; i + W <= count; i += W) {
+      prefetch(from + i * size, kTileBytes);  // what the next tile is likely to be
+      store(to + i, load_vector<dtype>(from + i * size));
+    }
   while (i < count) {
     const std::int64_t part = count - i < W ? count - i : W;
     alignas(64) std::byte gathered[W * size] = {};
@@ -92,13 +95,21 @@ inline void store_values(DType dtype, const float* values, std::int64_t count, s
   }
 }
 
+// Where a tile can be read as it lies: float32, one row per piece, whole vectors. Else null.
+inline const float* tile_in_place(const Pieces& from, std::int64_t first, std::int64_t begin,
+                                  std::int64_t count) {
+  const bool in_row = from.column_stride == 1 && from.run(begin) >= count && count % W == 0;
+  if (from.dtype != DType::f32 || !in_row) return nullptr;
+  return (const float*)from.data + from.offset(first) + from.offset_within(begin);
+}
+
 constexpr std::int64_t round_up(std::int64_t count, std::int64_t unit) {
   return (count + unit - 1) / unit * unit;
 }
 
-// Fill up the last vector of a row with zeros, which have no error, and count the vectors.
-inline std::int64_t pad_with_zeros(float* row, std::int64_t count) {
-  const std::int64_t padded = round_up(count, W);
+// Fill up a row with zeros, which have no error, to a multiple of `unit`. Returns its vectors.
+inline std::int64_t pad_with_zeros(float* row, std::int64_t count, std::int64_t unit) {
+  const std::int64_t padded = round_up(count, unit);
   for (std::int64_t i = count; i < padded; i++) row[i] = 0;
   return padded / W;
 }
