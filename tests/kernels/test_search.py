@@ -348,23 +348,26 @@ class TestScalesOfTheNativeKernel:
     """Symmetric scales are worked out in the kernel: as compressed-tensors does, to the bit."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("fmt", ["int2", "int4", "int8", "fp8", "fp4"])
+    @pytest.mark.parametrize("distribution", ["gaussian", "positive", "negative", "zeros"])
+    @pytest.mark.parametrize("fmt", [*FORMATS, "mxfp4", "mxfp8"])
     def test_tables_give_the_same_choice(
-        self, fmt: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+        self, fmt: str, distribution: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        args = QuantizationArgs(**FORMATS[fmt])
-        values = (
-            torch.randn(1, 50, 4, 1, 24) * 10 ** torch.empty(1, 50, 4, 1, 1).uniform_(-3, 3)
-        ).to(dtype)
+        args = MXFP4.model_copy(update={"num_bits": int(fmt[-1])}) if "mx" in fmt else None
+        args = args or QuantizationArgs(**FORMATS[fmt])
+        sizes = 10 ** torch.empty(1, 50, 4, 1, 1).uniform_(-3, 3)
+        values = (DISTRIBUTIONS[distribution]((1, 50, 4, 1, 24)) * sizes).to(dtype)
         found = extrema(values)
         made = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
-        monkeypatch.setattr(search, "_makes_scales", lambda _: False)
+        monkeypatch.setattr(search, "_scale_kind", lambda _: "given")
         given = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
         assert all(torch.equal(a, b) for a, b in zip(made, given, strict=True))
 
     @pytest.mark.parametrize("table", [1, 100, 3000])
     def test_tables_may_come_in_parts(self, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        args = QuantizationArgs(num_bits=4, symmetric=False)
+        args = QuantizationArgs(
+            num_bits=4, strategy="group", group_size=24, scale_dtype=torch.bfloat16
+        )
         values = torch.randn(1, 50, 4, 1, 24)
         found = extrema(values)
         options = {"factors": SHRINK, "norm": 2.4, "patience": 3}

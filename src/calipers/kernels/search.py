@@ -70,20 +70,19 @@ def search_range(
     if Format.of(args).scale is ScaleKind.E4M3_GLOBAL:
         args = args.model_copy(update={"scale_dtype": None})
     working = torch.float64 if pieces.dtype == torch.float64 else torch.float32
-    most = torch.finfo(pieces.dtype).max
-    low, high = (
-        bound.reshape(-1).to(working).mul(expand).clamp_(-most, most)
-        for bound in (min_vals, max_vals)
-    )
+    low, high = (bound.reshape(-1).to(working) for bound in (min_vals, max_vals))
+    if expand != 1:
+        most = torch.finfo(pieces.dtype).max
+        low, high = (bound.mul(expand).clamp_(-most, most) for bound in (low, high))
     search = Search(pieces, low, high, args, norm, weights)
-    chosen: Tensor | float = 1.0
+    chosen = torch.ones((), dtype=working, device=pieces.device)
     if factors:
         kernels = native_for(pieces) if norm <= HIGHEST_NATIVE_NORM else None
         if kernels:
             best = _best_natively(kernels, search, factors, patience)
         else:
             best = _best_in_torch(search, factors, patience)
-        chosen = torch.tensor(factors, dtype=working, device=pieces.device)[best]
+        chosen = torch.tensor(factors, dtype=working, device=pieces.device).index_select(0, best)
     low, high = search.range_of(chosen)
     return low.reshape(min_vals.shape), high.reshape(min_vals.shape)
 
@@ -94,37 +93,52 @@ def search_range(
 def _best_natively(
     kernels: ModuleType, search: Search, factors: Sequence[float], patience: int | None
 ) -> Tensor:
-    """Try factors until patience ends; what is known of each piece is kept between the parts."""
     if _is_worth_counting(search, len(factors)):
         search = _counted(search)
-    count = search.low.numel()
-    best, done = torch.zeros(2, count, dtype=torch.int32)
-    least = torch.empty(count, dtype=torch.float64)
-    improved = torch.zeros(len(factors), dtype=torch.uint8)
+    fmt, count = Format.of(search.args), search.low.numel()
     values = as_grid(search.pieces, ordered=search.weights is not None)
     weights = None if search.weights is None else _like(values, search.weights)
     candidates = torch.tensor(factors)
-    fmt = Format.of(search.args)
-    while int(done.min()) < int(done.max()) or not done[0]:
-        for rows in _grid_rows(values, search.args, len(factors)):
-            these = slice(rows.start * values.shape[2], rows.stop * values.shape[2])
-            kernels.search(
-                values[:, rows],
-                search.low[these],
-                search.high[these],
-                candidates,
-                grid_name(fmt),
-                *fmt.limits,
-                search.norm,
-                None if weights is None else weights[:, rows],
-                *_tables(search, candidates, these),
-                0 if patience is None else max(patience, 1),
-                best[these],
-                done[these],
-                least[these],
-                improved,
-                torch.get_num_threads(),
-            )
+    made = _scale_kind(search)
+    stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
+    best = torch.empty(count, dtype=torch.int32)
+    done = torch.zeros(count, dtype=torch.int32) if stop_after else None
+    least = torch.empty(count, dtype=torch.float64) if stop_after else None
+    improved = torch.zeros(len(factors), dtype=torch.uint8)
+
+    def run(rows: slice) -> None:
+        these = slice(rows.start * values.shape[2], rows.stop * values.shape[2])
+        kernels.search(
+            values[:, rows],
+            search.low[these],
+            search.high[these],
+            candidates,
+            grid_name(fmt),
+            *fmt.limits,
+            search.norm,
+            None if weights is None else weights[:, rows],
+            made,
+            not search.args.symmetric,
+            *(_tables(search, candidates, these) if made == "given" else (None, None)),
+            stop_after,
+            best[these],
+            None if done is None else done[these],
+            None if least is None else least[these],
+            improved,
+            torch.get_num_threads(),
+        )
+
+    # Tables of scales are made part by part.
+    step = values.shape[1]
+    if made == "given":
+        step = max(1, _TABLE // (values.shape[2] * len(factors)))
+    parts = [slice(i, min(i + step, values.shape[1])) for i in range(0, values.shape[1], step)]
+    for rows in parts:
+        run(rows)
+    # A later part may have shown that patience lasts longer than an earlier one knew.
+    while len(parts) > 1 and done is not None and int(done.min()) < int(done.max()):
+        for rows in parts:
+            run(rows)
     return best
 
 
@@ -147,25 +161,23 @@ def _counted(search: Search) -> Search:
     return search._replace(pieces=pieces, weights=weights)
 
 
-def _makes_scales(args: QuantizationArgs) -> bool:
-    """Whether the native kernel works out the scales itself."""
-    return bool(args.symmetric) and args.scale_dtype is None
+def _scale_kind(search: Search) -> str:
+    """Say whether the native kernel can work out the scales itself, and how."""
+    fmt = Format.of(search.args)
+    if fmt.scale is ScaleKind.POWER_OF_TWO:
+        return "power_of_two"
+    # Ranges wider than the dtype are for compressed-tensors' repaired arithmetic.
+    most = torch.finfo(search.pieces.dtype).max
+    if not fmt.symmetric and bool((search.high.double() - search.low > most).any()):
+        return "given"
+    return "plain" if search.args.scale_dtype is None else "given"
 
 
-def _tables(search: Search, factors: Tensor, these: slice) -> tuple[Tensor | None, Tensor | None]:
-    """Return scales and zero points, one row per candidate, where the kernel needs them."""
-    args = search.args
-    if _makes_scales(args):
-        return None, None
-    scale, zero_point = safe_qparams(*search.range_of(factors[:, None], these), args)
-    return scale.float().contiguous(), None if args.symmetric else zero_point.float().contiguous()
-
-
-def _grid_rows(values: Tensor, args: QuantizationArgs, candidates: int) -> Iterator[slice]:
-    """Cut the rows of the grid into runs whose tables are not too large."""
-    count = values.shape[1]
-    step = count if _makes_scales(args) else max(1, _TABLE // (values.shape[2] * candidates))
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+def _tables(search: Search, factors: Tensor, these: slice) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points, one row per candidate."""
+    qparams = safe_qparams(*search.range_of(factors[:, None], these), search.args)
+    scale, zero_point = (value.float().contiguous() for value in qparams)
+    return scale, zero_point
 
 
 def _like(values: Tensor, weights: Tensor) -> Tensor:

@@ -24,20 +24,26 @@ struct Quantizer {
   V scale, inverse, zero;
 };
 
-// Grids: the error of values x, and the nearest number of the grid, ties to even.
+// Grids: the nearest number, ties to even, and the error of values. Unless codes are shifted by a
+// zero point, values come without their sign, which saves one end of the grid. Where the ends are
+// not alike, `limits` has for each value the end on its side.
+
+constexpr float kLarge = 12582912.f;  // 1.5 · 2²³: its last bit is worth 1
 
 template <bool shifted> struct IntegerGrid {
   V lowest, highest;
-  static V large() { return all(12582912.f); }  // 1.5 · 2²³: its last bit is worth 1
   IntegerGrid(float lowest, float highest) : lowest(all(lowest)), highest(all(highest)) {}
-  V round(V code) const { return (minimum(maximum(code, lowest), highest) + large()) - large(); }
-  void error(const Quantizer& by, const V (&x)[U], V (&error)[U]) const {
-    const V base = shifted ? large() + by.zero : large();
-    const V least = large() + lowest, most = large() + highest;
+  V round(V code) const { return (minimum(maximum(code, lowest), highest) + kLarge) - kLarge; }
+  static V limit(V x, float lowest, float highest) {
+    return x < 0 ? all(kLarge - lowest) : all(kLarge + highest);
+  }
+  void error(const Quantizer& by, const V* x, const V* limits, V (&error)[U]) const {
+    const V base = shifted ? kLarge + by.zero : all(kLarge);
+    const V least = kLarge + lowest, most = kLarge + highest;
     V code[U];
     each([&](int i) { code[i] = x[i] * by.inverse + base; });
-    each([&](int i) { code[i] = maximum(code[i], least); });
-    each([&](int i) { code[i] = minimum(code[i], most); });
+    if (shifted) each([&](int i) { code[i] = maximum(code[i], least); });
+    each([&](int i) { code[i] = minimum(code[i], shifted ? most : limits[i]); });
     each([&](int i) { code[i] = code[i] - base; });
     each([&](int i) { error[i] = x[i] - code[i] * by.scale; });
   }
@@ -49,8 +55,7 @@ template <int mantissa, int smallest_exponent, bool shifted> struct FloatGrid {
   V round(V code) const {
     return round_to_float<mantissa, smallest_exponent>(minimum(maximum(code, lowest), highest));
   }
-  // Unless shifted, x must not be negative: the grid is symmetric, and one end is enough then.
-  void error(const Quantizer& by, const V (&x)[U], V (&error)[U]) const {
+  void error(const Quantizer& by, const V* x, const V*, V (&error)[U]) const {
     V code[U];
     each([&](int i) { code[i] = shifted ? x[i] * by.inverse + by.zero : x[i] * by.inverse; });
     if (shifted) each([&](int i) { code[i] = maximum(code[i], lowest); });

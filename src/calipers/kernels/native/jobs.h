@@ -74,6 +74,9 @@ struct Power {
 
 enum class Grid : std::int32_t { integer, fp8, fp4 };
 
+// How scales are made from ranges: as a float of the dtype, or a power of two; or they are given.
+enum class ScaleKind : std::int32_t { plain, power_of_two, given };
+
 struct SearchJob {
   Pieces values;
   Pieces weights;               // data is null where all values count alike
@@ -82,12 +85,15 @@ struct SearchJob {
   const float* factors;         // [candidates]
   std::int64_t candidates;
   std::int64_t patience;        // candidates in a row that improve nothing and end it; 0: endless
-  const float *scales, *zero_points;  // [candidates][pieces]; null: symmetric, worked out here
+  ScaleKind scale;
+  bool shifted;                 // whether codes are shifted by a zero point
+  const float *scales, *zero_points;  // [candidates][pieces], if they are given
   Grid grid;
   float lowest, highest;        // the ends of the grid
   float norm;
   Power power;                  // for norms other than 2 and 3
-  // What is known of each piece: the best of the first `done` candidates and its error.
+  // What is known of each piece: the best of the first `done` candidates and its error. The latter
+  // two are null without patience, since then all candidates are tried at once.
   std::int32_t *best, *done;    // [pieces]
   double* least;                // [pieces]
   std::uint8_t* improved;       // [candidates]: whether one was the best so far of any piece
@@ -95,6 +101,19 @@ struct SearchJob {
   double* errors;               // [chunks][pieces][candidates], else null
   std::int64_t begin, end;
 };
+
+CALIPERS_INLINE inline std::int64_t done_of(const SearchJob& job, std::int64_t piece) {
+  return job.done ? job.done[piece] : 0;
+}
+CALIPERS_INLINE inline double least_of(const SearchJob& job, std::int64_t piece) {
+  return done_of(job, piece) ? job.least[piece] : 1e300;
+}
+CALIPERS_INLINE inline void remember(const SearchJob& job, std::int64_t piece, std::int64_t done,
+                                     double least) {
+  if (!job.done) return;
+  job.done[piece] = static_cast<std::int32_t>(done);
+  job.least[piece] = least;
+}
 
 // How many candidates are tried before too many in a row improve nothing, as far as is known. What
 // is learnt of further pieces can only make it more.

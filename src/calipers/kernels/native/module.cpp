@@ -109,6 +109,13 @@ Grid grid_of(const std::string& name) {
   throw nb::value_error("The grid must be int, fp8 or fp4.");
 }
 
+ScaleKind scale_kind_of(const std::string& name) {
+  if (name == "plain") return ScaleKind::plain;
+  if (name == "power_of_two") return ScaleKind::power_of_two;
+  if (name == "given") return ScaleKind::given;
+  throw nb::value_error("The scale must be plain, power_of_two or given.");
+}
+
 // The polynomial through x^exponent at the Chebyshev nodes of [1, 2], from the highest coefficient.
 std::vector<double> interpolate_power(double exponent) {
   constexpr int n = Power::degree + 1;
@@ -232,7 +239,7 @@ std::int64_t extrema(const Tensor& values, nb::ndarray<nb::c_contig, nb::device:
 void choose_from_chunks(const SearchJob& job) {
   const std::int64_t pieces = job.values.count();
   for (std::int64_t piece = 0; piece < pieces; piece++) {
-    double least = job.begin ? job.least[piece] : 1e300;
+    double least = least_of(job, piece);
     for (std::int64_t c = job.begin; c < job.end; c++) {
       double sum = 0;
       for (std::int64_t chunk = 0; chunk < job.cut.chunks; chunk++)
@@ -242,8 +249,7 @@ void choose_from_chunks(const SearchJob& job) {
       job.best[piece] = static_cast<std::int32_t>(c);
       mark_improved(job, c);
     }
-    job.least[piece] = least;
-    job.done[piece] = static_cast<std::int32_t>(job.end);
+    remember(job, piece, job.end, least);
   }
 }
 
@@ -251,24 +257,22 @@ void choose_from_chunks(const SearchJob& job) {
 // early may not know how far that is, and goes on in another round.
 void search_until_done(SearchJob& job, int threads) {
   const std::int64_t pieces = job.values.count();
-  const auto is_done = [&] {
-    const std::int64_t end = reach(job);
-    return std::all_of(job.done, job.done + pieces, [&](std::int32_t done) { return done >= end; });
-  };
-  while (!is_done()) {
-    job.begin = *std::min_element(job.done, job.done + pieces);
+  const auto done = [&] { return job.done ? *std::min_element(job.done, job.done + pieces) : 0; };
+  for (job.begin = done(); job.begin < reach(job); job.begin = job.done ? done() : job.end) {
     job.end = reach(job);
     run(chosen->search, job, threads, pieces * job.values.length() * (job.end - job.begin),
-        4 * kTileBytes + job.candidates * (4 * 64 + kLanes * sizeof(double)));
+        5 * kTileBytes + job.candidates * (4 * 64 + kLanes * sizeof(double)));
     if (job.errors) choose_from_chunks(job);
   }
 }
 
 void search(const Tensor& values, Array<const float> low, Array<const float> high,
             Array<const float> factors, const std::string& grid, float lowest, float highest,
-            double norm, std::optional<Tensor> weights, std::optional<Array<const float>> scales,
+            double norm, std::optional<Tensor> weights, const std::string& scale, bool shifted,
+            std::optional<Array<const float>> scales,
             std::optional<Array<const float>> zero_points, std::int64_t patience,
-            Array<std::int32_t> best, Array<std::int32_t> done, Array<double> least,
+            Array<std::int32_t> best, std::optional<Array<std::int32_t>> done,
+            std::optional<Array<double>> least,
             Array<std::uint8_t> improved, int threads) {
   SearchJob job{};
   job.values = pieces_of(values);
@@ -277,8 +281,6 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   expect(low.size(), pieces, "low");
   expect(high.size(), pieces, "high");
   expect(best.size(), pieces, "best");
-  expect(done.size(), pieces, "done");
-  expect(least.size(), pieces, "least");
   expect(improved.size(), job.candidates, "improved");
   if (weights) {
     job.weights = pieces_of(*weights);
@@ -292,7 +294,10 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   job.factors = factors.data();
   job.scales = data_or_null(scales, job.candidates * pieces, "scales");
   job.zero_points = data_or_null(zero_points, job.candidates * pieces, "zero_points");
-  if (job.zero_points && !job.scales) throw nb::value_error("zero_points need scales.");
+  job.scale = scale_kind_of(scale);
+  job.shifted = shifted;
+  if (job.scale == ScaleKind::given && (!job.scales || (shifted && !job.zero_points)))
+    throw nb::value_error("scales, and zero_points if codes are shifted, must be given.");
   job.grid = grid_of(grid);
   job.lowest = lowest;
   job.highest = highest;
@@ -300,8 +305,9 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   job.power = power_of(norm);
   job.patience = patience < job.candidates ? patience : 0;
   job.best = best.data();
-  job.done = done.data();
-  job.least = least.data();
+  job.done = data_or_null(done, pieces, "done");
+  job.least = data_or_null(least, pieces, "least");
+  if (job.patience && !(job.done && job.least)) throw nb::value_error("patience needs done and least.");
   job.improved = improved.data();
   std::vector<double> errors;
   if (job.cut.chunks > 1) errors.resize(job.cut.chunks * pieces * job.candidates);
@@ -381,8 +387,8 @@ NB_MODULE(_native, m) {
         "any_finite"_a.noconvert().none(), "threads"_a);
   m.def("search", &search, "values"_a, "low"_a.noconvert(), "high"_a.noconvert(),
         "factors"_a.noconvert(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "weights"_a.none(),
-        "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "patience"_a,
-        "best"_a.noconvert(), "done"_a.noconvert(), "least"_a.noconvert(), "improved"_a.noconvert(),
+        "scale"_a, "shifted"_a, "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "patience"_a,
+        "best"_a.noconvert(), "done"_a.noconvert().none(), "least"_a.noconvert().none(), "improved"_a.noconvert(),
         "threads"_a);
   m.def("sum_of_squares_chunks", &sum_of_squares_chunks, "tokens"_a);
   m.def("sum_of_squares", &sum_of_squares, "values"_a, "mask"_a.noconvert().none(),

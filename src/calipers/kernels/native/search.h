@@ -16,7 +16,7 @@ constexpr std::int64_t kBlock = 32;  // vectors after which a sum is looked at
 // A tile of values, and the errors below which candidates have to stay. Each lane is its own piece
 // with its own least error so far; or, if `spread`, all lanes are of one.
 struct Tile {
-  const V *values, *weights;
+  const V *values, *limits, *weights;
   std::int64_t vectors;  // a multiple of U
   bool last;             // of the piece: the sums are whole, and the least becomes less
   bool spread;
@@ -55,9 +55,8 @@ void sum_errors(const SearchJob& job, const Candidates& candidates, Tile tile) {
       const std::int64_t left = tile.vectors - begin, end = begin + (left < kBlock ? left : kBlock);
       V part[U] = {};
       for (std::int64_t i = begin; i < end; i += U) {
-        V x[U], error[U];
-        each([&](int k) { x[k] = tile.values[i + k]; });
-        grid.error(by, x, error);
+        V error[U];
+        grid.error(by, tile.values + i, tile.limits + i, error);
         norm.apply(error);
         each([&](int k) { part[k] += weighted ? tile.weights[i + k] * error[k] : error[k]; });
       }
@@ -88,13 +87,37 @@ template <bool shifted> SumErrors pick_grid(const SearchJob& job) {
 }
 
 inline SumErrors pick(const SearchJob& job) {
-  return job.zero_points ? pick_grid<true>(job) : pick_grid<false>(job);
+  return job.shifted ? pick_grid<true>(job) : pick_grid<false>(job);
 }
 
-// Symmetric grids of floats take absolute values.
-inline V prepare(const SearchJob& job, V x, V unit) {
+struct SearchScratch {
+  float *rows, *weight_rows;
+  V *values, *limits, *weights;
+  Candidates candidates;
+  SearchScratch(std::byte* scratch, std::int64_t count) {
+    const auto claim = [&](std::size_t bytes) {
+      std::byte* claimed = scratch;
+      scratch += bytes;
+      return claimed;
+    };
+    rows = (float*)claim(kTileBytes);
+    weight_rows = (float*)claim(kTileBytes);
+    values = (V*)claim(kTileBytes);
+    limits = (V*)claim(kTileBytes);
+    weights = (V*)claim(kTileBytes);
+    candidates.by = (Quantizer*)claim(count * sizeof(Quantizer));
+    candidates.total = (V*)claim(count * sizeof(V));
+    candidates.sums = (double*)claim(count * kLanes * sizeof(double));
+    candidates.begin = candidates.end = 0;
+  }
+};
+
+// Bring a value into the form that the grids take, at `i` of the scratch memory.
+inline void prepare(const SearchJob& job, V x, V unit, const SearchScratch& scratch, std::int64_t i) {
   const V measured = finite_or_zero(x) * unit;
-  return job.grid == Grid::integer || job.zero_points ? measured : absolute(measured);
+  scratch.values[i] = job.shifted ? measured : absolute(measured);
+  if (job.grid == Grid::integer)
+    scratch.limits[i] = IntegerGrid<false>::limit(x, job.lowest, job.highest);
 }
 
 // One power of two per lane, that brings the larger end of the range between 1 and 2 (at the ends
@@ -106,16 +129,49 @@ inline V unit_of(V low, V high) {
   return (V)((U32)held << 23);
 }
 
-// The scale that compressed-tensors makes of a symmetric range, in the arithmetic of the dtype; in
-// float32 to within a unit in the last place.
-inline V symmetric_scale(const SearchJob& job, V low, V high, float factor) {
-  const DType dtype = job.values.dtype;
-  const V start = round_to(dtype, low * factor), end = round_to(dtype, high * factor);
-  const V largest = maximum(maximum(-start, end), V{});
-  const float half = (job.highest - job.lowest) / 2;
-  const V scale = dtype == DType::f32 ? largest * (1 / half) : round_to(dtype, largest / half);
+// Scale and zero point as compressed-tensors makes them from a range, in the arithmetic of the dtype
+// (symmetric scales in float32: to within a unit in the last place).
+
+inline V or_epsilon(DType dtype, V scale) {
   const float epsilon = dtype == DType::f32 ? 0x1p-23f : dtype == DType::f16 ? 0x1p-10f : 0x1p-7f;
   return scale == 0 ? all(epsilon) : scale;
+}
+
+inline V plain_scale(const SearchJob& job, V largest) {
+  const float half = (job.highest - job.lowest) / 2;
+  const bool is_f32 = job.values.dtype == DType::f32;
+  const V scale = is_f32 ? largest * (1 / half) : round_to(job.values.dtype, largest / half);
+  return or_epsilon(job.values.dtype, scale);
+}
+
+// The power of two below (from 1.75 on: above) the largest value, which then is that of the top
+// binade of the grid.
+inline V power_of_two_scale(const SearchJob& job, V largest) {
+  const I top_binade = all_bits(job.grid == Grid::fp4 ? 2 : 8);
+  const I exponent = (I)(((U32)largest + 0x00200000) >> 23) - top_binade;
+  const V scale = (V)(exponent > 0 ? (I)((U32)exponent << 23) : all_bits(0x00400000));
+  return job.values.dtype == DType::f16 ? maximum(scale, all(0x1p-24f)) : scale;
+}
+
+inline void shifted_by_zero_point(const SearchJob& job, V start, V end, Quantizer& by) {
+  const DType dtype = job.values.dtype;
+  start = minimum(start, V{}), end = maximum(end, V{});
+  const V scale = round_to(dtype, round_to(dtype, end - start) / (job.highest - job.lowest));
+  const V below = round_to(dtype, start / (scale == 0 ? all(1) : scale));
+  V zero = round_to(dtype, job.lowest - below);
+  zero = scale == 0 ? (start < 0 ? all(job.highest) : all(job.lowest)) : zero;
+  zero = minimum(maximum(zero, all(job.lowest)), all(job.highest));
+  zero = job.grid == Grid::integer ? (zero + kLarge) - kLarge : round_to_float<3, -6>(zero);
+  by.zero = (scale == 0) & (start >= 0) ? V{} : zero;
+  by.scale = or_epsilon(dtype, scale);
+}
+
+inline void quantizer_of(const SearchJob& job, V low, V high, float factor, Quantizer& by) {
+  const V start = round_to(job.values.dtype, low * factor);
+  const V end = round_to(job.values.dtype, high * factor);
+  if (job.shifted) return shifted_by_zero_point(job, start, end, by);
+  const V largest = maximum(maximum(-start, end), V{});
+  by.scale = job.scale == ScaleKind::plain ? plain_scale(job, largest) : power_of_two_scale(job, largest);
 }
 
 // Lanes from consecutive numbers (at most W of them), or all from the first.
@@ -140,18 +196,21 @@ struct Ranges {
 inline void fill_candidates(const SearchJob& job, const Ranges& ranges, const Candidates& candidates) {
   for (std::int64_t c = candidates.begin; c < candidates.end; c++) {
     const std::int64_t at = c * job.values.count() + ranges.piece;
-    const V scale = job.scales ? take(job.scales + at, ranges.lanes, ranges.spread)
-                               : symmetric_scale(job, ranges.low, ranges.high, job.factors[c]);
     Quantizer& by = candidates.by[c];
-    by.scale = maximum(scale * ranges.unit, all(1e-30f));
+    if (job.scale != ScaleKind::given) {
+      quantizer_of(job, ranges.low, ranges.high, job.factors[c], by);
+    } else {
+      by.scale = take(job.scales + at, ranges.lanes, ranges.spread);
+      if (job.shifted) by.zero = take(job.zero_points + at, ranges.lanes, ranges.spread);
+    }
+    by.scale = maximum(by.scale * ranges.unit, all(1e-30f));
     by.inverse = reciprocal(by.scale);
-    by.zero = job.zero_points ? take(job.zero_points + at, ranges.lanes, ranges.spread) : V{};
   }
 }
 
 // Turn W rows of floats into one vector per position, up to a multiple of U of them.
 template <class F>
-std::int64_t lanes_from_rows(const float* rows, std::int64_t count, std::int64_t pitch, V* to, F f) {
+std::int64_t lanes_from_rows(const float* rows, std::int64_t count, std::int64_t pitch, F store) {
   for (std::int64_t i = 0; i < count; i += W) {
     V block[W];
     for (int row = 0; row < W; row++) {
@@ -160,40 +219,19 @@ std::int64_t lanes_from_rows(const float* rows, std::int64_t count, std::int64_t
     }
     transpose(block);
     const std::int64_t part = count - i < W ? count - i : W;
-    for (std::int64_t k = 0; k < part; k++) to[i + k] = f(block[k]);
+    for (std::int64_t k = 0; k < part; k++) store(i + k, block[k]);
   }
   const std::int64_t vectors = round_up(count, U);
-  for (std::int64_t i = count; i < vectors; i++) to[i] = V{};
+  for (std::int64_t i = count; i < vectors; i++) store(i, V{});
   return vectors;
 }
-
-struct SearchScratch {
-  float *rows, *weight_rows;
-  V *values, *weights;
-  Candidates candidates;
-  SearchScratch(std::byte* scratch, std::int64_t count) {
-    const auto claim = [&](std::size_t bytes) {
-      std::byte* claimed = scratch;
-      scratch += bytes;
-      return claimed;
-    };
-    rows = (float*)claim(kTileBytes);
-    weight_rows = (float*)claim(kTileBytes);
-    values = (V*)claim(kTileBytes);
-    weights = (V*)claim(kTileBytes);
-    candidates.by = (Quantizer*)claim(count * sizeof(Quantizer));
-    candidates.total = (V*)claim(count * sizeof(V));
-    candidates.sums = (double*)claim(count * kLanes * sizeof(double));
-    candidates.begin = candidates.end = 0;
-  }
-};
 
 // The best so far of up to W pieces, one per lane.
 struct BestOfLanes {
   V least;
   I best;
   BestOfLanes(const SearchJob& job, std::int64_t first, std::int64_t lanes) : least(all(3e38f)), best{} {
-    for (std::int64_t i = 0; job.done[first] && i < lanes; i++) {
+    for (std::int64_t i = 0; done_of(job, first) && i < lanes; i++) {
       least[i] = (float)job.least[first + i];
       best[i] = job.best[first + i];
     }
@@ -207,11 +245,8 @@ struct BestOfLanes {
     }
   }
   void store(const SearchJob& job, std::int64_t first, std::int64_t lanes, std::int64_t done) const {
-    for (std::int64_t i = 0; i < lanes; i++) {
-      job.best[first + i] = best[i];
-      job.least[first + i] = least[i];
-      job.done[first + i] = (std::int32_t)done;
-    }
+    std::memcpy(job.best + first, &best, lanes * sizeof(std::int32_t));
+    for (std::int64_t i = 0; job.done && i < lanes; i++) remember(job, first + i, done, least[i]);
   }
 };
 
@@ -224,7 +259,7 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
   std::memset(scratch.rows, 0, kTileBytes);
   std::memset(scratch.weight_rows, 0, kTileBytes);
   for (std::int64_t first = task.first; first < task.end; first += W) {
-    if (job.done[first] >= reach(job)) continue;
+    if (done_of(job, first) >= reach(job)) continue;
     const std::int64_t lanes = task.end - first < W ? task.end - first : W;
     if (lanes < W) std::memset(scratch.rows, 0, kTileBytes);
     const Ranges ranges(job, first, lanes, false);
@@ -234,18 +269,20 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
       rows = scratch.rows;
     }
     const std::int64_t vectors =
-        lanes_from_rows(rows, count, pitch, scratch.values,
-                        [&](V x) { return prepare(job, x, ranges.unit); });
+        lanes_from_rows(rows, count, pitch, [&](std::int64_t i, V x) {
+          prepare(job, x, ranges.unit, scratch, i);
+        });
     if (job.weights.data) {
       load_tile(job.weights, first, lanes, 0, count, scratch.weight_rows, pitch);
-      lanes_from_rows(scratch.weight_rows, count, pitch, scratch.weights, [](V x) { return x; });
+      lanes_from_rows(scratch.weight_rows, count, pitch,
+                      [&](std::int64_t i, V weights) { scratch.weights[i] = weights; });
     }
     BestOfLanes found(job, first, lanes);
-    candidates.begin = job.done[first];
+    candidates.begin = done_of(job, first);
     while (candidates.begin < (candidates.end = reach(job))) {
       fill_candidates(job, ranges, candidates);
       sum_errors(job, candidates,
-                 {scratch.values, scratch.weights, vectors, true, false, found.least, 0});
+                 {scratch.values, scratch.limits, scratch.weights, vectors, true, false, found.least, 0});
       found.consider(job, candidates);
       candidates.begin = candidates.end;
     }
@@ -266,13 +303,14 @@ inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& 
   for (std::int64_t i = 0; i < vectors; i++) {
     const float* from = (in_place ? in_place : values) + i * W;
     prefetch(from, kTileBytes);
-    scratch.values[i] = prepare(job, load_as<V>(from), ranges.unit);
+    prepare(job, load_as<V>(from), ranges.unit, scratch, i);
   }
   fill_candidates(job, ranges, candidates);
   // A piece that is cut does not know what its other chunks find.
-  const double least = job.errors || !job.done[piece] ? 1e300 : job.least[piece];
+  const double least = job.errors ? 1e300 : least_of(job, piece);
   sum_errors(job, candidates,
-             {scratch.values, (const V*)weights, vectors, last && !job.errors, true, V{}, least});
+             {scratch.values, scratch.limits, (const V*)weights, vectors, last && !job.errors, true, V{},
+              least});
   for (std::int64_t c = candidates.begin; c < candidates.end; c++)
     candidates.sums[c] += sum(candidates.total[c]);
 }
@@ -300,15 +338,14 @@ inline void sum_rows(const SearchJob& job, const Task& task, std::int64_t first,
 
 inline void choose(const SearchJob& job, std::int64_t piece, const double* sums, std::int64_t begin,
                    std::int64_t end) {
-  double least = begin ? job.least[piece] : 1e300;
+  double least = least_of(job, piece);
   for (std::int64_t c = begin; c < end; c++) {
     if (!(sums[c] < least)) continue;
     least = sums[c];
     job.best[piece] = (std::int32_t)c;
     mark_improved(job, c);
   }
-  job.least[piece] = least;
-  job.done[piece] = (std::int32_t)end;
+  remember(job, piece, end, least);
 }
 
 inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& scratch) {
@@ -327,7 +364,7 @@ inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& s
       }
       continue;
     }
-    candidates.begin = job.done[first];
+    candidates.begin = done_of(job, first);
     while (candidates.begin < (candidates.end = reach(job))) {
       sum_rows(job, task, first, pieces, sum_errors, scratch);
       for (std::int64_t row = 0; row < pieces; row++)
