@@ -9,10 +9,11 @@ There are two limits:
   int32, the sum of float32, the sum of int64).
 - The arithmetic of a search: values × candidates × operations, at the rate of fused multiply-adds
   that torch reaches in a float32 matrix product (2048³ of them). Operations per value and
-  candidate: to the code and back 6 (multiply, clamp 2, round 2, subtract from the value), 3 more
-  for float codes; the error to the power 2: 1, 3: 3, any other: 12 (absolute value, floor,
-  exponent, mantissa, table, polynomial of degree 6, into the sum); a weight 1. All candidates
-  count, also those that patience would leave out.
+  candidate: to the code and back 4 (scale and round, clamp, undo the rounding, subtract from the
+  value), 3 more for float codes; the error to the power 2: 1, 3: 3, any other: 11 (floor of its
+  size, exponent, mantissa, table, polynomial of degree 6, into the sum); a weight 1. All candidates
+  count: where patience leaves out some, or hopeless ones are left before their end, the time can
+  be below this limit.
 
     python benchmarks/speed.py --size 4096 --threads 2
 """
@@ -320,8 +321,8 @@ def measure_search(case: Case, dtype: str, weight: Tensor, options: argparse.Nam
 
 def operations(case: Case, norm: float) -> int:
     """Count the arithmetic of one value and candidate, as the head of this file says."""
-    code = 9 if FORMATS[case.format].get("type") == "float" else 6
-    return code + {2.0: 1, 3.0: 3}.get(norm, 12) + (case.observer == "imatrix_mse")
+    code = 7 if FORMATS[case.format].get("type") == "float" else 4
+    return code + {2.0: 1, 3.0: 3}.get(norm, 11) + (case.observer == "imatrix_mse")
 
 
 def measure_statistics(options: argparse.Namespace) -> Iterator[Row]:
@@ -533,13 +534,13 @@ SECTIONS = {
             OURS,
             PEER,
             FASTER,
-            Column("tried", "candidates", plain, "candidates per piece."),
+            Column("tried", "candidates", plain, "candidates per piece, if patience lasts."),
             Column(
                 "ops",
                 "operations",
                 plain,
-                "operations per value and candidate: integer codes 6, float codes 9; "
-                "norm 2 +1, 3 +3, others +12; importance +1.",
+                "operations per value and candidate: integer codes 4, float codes 7; "
+                "norm 2 +1, 3 +3, others +11; importance +1.",
             ),
             Column(
                 "limit", "limit_seconds", milliseconds, "values × tried × ops at the rate above."
