@@ -13,6 +13,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from engines import NATIVE_ENGINES, native_only
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from calipers.kernels import describe, dispatch
 from calipers.kernels.counts import count_values
@@ -75,10 +76,51 @@ class TestChoice:
         assert result.stderr.count("Calipers runs without its native kernels") == 1
         assert "set CALIPERS_NATIVE=0 to silence this" in result.stderr
 
+    @native_only
+    def test_tensors_without_memory_of_their_own_are_left_to_torch(self) -> None:
+        seen = []
+
+        def largest(values: torch.Tensor) -> torch.Tensor:
+            seen.append(dispatch.native_for(values))
+            return values.amax((0, -2, -1))
+
+        values = torch.randn(1, 3, 1, 8)
+        torch.func.functionalize(largest)(values)
+        torch.vmap(largest)(values.unsqueeze(0))
+        largest(values.as_subclass(type("Wrapped", (torch.Tensor,), {})))
+        with FakeTensorMode() as mode:
+            largest(mode.from_tensor(values))
+        assert seen == [None] * 4
+        assert dispatch.native_for(values.to_sparse()) is None
+        assert dispatch.native_for(torch.nn.Parameter(values)) is not None
+
+    def test_a_distributed_tensor_is_observed(self) -> None:
+        result = python(DISTRIBUTED)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == "3.0\n"
+
     def test_other_dtypes_and_empty_tensors_are_left_to_torch(self) -> None:
         for values in (torch.ones(1, dtype=torch.float64), torch.ones(0), torch.ones(1).to("meta")):
             assert dispatch.native_for(values) is None
 
+
+DISTRIBUTED = """
+import tempfile, torch
+from torch import distributed as dist
+from torch.distributed.tensor import distribute_tensor, Replicate
+from compressed_tensors.quantization import QuantizationArgs
+from calipers.observers import Observer
+
+with tempfile.NamedTemporaryFile() as file:
+    dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(torch.tensor([[1.0, -3.0]]), mesh, [Replicate()])
+    args = QuantizationArgs(num_bits=8)
+    observer = Observer.load_from_registry("memoryless_minmax", base_name="weight", args=args)
+    low = observer(weight).min_vals
+    print(-float(low.full_tensor()))
+    dist.destroy_process_group()
+"""
 
 LONG_SEARCH = """
 import os, signal, sys, threading, time, torch
@@ -86,6 +128,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from calipers.kernels.search import search_range
 
 torch.set_num_threads(3)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may ignore it
 def threads():
     return len(os.listdir("/proc/self/task"))
 

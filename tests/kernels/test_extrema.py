@@ -72,6 +72,14 @@ def test_the_ends_of_a_dtype(dtype: torch.dtype) -> None:
     assert found.max_vals.tolist() == [0.0, tiny, limits.max]
 
 
+def test_a_view_that_turns_the_sign() -> None:
+    complex_values = torch.view_as_complex(torch.rand(8, 2) + 1)
+    view = complex_values.conj().imag.reshape(1, 2, 1, 4)
+    assert view.is_neg()
+    found = extrema(view)
+    assert torch.equal(found.min_vals, view.resolve_neg().amin((0, -2, -1)))
+
+
 def test_values_that_are_not_finite_are_left_out_and_counted() -> None:
     view = torch.tensor(
         [[[1.0, NAN], [INF, -INF], [2.0, -INF]], [[5.0, 3.0], [NAN, NAN], [9.0, 4.0]]]

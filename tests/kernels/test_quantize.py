@@ -4,7 +4,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from data import DISTRIBUTIONS, FORMATS
+from data import DISTRIBUTIONS, DTYPES, FORMATS
 from geometries import LAYOUTS, pieces
 
 from calipers.kernels.quantize import quantize_with_error
@@ -54,6 +54,23 @@ def test_norms(norm: float, size: float) -> None:
     _, error, expected = both(values, QuantizationArgs(num_bits=4), norm)
     exact = (expected.double() - values).abs().pow(norm).sum((0, -2, -1))
     torch.testing.assert_close(error, exact, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strange_values_stay(dtype: torch.dtype) -> None:
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), -float("nan")], dtype=dtype)
+    args = QuantizationArgs(num_bits=4)
+    result, _ = quantize_with_error(values.reshape(1, 1, 1, 4), torch.ones(1), None, args)
+    assert result.isnan().flatten().tolist() == [True, False, False, True]
+    assert result.flatten()[1:3].tolist() == [float("inf"), -float("inf")]
+
+
+def test_scales_need_not_be_contiguous() -> None:
+    values, args = torch.randn(1, 4, 2, 1, 8), QuantizationArgs(num_bits=4, symmetric=False)
+    scale, zero_point = torch.rand(4, 2, 2).unbind(-1)
+    found = quantize_with_error(values, scale, zero_point.round(), args)
+    plain = quantize_with_error(values, scale.clone(), zero_point.round().clone(), args)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
 def test_strange_values_stay_and_add_no_error() -> None:

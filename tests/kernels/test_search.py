@@ -147,6 +147,49 @@ class TestPatience:
         assert torch.equal(run(self.view, self.args, patience=patience), eager)
 
 
+def replay(errors: torch.Tensor, patience: int) -> tuple[torch.Tensor, bool]:
+    """Follow the definition candidate by candidate; also say whether rounding could decide."""
+    least = torch.full(errors.shape[1:], torch.inf, dtype=torch.float64)
+    best, vain, close = torch.zeros(errors.shape[1:], dtype=torch.int64), 0, False
+    for index, error in enumerate(errors):
+        close |= bool(((error - least).abs() < 1e-5 * least).any()) and index > 0
+        better = error < least
+        least, best[better] = torch.minimum(least, error), index
+        vain = 0 if bool(better.any()) else vain + 1
+        if vain >= patience:
+            break
+    return best, close
+
+
+@pytest.mark.parametrize("shape", [(1, 37, 1, 1, 20), (1, 19, 3, 1, 300), (1, 2, 1, 3, 45_000)])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_patience_of_all_pieces_together(shape: tuple[int, ...], threads: int) -> None:
+    """Pieces that are looked at early do not know yet how long patience lasts."""
+    factors, decided = [1 - i / 25 for i in range(24)], 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed in range(40 if shape[-1] < 1000 else 8):
+            torch.manual_seed(seed)
+            args = QuantizationArgs(num_bits=2 + seed % 3)
+            values = torch.randn(shape) * (torch.rand(shape) < 0.2)
+            low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
+            ranges = [(low * torch.tensor(f), high * torch.tensor(f)) for f in factors]
+            errors = torch.stack([exact_error(values, *r, args, 2.0) for r in ranges])
+            patience = 1 + seed % 5
+            best, close = replay(errors, patience)
+            if close:
+                continue
+            decided += 1
+            _, found = search_range(
+                values, low, high, args, factors=factors, norm=2.0, patience=patience
+            )
+            assert torch.equal(found.flatten(), (high.flatten() * torch.tensor(factors)[best]))
+    finally:
+        torch.set_num_threads(before)
+    assert decided > 3
+
+
 def test_float64_is_searched_in_float64() -> None:
     view = torch.randn(1, 3, 8, dtype=torch.float64)
     found = extrema(view.unsqueeze(-2))
@@ -308,6 +351,72 @@ def test_the_ends_of_a_dtype_are_searched(fmt: str, dtype: torch.dtype) -> None:
     for size in (limits.max, limits.smallest_normal * 64):
         values = ((torch.rand(1, 20, 2, 1, 30) * 2 - 1) * size).to(dtype)
         check_choice(values, values, args, 2.0)
+
+
+@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
+@pytest.mark.parametrize("length", [40, 700, 10_000, 300_000])
+def test_values_beyond_the_range_count(length: int, norm: float) -> None:
+    """As they do for an observer that clips what it finds; here by up to 10,000 times."""
+    args, factors = QuantizationArgs(num_bits=8), [1.0, 4.0, 20.0, 100.0, 1000.0, 1e4]
+    values = torch.randn(1, 3, 1, 1, length)
+    for piece, outlier in enumerate((30.0, 1e3, 1e4)):
+        values[0, piece, ..., length // 2] = outlier
+    low, high = -torch.ones(3, 1), torch.ones(3, 1)
+    _, found = search_range(values, low, high, args, factors=factors, norm=norm)
+    errors = torch.stack([exact_error(values, low * f, high * f, args, norm) for f in factors])
+    assert found.flatten().tolist() == [factors[i] for i in errors.argmin(0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 3, 1, 1, 32), (64, 1, 2, 1, 32)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_have_no_error_under_any_scale(
+    bits: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    zeros = torch.zeros(shape, dtype=dtype)
+    args = MXFP4.model_copy(update={"num_bits": bits})
+    bound = torch.zeros(shape[1:3], dtype=dtype)
+    for low, high in ((bound, bound), (-bound, bound), (bound, -bound)):
+        _, found = search_range(zeros, low, high, args, factors=SHRINK, norm=2.4, patience=2)
+        assert not found.any()
+    found = search_range(zeros, bound - 1, bound + 1, args, factors=SHRINK, norm=2.4)
+    assert torch.equal(found[1], bound + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_factor_of_zero(dtype: torch.dtype) -> None:
+    """The range is empty then, and has the scale that compressed-tensors gives it."""
+    values = (torch.randn(1, 30, 1, 1, 32) * 2).to(dtype)
+    low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
+    for args in (MXFP4, INT4, QuantizationArgs(num_bits=8, type="float")):
+        factors = [8.0, 0.0]
+        ranges = [((low * f).to(dtype), (high * f).to(dtype)) for f in factors]
+        errors = torch.stack([exact_error(values, *r, args, 2.0) for r in ranges])
+        _, found = search_range(values, low, high, args, factors=factors, norm=2.0)
+        expected = torch.stack([r[1].flatten() for r in ranges]).gather(0, errors.argmin(0)[None])
+        assert torch.equal(found.flatten(), expected[0])
+
+
+def test_ranges_need_not_be_contiguous() -> None:
+    values = torch.randn(1, 4, 2, 1, 16)
+    both = torch.stack([values.amin((0, -2, -1)), values.amax((0, -2, -1))], -1)
+    options = {"factors": SHRINK, "norm": 2.4}
+    found = search_range(values, both[..., 0], both[..., 1], INT4, **options)
+    plain = search_range(values, both[..., 0].clone(), both[..., 1].clone(), INT4, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_weights_without_meaning_are_refused(bad: float) -> None:
+    values, weights = torch.randn(1, 2, 1, 1, 4), torch.tensor([[1.0, bad, 1.0, 1.0]])
+    bound = torch.ones(2, 1)
+    with pytest.raises(ValueError, match=r"finite and not negative"):
+        search_range(values, -bound, bound, INT4, factors=[1.0], norm=2.0, weights=weights)
+
+
+def test_huge_weights_count_by_their_proportions() -> None:
+    values = torch.randn(1, 6, 1, 1, 20)
+    check_choice(values, values, INT4, 3.0, (torch.rand(1, 20) ** 4).double() * 1e60)
 
 
 class TestLongPiecesOf16Bits:

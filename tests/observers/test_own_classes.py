@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -9,7 +11,12 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch import distributed as dist
 
 from calipers.errors import ConfigurationError
-from calipers.observers import MemorylessMSEObserver, MovingAverageMSEObserver, Observer
+from calipers.observers import (
+    MemorylessMinMaxObserver,
+    MemorylessMSEObserver,
+    MovingAverageMSEObserver,
+    Observer,
+)
 
 INT4 = QuantizationArgs(num_bits=4, group_size=4)
 INT8 = QuantizationArgs(num_bits=8)
@@ -196,3 +203,43 @@ class TestOwnClasses:
 
         assert Wide("weight", INT4).options.expand == 1.8
         assert Wide("weight", INT4, expand=1.5).options.expand == 1.5
+
+
+BLOCK = QuantizationArgs(num_bits=8, strategy="block", block_structure=[2, 4])
+
+
+class TestClassesThatBuildOnOurs:
+    """They get the canonical view, as ours do not need to."""
+
+    def observe(self, kind: type[Observer], nan: bool = False) -> Observer:
+        weight = torch.arange(32.0).reshape(4, 8)
+        if nan:
+            weight[0, 0] = float("nan")
+        return kind(base_name="weight", args=BLOCK, nonfinite="ignore")(weight)
+
+    def test_extrema_of_their_own(self) -> None:
+        class Clipping(MemorylessMSEObserver):
+            def extrema(self, observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                assert observed.shape == (1, 2, 2, 8)
+                return observed.amin((0, -1)) * 0.9, observed.amax((0, -1)) * 0.9
+
+        for nan in (False, True):
+            assert self.observe(Clipping, nan).get_qparams()["scale"].shape == (2, 2)
+
+    def test_an_update_of_their_own_that_calls_ours(self) -> None:
+        class Widened(MemorylessMinMaxObserver):
+            def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+                assert observed.shape == (1, 2, 2, 8)
+                super().update_statistics_from_observed(observed)
+                self.max_vals = self.max_vals * 2
+
+        assert self.observe(Widened).max_vals.tolist() == [[22.0, 30.0], [54.0, 62.0]]
+
+    def test_a_wrapped_update(self) -> None:
+        class Wrapped(MemorylessMinMaxObserver):
+            @functools.wraps(MemorylessMinMaxObserver.update_statistics_from_observed)
+            def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+                assert observed.shape == (1, 2, 2, 8)
+                self.min_vals, self.max_vals = observed.amin((0, -1)), observed.amax((0, -1))
+
+        assert self.observe(Wrapped).max_vals.tolist() == [[11.0, 15.0], [27.0, 31.0]]

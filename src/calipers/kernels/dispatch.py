@@ -71,6 +71,8 @@ def native_for(values: Tensor) -> ModuleType | None:
     """Return the native kernels if they can work on this tensor."""
     if values.device.type != "cpu" or values.dtype not in NATIVE_DTYPES or not values.numel():
         return None
+    if not _has_memory(values):
+        return None
     module = _load()[0]
     if module is None:
         _warn_once()
@@ -82,9 +84,10 @@ def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
 
     ``ordered`` keeps the order of the values within a piece, which most operations do not need.
     """
-    observations, *grid, rows, columns = pieces.detach().shape
+    pieces = pieces.detach().resolve_neg()
+    observations, *grid, rows, columns = pieces.shape
     last = grid[-1] if grid else 1
-    five = pieces.detach().reshape(observations, math.prod(grid[:-1]), last, rows, columns)
+    five = pieces.reshape(observations, math.prod(grid[:-1]), last, rows, columns)
     if not ordered and rows > 1 and five.stride(-2) < five.stride(-1):
         return five.transpose(-1, -2)
     return five
@@ -93,6 +96,16 @@ def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
 def grid_name(fmt: Format) -> str:
     """Return what the native kernels call the numbers of a format."""
     return "int" if fmt.kind == "int" else f"fp{fmt.bits}"
+
+
+def _has_memory(values: Tensor) -> bool:
+    """Whether there are numbers to be read; distributed, fake and traced tensors have none."""
+    if type(values) not in (Tensor, torch.nn.Parameter) or values.layout != torch.strided:
+        return False
+    try:
+        return values.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 @cache

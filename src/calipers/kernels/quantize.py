@@ -24,6 +24,7 @@ class Job(NamedTuple):
     norm: float
 
 
+@torch.no_grad()
 def quantize_with_error(
     pieces: Tensor,
     scale: Tensor,
@@ -36,6 +37,7 @@ def quantize_with_error(
     Returns the values in the shape and dtype of ``pieces``, and Σ|q−x|^norm of each piece in
     float64. ``scale`` and ``zero_point`` have the qparam shape; a global scale is already divided
     out. The work is done in float32 (float64 for float64). NaN and Inf stay and add no error.
+    No gradient runs through this.
 
     >>> args = QuantizationArgs(num_bits=4)
     >>> x = torch.tensor([[[[1.0, 2.2, -3.5]]]])
@@ -58,8 +60,8 @@ def _natively(kernels: ModuleType, job: Job) -> tuple[Tensor, Tensor]:
     errors = torch.empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
     kernels.quantize(
         grid,
-        scale.float().reshape(count),
-        None if zero_point is None else zero_point.float().reshape(count),
+        scale.detach().float().reshape(count).contiguous(),
+        None if zero_point is None else zero_point.float().reshape(count).contiguous(),
         grid_name(fmt),
         *fmt.limits,
         norm,

@@ -67,10 +67,12 @@ def search_range(
     scale is not rounded. NaN and Inf count as zero, which quantizes without error.
     Memory: a few numbers per piece, and a few tiles.
     """
+    if weights is not None:
+        weights = _proportions(weights)
     if Format.of(args).scale is ScaleKind.E4M3_GLOBAL:
         args = args.model_copy(update={"scale_dtype": None})
     working = torch.float64 if pieces.dtype == torch.float64 else torch.float32
-    low, high = (bound.reshape(-1).to(working) for bound in (min_vals, max_vals))
+    low, high = (bound.reshape(-1).to(working).contiguous() for bound in (min_vals, max_vals))
     if expand != 1:
         most = torch.finfo(pieces.dtype).max
         low, high = (bound.mul(expand).clamp_(-most, most) for bound in (low, high))
@@ -87,6 +89,13 @@ def search_range(
     return low.reshape(min_vals.shape), high.reshape(min_vals.shape)
 
 
+def _proportions(weights: Tensor) -> Tensor:
+    """Divide weights by the largest: only their proportions matter, and sums stay in float32."""
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ValueError("Weights must be finite and not negative.")
+    return weights / weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
 # Native
 
 
@@ -101,7 +110,7 @@ def _best_natively(
     candidates = torch.tensor(factors)
     made = _scale_kind(search)
     stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
-    best = torch.empty(count, dtype=torch.int32)
+    best = torch.zeros(count, dtype=torch.int32)
     done = torch.zeros(count, dtype=torch.int32) if stop_after else None
     least = torch.empty(count, dtype=torch.float64) if stop_after else None
     improved = torch.zeros(len(factors), dtype=torch.uint8)
@@ -156,7 +165,7 @@ def _counted(search: Search) -> Search:
     values = torch.arange(BINS, dtype=torch.int32).to(torch.int16).view(search.pieces.dtype)
     occurring = counts.any(0) & torch.isfinite(values)
     occurring[0] = True  # the zero, for pieces without any finite value
-    values, weights = values[occurring], counts[:, occurring].float()
+    values, weights = values[occurring], _proportions(counts[:, occurring].double())
     pieces = values.expand(1, *search.pieces.shape[1:-2], 1, -1)
     return search._replace(pieces=pieces, weights=weights)
 
@@ -183,7 +192,7 @@ def _tables(search: Search, factors: Tensor, these: slice) -> tuple[Tensor, Tens
 def _like(values: Tensor, weights: Tensor) -> Tensor:
     """Lay weights over a grid of pieces, without a copy of them."""
     grid_rows, grid_columns, rows, columns = values.shape[1:]
-    weights = weights.to(torch.float32)
+    weights = weights.float()
     if grid_columns % weights.shape[0]:
         index = torch.arange(grid_rows * grid_columns) % weights.shape[0]
         return weights[index].reshape(1, *values.shape[1:]).expand(values.shape)

@@ -61,13 +61,8 @@ def in_pieces(update: Update) -> Update:
     It is handed the pieces themselves, and no canonical view is made, which may cost a copy.
     A subclass that overrides it gets the canonical view again, and may pass it on.
     """
-    update.in_pieces = True  # type: ignore[attr-defined]
+    update.in_pieces = update  # type: ignore[attr-defined]
     return update
-
-
-def takes_pieces(update: Callable[..., None]) -> bool:
-    """Return whether an update was marked by ``in_pieces``."""
-    return getattr(update, "in_pieces", False)
 
 
 class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: ignore[misc]
@@ -227,7 +222,7 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
                 return self
             found = self._without_missing(found)
         handed = pieces
-        if not takes_pieces(self.update_statistics_from_observed):
+        if not self._takes_pieces():
             handed = pieces.flatten(-2)
             if found.nonfinite:
                 # Zero is in every range and quantizes without error: it adds nothing to a result.
@@ -281,6 +276,12 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         if self._observation is not None and observed is self._observation.observed:
             return self._observation.pieces
         return observed.unsqueeze(-2)
+
+    def _takes_pieces(self) -> bool:
+        """Whether the update is marked itself, and the methods it asks are our own."""
+        own, update = type(self), type(self).update_statistics_from_observed
+        ours = own.extrema is Observer.extrema and own.pieces is Observer.pieces
+        return ours and getattr(update, "in_pieces", None) is update
 
     def _nonfinite_error(self, found: Extrema, observed: Tensor) -> NonFiniteError:
         return NonFiniteError(self.label(), found.nonfinite, observed.numel(), observed.shape)

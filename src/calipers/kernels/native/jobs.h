@@ -63,7 +63,7 @@ struct ExtremaJob {
   std::int64_t* nonfinite;      // [tasks]
 };
 
-// |x|^norm for |x| < 4: m^exponent of the mantissa m by a polynomial, 2^(e·exponent) of the exponent
+// |x|^norm for |x| < 8: m^exponent of the mantissa m by a polynomial, 2^(e·exponent) of the exponent
 // e from a table, and squares for what is left of a large norm.
 struct Power {
   static constexpr int degree = 6;
@@ -98,7 +98,7 @@ struct SearchJob {
   double* least;                // [pieces]
   std::uint8_t* improved;       // [candidates]: whether one was the best so far of any piece
   // If pieces are cut, only the errors of the candidates [begin, end) are worked out.
-  double* errors;               // [chunks][pieces][candidates], else null
+  double* errors;               // [chunks][pieces][end - begin], else null
   std::int64_t begin, end;
 };
 

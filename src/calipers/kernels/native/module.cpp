@@ -34,6 +34,7 @@ template <class T> using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 constexpr std::int64_t kTaskValues = 1 << 16;
 constexpr std::int64_t kThreadValues = 1 << 19;   // what is worth starting a thread
 constexpr std::int64_t kCountedValues = 1 << 22;  // clearing and adding a table has its price
+constexpr std::int64_t kStage = 256;              // candidates of pieces that are cut, at a time
 constexpr std::int64_t kStrip = 1024;             // channels whose sums stay in the first cache
 
 // Which instruction set runs
@@ -86,6 +87,7 @@ Pieces pieces_of(const Tensor& tensor) {
   if (tensor.ndim() != 5) throw nb::value_error("The tensor must have five dimensions.");
   const auto size = [&](int i) { return static_cast<std::int64_t>(tensor.shape(i)); };
   const auto stride = [&](int i) { return tensor.stride(i); };
+  if (!tensor.data() && tensor.size()) throw nb::value_error("The tensor has no memory of its own.");
   return {static_cast<const std::byte*>(tensor.data()), dtype_of(tensor),
           size(0), size(1), size(2), size(3), size(4),
           stride(0), stride(1), stride(2), stride(3), stride(4)};
@@ -143,7 +145,7 @@ Power power_of(double norm) {
   const std::vector<double> coefficients = interpolate_power(exponent);
   for (std::size_t i = 0; i < coefficients.size(); i++)
     power.coefficients[i] = static_cast<float>(coefficients[i]);
-  // Values are below 4 = 2², so that biased exponents run from 98 to 129; at 98 they count as zero.
+  // Values are below 8 = 2³, so that biased exponents run from 98 to 129; at 98 they count as zero.
   for (int biased = 99; biased <= 129; biased++)
     power.octaves[biased % 32] = static_cast<float>(std::exp2((biased - 127) * exponent));
   return power;
@@ -243,7 +245,7 @@ void choose_from_chunks(const SearchJob& job) {
     for (std::int64_t c = job.begin; c < job.end; c++) {
       double sum = 0;
       for (std::int64_t chunk = 0; chunk < job.cut.chunks; chunk++)
-        sum += job.errors[(chunk * pieces + piece) * job.candidates + c];
+        sum += job.errors[(chunk * pieces + piece) * (job.end - job.begin) + c - job.begin];
       if (!(sum < least)) continue;
       least = sum;
       job.best[piece] = static_cast<std::int32_t>(c);
@@ -259,7 +261,7 @@ void search_until_done(SearchJob& job, int threads) {
   const std::int64_t pieces = job.values.count();
   const auto done = [&] { return job.done ? *std::min_element(job.done, job.done + pieces) : 0; };
   for (job.begin = done(); job.begin < reach(job); job.begin = job.done ? done() : job.end) {
-    job.end = reach(job);
+    job.end = job.errors ? std::min(reach(job), job.begin + kStage) : reach(job);
     run(chosen->search, job, threads, pieces * job.values.length() * (job.end - job.begin),
         5 * kTileBytes + job.candidates * (4 * 64 + kLanes * sizeof(double)));
     if (job.errors) choose_from_chunks(job);
@@ -310,7 +312,8 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   if (job.patience && !(job.done && job.least)) throw nb::value_error("patience needs done and least.");
   job.improved = improved.data();
   std::vector<double> errors;
-  if (job.cut.chunks > 1) errors.resize(job.cut.chunks * pieces * job.candidates);
+  if (job.cut.chunks > 1)
+    errors.resize(job.cut.chunks * pieces * std::min(job.candidates, kStage));
   job.errors = errors.empty() ? nullptr : errors.data();
   search_until_done(job, threads);
 }

@@ -1,5 +1,6 @@
 #include "parallel.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -33,11 +34,12 @@ bool run_tasks(std::int64_t tasks, int threads, std::size_t scratch_bytes,
   const auto work = [&](std::byte* scratch, auto&& between) {
     for (std::int64_t i; !stopped && (i = next++) < tasks; between()) task(i, scratch);
   };
-  const std::int64_t helpers = (threads < tasks ? threads : tasks) - 1;
+  const std::int64_t helpers = std::max<std::int64_t>(0, std::min<std::int64_t>(threads, tasks) - 1);
   std::vector<Scratch> scratch;
-  for (std::int64_t i = 0; i <= helpers || i == 0; i++) scratch.push_back(claim(scratch_bytes));
+  for (std::int64_t i = 0; i <= helpers; i++) scratch.push_back(claim(scratch_bytes));
 
   std::vector<std::thread> running;
+  running.reserve(helpers);
   try {
     for (std::int64_t i = 1; i <= helpers; i++)
       running.emplace_back(work, scratch[i].get(), [] {});

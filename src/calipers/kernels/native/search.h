@@ -120,10 +120,9 @@ inline void prepare(const SearchJob& job, V x, V unit, const SearchScratch& scra
     scratch.limits[i] = IntegerGrid<false>::limit(x, job.lowest, job.highest);
 }
 
-// One power of two per lane, that brings the larger end of the range between 1 and 2 (at the ends
-// of float32: between 2⁻²³ and 4).
-inline V unit_of(V low, V high) {
-  const V largest = maximum(absolute(low), absolute(high));
+// One power of two per lane, that brings the largest magnitude between 1 and 2 (at the ends of
+// float32: between 2⁻²³ and 4).
+inline V unit_of(V largest) {
   const I exponent = 254 - (I)((U32)largest >> 23);
   const I held = exponent < 1 ? all_bits(1) : (exponent > 253 ? all_bits(253) : exponent);
   return (V)((U32)held << 23);
@@ -150,7 +149,8 @@ inline V power_of_two_scale(const SearchJob& job, V largest) {
   const I top_binade = all_bits(job.grid == Grid::fp4 ? 2 : 8);
   const I exponent = (I)(((U32)largest + 0x00200000) >> 23) - top_binade;
   const V scale = (V)(exponent > 0 ? (I)((U32)exponent << 23) : all_bits(0x00400000));
-  return job.values.dtype == DType::f16 ? maximum(scale, all(0x1p-24f)) : scale;
+  if (job.values.dtype != DType::f16) return scale;
+  return largest == 0 ? all(1) : maximum(scale, all(0x1p-24f));
 }
 
 inline void shifted_by_zero_point(const SearchJob& job, V start, V end, Quantizer& by) {
@@ -170,7 +170,7 @@ inline void quantizer_of(const SearchJob& job, V low, V high, float factor, Quan
   const V start = round_to(job.values.dtype, low * factor);
   const V end = round_to(job.values.dtype, high * factor);
   if (job.shifted) return shifted_by_zero_point(job, start, end, by);
-  const V largest = maximum(maximum(-start, end), V{});
+  const V largest = absolute(maximum(maximum(-start, end), V{}));  // no −0, its bits are looked at
   by.scale = job.scale == ScaleKind::plain ? plain_scale(job, largest) : power_of_two_scale(job, largest);
 }
 
@@ -190,7 +190,14 @@ struct Ranges {
   Ranges(const SearchJob& job, std::int64_t piece, std::int64_t lanes, bool spread)
       : piece(piece), lanes(lanes), spread(spread),
         low(take(job.low + piece, lanes, spread)), high(take(job.high + piece, lanes, spread)),
-        unit(unit_of(low, high)) {}
+        unit(unit_of(larger_magnitude(low, high))) {}
+  // Values are meant to lie in the range. Where they do not, they count too, in a larger unit.
+  bool make_room_for(V largest) {
+    const V wider = unit_of(largest);
+    const bool needed = any(wider * 2 < unit);
+    if (needed) unit = minimum(unit, wider);
+    return needed;
+  }
 };
 
 inline void fill_candidates(const SearchJob& job, const Ranges& ranges, const Candidates& candidates) {
@@ -226,11 +233,13 @@ std::int64_t lanes_from_rows(const float* rows, std::int64_t count, std::int64_t
   return vectors;
 }
 
-// The best so far of up to W pieces, one per lane.
+// The best so far of up to W pieces, one per lane. Lanes without a piece hold zeros: they have no
+// error, and after the first candidate nothing is better.
 struct BestOfLanes {
   V least;
   I best;
-  BestOfLanes(const SearchJob& job, std::int64_t first, std::int64_t lanes) : least(all(3e38f)), best{} {
+  BestOfLanes(const SearchJob& job, std::int64_t first, std::int64_t lanes)
+      : least(all(done_of(job, first) ? 0 : 3e38f)), best{} {
     for (std::int64_t i = 0; done_of(job, first) && i < lanes; i++) {
       least[i] = (float)job.least[first + i];
       best[i] = job.best[first + i];
@@ -262,16 +271,19 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
     if (done_of(job, first) >= reach(job)) continue;
     const std::int64_t lanes = task.end - first < W ? task.end - first : W;
     if (lanes < W) std::memset(scratch.rows, 0, kTileBytes);
-    const Ranges ranges(job, first, lanes, false);
+    Ranges ranges(job, first, lanes, false);
     const float* rows = packed && lanes == W ? tile_in_place(job.values, first, 0, count) : nullptr;
     if (!rows) {
       load_tile(job.values, first, lanes, 0, count, scratch.rows, pitch);
       rows = scratch.rows;
     }
-    const std::int64_t vectors =
-        lanes_from_rows(rows, count, pitch, [&](std::int64_t i, V x) {
-          prepare(job, x, ranges.unit, scratch, i);
-        });
+    V largest{};
+    const auto store = [&](std::int64_t i, V x) {
+      largest = larger_magnitude(largest, finite_or_zero(x));
+      prepare(job, x, ranges.unit, scratch, i);
+    };
+    const std::int64_t vectors = lanes_from_rows(rows, count, pitch, store);
+    if (ranges.make_room_for(largest)) lanes_from_rows(rows, count, pitch, store);
     if (job.weights.data) {
       load_tile(job.weights, first, lanes, 0, count, scratch.weight_rows, pitch);
       lanes_from_rows(scratch.weight_rows, count, pitch,
@@ -297,22 +309,34 @@ inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& 
   const float* in_place = count % (U * W) ? nullptr : tile_in_place(job.values, piece, begin, count);
   float* values = scratch.rows + row * pitch;
   float* weights = scratch.weight_rows + row * pitch;
-  const Ranges ranges(job, piece, 1, true);
+  Ranges ranges(job, piece, 1, true);
   const std::int64_t vectors = in_place ? count / W : pad_with_zeros(values, count, U * W);
   if (job.weights.data) pad_with_zeros(weights, count, U * W);
-  for (std::int64_t i = 0; i < vectors; i++) {
-    const float* from = (in_place ? in_place : values) + i * W;
-    prefetch(from, kTileBytes);
-    prepare(job, load_as<V>(from), ranges.unit, scratch, i);
-  }
+  V most{};
+  const auto prepare_all = [&] {
+    for (std::int64_t i = 0; i < vectors; i++) {
+      const float* from = (in_place ? in_place : values) + i * W;
+      prefetch(from, kTileBytes);
+      most = larger_magnitude(most, finite_or_zero(load_as<V>(from)));
+      prepare(job, load_as<V>(from), ranges.unit, scratch, i);
+    }
+  };
+  prepare_all();
+  const float unit = ranges.unit[0];
+  float largest = 0;
+  for (int i = 0; i < W; i++) largest = most[i] > largest ? most[i] : largest;
+  const bool has_room = !ranges.make_room_for(all(largest));
+  if (!has_room) prepare_all();
+  const double bring_back = has_room ? 1 : __builtin_pow((double)unit / ranges.unit[0], job.norm);
   fill_candidates(job, ranges, candidates);
-  // A piece that is cut does not know what its other chunks find.
-  const double least = job.errors ? 1e300 : least_of(job, piece);
+  // A piece that is cut does not know what its other chunks find, and sums in another unit cannot be
+  // compared on the way.
+  const bool comparable = has_room && !job.errors;
   sum_errors(job, candidates,
-             {scratch.values, scratch.limits, (const V*)weights, vectors, last && !job.errors, true, V{},
-              least});
+             {scratch.values, scratch.limits, (const V*)weights, vectors, last && comparable, true, V{},
+              comparable ? least_of(job, piece) : 1e300});
   for (std::int64_t c = candidates.begin; c < candidates.end; c++)
-    candidates.sums[c] += sum(candidates.total[c]);
+    candidates.sums[c] += sum(candidates.total[c]) * bring_back;
 }
 
 // Long pieces: tile by tile, consecutive positions in the lanes. Pieces whose values lie side by
@@ -359,8 +383,9 @@ inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& s
       sum_rows(job, task, first, pieces, sum_errors, scratch);
       for (std::int64_t row = 0; row < pieces; row++) {
         const std::int64_t at = task.chunk * job.values.count() + first + row;
-        for (std::int64_t c = job.begin; c < job.end; c++)
-          job.errors[at * job.candidates + c] = candidates.sums[row * job.candidates + c];
+        std::memcpy(job.errors + at * (job.end - job.begin),
+                    candidates.sums + row * job.candidates + job.begin,
+                    (job.end - job.begin) * sizeof(double));
       }
       continue;
     }

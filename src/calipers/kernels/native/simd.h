@@ -221,7 +221,9 @@ inline U16 to_f16(V x) {  // x must be one
 #elif defined(__F16C__)
   return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 #else
-  const U32 magnitude = (U32)minimum(absolute(x) * 0x1p-112f, all(0x1p-96f)) >> 13;
+  const U32 finite = (U32)minimum(absolute(x) * 0x1p-112f, all(0x1p-96f)) >> 13;
+  const U32 strange = 0x7c00 | (((U32)x >> 13) & 0x03ff);
+  const U32 magnitude = nonfinite_lanes(x) ? strange : finite;
   return narrow(magnitude | (((U32)x >> 16) & 0x8000));
 #endif
 }
