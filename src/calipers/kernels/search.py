@@ -77,15 +77,14 @@ def search_range(
         most = torch.finfo(pieces.dtype).max
         low, high = (bound.mul(expand).clamp_(-most, most) for bound in (low, high))
     search = Search(pieces, low, high, args, norm, weights)
-    chosen = torch.ones((), dtype=working, device=pieces.device)
-    if factors:
-        kernels = native_for(pieces) if norm <= HIGHEST_NATIVE_NORM else None
-        if kernels:
-            best = _best_natively(kernels, search, factors, patience)
-        else:
-            best = _best_in_torch(search, factors, patience)
-        chosen = torch.tensor(factors, dtype=working, device=pieces.device).index_select(0, best)
-    low, high = search.range_of(chosen)
+    kernels = native_for(pieces) if norm <= HIGHEST_NATIVE_NORM else None
+    if not factors:
+        low, high = search.range_of(1.0)
+    elif kernels:
+        low, high = _natively(kernels, search, factors, patience)
+    else:
+        best = _best_in_torch(search, factors, patience)
+        low, high = search.range_of(torch.tensor(factors, dtype=working, device=best.device)[best])
     return low.reshape(min_vals.shape), high.reshape(min_vals.shape)
 
 
@@ -97,6 +96,16 @@ def _proportions(weights: Tensor) -> Tensor:
 
 
 # Native
+
+
+def _natively(
+    kernels: ModuleType, search: Search, factors: Sequence[float], patience: int | None
+) -> tuple[Tensor, Tensor]:
+    best = _best_natively(kernels, search, factors, patience)
+    low, high = search.pieces.new_empty(2, best.numel())
+    threads = torch.get_num_threads()
+    kernels.scale_ranges(search.low, search.high, torch.tensor(factors), best, low, high, threads)
+    return low, high
 
 
 def _best_natively(

@@ -132,6 +132,16 @@ CALIPERS_INLINE inline void mark_improved(const SearchJob& job, std::int64_t can
     __atomic_store_n(job.improved + candidate, 1, __ATOMIC_RELAXED);
 }
 
+struct RangesJob {
+  Cut cut;
+  DType dtype;
+  std::int64_t pieces;
+  const float *low, *high;      // [pieces]
+  const float* factors;
+  const std::int32_t* best;     // [pieces]
+  std::byte *start, *end;       // [pieces], of the dtype
+};
+
 struct MomentsJob {
   Pieces values;                // one piece; rows are tokens, columns are channels
   const std::uint8_t* mask;     // [tokens] or null
@@ -162,6 +172,7 @@ struct Kernels {
   const char* name;
   void (*extrema)(const ExtremaJob&, std::int64_t task, std::byte* scratch);
   void (*search)(const SearchJob&, std::int64_t task, std::byte* scratch);
+  void (*ranges)(const RangesJob&, std::int64_t task, std::byte* scratch);
   void (*moments)(const MomentsJob&, std::int64_t task, std::byte* scratch);
   void (*counts)(const CountsJob&, std::int64_t task, std::byte* scratch);
   void (*quantize)(const QuantizeJob&, std::int64_t task, std::byte* scratch);

@@ -16,7 +16,8 @@ namespace calipers {
 
 extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
 const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
-    CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, moments_task, counts_task, quantize_task,
+    CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, ranges_task, moments_task, counts_task,
+    quantize_task,
 };
 
 }  // namespace calipers

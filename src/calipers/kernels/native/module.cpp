@@ -72,7 +72,7 @@ void use(const std::string& name) {
 
 // What comes in
 
-DType dtype_of(const Tensor& tensor) {
+template <class AnyTensor> DType dtype_of(const AnyTensor& tensor) {
   const nb::dlpack::dtype dtype = tensor.dtype();
   const bool is_bfloat = dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat);
   const bool is_float = dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float);
@@ -318,6 +318,31 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   search_until_done(job, threads);
 }
 
+// Multiply each range by the factor chosen for it, and round that to the dtype of `start` and `end`.
+void scale_ranges(Array<const float> low, Array<const float> high, Array<const float> factors,
+                  Array<const std::int32_t> best, const nb::ndarray<nb::c_contig, nb::device::cpu>& start,
+                  const nb::ndarray<nb::c_contig, nb::device::cpu>& end, int threads) {
+  RangesJob job{};
+  job.pieces = static_cast<std::int64_t>(best.size());
+  expect(low.size(), job.pieces, "low");
+  expect(high.size(), job.pieces, "high");
+  expect(start.size(), job.pieces, "start");
+  expect(end.size(), job.pieces, "end");
+  if (start.dtype() != end.dtype()) throw nb::type_error("start and end must have the same dtype.");
+  for (std::int64_t i = 0; i < job.pieces; i++)
+    if (best.data()[i] < 0 || best.data()[i] >= static_cast<std::int64_t>(factors.size()))
+      throw nb::value_error("best must number the factors.");
+  job.dtype = dtype_of(start);
+  job.cut = {1 << 13, 1, divide_up(job.pieces, 1 << 13), 1};
+  job.low = low.data();
+  job.high = high.data();
+  job.factors = factors.data();
+  job.best = best.data();
+  job.start = static_cast<std::byte*>(start.data());
+  job.end = static_cast<std::byte*>(end.data());
+  run(chosen->ranges, job, threads, job.pieces, 2 * (1 << 13) * sizeof(float));
+}
+
 std::int64_t sum_of_squares_chunks(std::int64_t tokens) {
   return divide_up(tokens, std::max<std::int64_t>(256, divide_up(tokens, 64)));
 }
@@ -392,6 +417,9 @@ NB_MODULE(_native, m) {
         "factors"_a.noconvert(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "weights"_a.none(),
         "scale"_a, "shifted"_a, "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "patience"_a,
         "best"_a.noconvert(), "done"_a.noconvert().none(), "least"_a.noconvert().none(), "improved"_a.noconvert(),
+        "threads"_a);
+  m.def("scale_ranges", &scale_ranges, "low"_a.noconvert(), "high"_a.noconvert(),
+        "factors"_a.noconvert(), "best"_a.noconvert(), "start"_a.noconvert(), "end"_a.noconvert(),
         "threads"_a);
   m.def("sum_of_squares_chunks", &sum_of_squares_chunks, "tokens"_a);
   m.def("sum_of_squares", &sum_of_squares, "values"_a, "mask"_a.noconvert().none(),

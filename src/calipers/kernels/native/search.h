@@ -112,9 +112,11 @@ struct SearchScratch {
   }
 };
 
-// Bring a value into the form that the grids take, at `i` of the scratch memory.
-inline void prepare(const SearchJob& job, V x, V unit, const SearchScratch& scratch, std::int64_t i) {
-  const V measured = finite_or_zero(x) * unit;
+// Bring values into the form that the grids take, at `i` of the scratch memory, and note the largest.
+inline void prepare(const SearchJob& job, V x, V unit, const SearchScratch& scratch, std::int64_t i,
+                    V& largest) {
+  const V finite = finite_or_zero(x), measured = finite * unit;
+  largest = larger_magnitude(largest, finite);
   scratch.values[i] = job.shifted ? measured : absolute(measured);
   if (job.grid == Grid::integer)
     scratch.limits[i] = IntegerGrid<false>::limit(x, job.lowest, job.highest);
@@ -279,8 +281,7 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
     }
     V largest{};
     const auto store = [&](std::int64_t i, V x) {
-      largest = larger_magnitude(largest, finite_or_zero(x));
-      prepare(job, x, ranges.unit, scratch, i);
+      prepare(job, x, ranges.unit, scratch, i, largest);
     };
     const std::int64_t vectors = lanes_from_rows(rows, count, pitch, store);
     if (ranges.make_room_for(largest)) lanes_from_rows(rows, count, pitch, store);
@@ -317,8 +318,7 @@ inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& 
     for (std::int64_t i = 0; i < vectors; i++) {
       const float* from = (in_place ? in_place : values) + i * W;
       prefetch(from, kTileBytes);
-      most = larger_magnitude(most, finite_or_zero(load_as<V>(from)));
-      prepare(job, load_as<V>(from), ranges.unit, scratch, i);
+      prepare(job, load_as<V>(from), ranges.unit, scratch, i, most);
     }
   };
   prepare_all();
@@ -397,6 +397,25 @@ inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& s
                candidates.end);
       candidates.begin = candidates.end;
     }
+  }
+}
+
+// The chosen ranges, as they are stored.
+inline void ranges_task(const RangesJob& job, std::int64_t index, std::byte* scratch) {
+  const Task task(job.cut, index, job.pieces, 1);
+  const std::int64_t count = task.end - task.first, size = element_size(job.dtype);
+  float* chosen = (float*)scratch;
+  for (std::int64_t i = 0; i < count; i++) chosen[i] = job.factors[job.best[task.first + i]];
+  for (int side = 0; side < 2; side++) {
+    const float* bound = (side ? job.high : job.low) + task.first;
+    float* scaled = chosen + count;
+    for (std::int64_t i = 0; i < count; i++) scaled[i] = bound[i] * chosen[i];
+    for (std::int64_t i = 0; i < count; i += W) {
+      const std::int64_t part = count - i < W ? count - i : W;
+      const V rounded = round_to(job.dtype, take(scaled + i, part, false));
+      std::memcpy(scaled + i, &rounded, part * sizeof(float));
+    }
+    store_values(job.dtype, scaled, count, (side ? job.end : job.start) + task.first * size);
   }
 }
 
