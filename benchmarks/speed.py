@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -36,9 +35,22 @@ import torch
 from agreement import DTYPES, FORMATS  # says what to do if the peer is not installed
 from compressed_tensors.quantization import QuantizationArgs
 from llmcompressor.observers import Observer as Peer
-from rich import box
-from rich.console import Console, JustifyMethod
-from rich.table import Table
+from racing import Prepare, calling, race, seconds_of_others, with_threads
+from rich.console import Console
+from tables import (
+    Column,
+    Measured,
+    Row,
+    Section,
+    at_least,
+    at_most,
+    mark,
+    milliseconds,
+    nanoseconds,
+    number,
+    plain,
+    show,
+)
 from torch import Tensor
 
 from calipers import Observer
@@ -48,22 +60,15 @@ from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
 from calipers.numerics.layout import Layout
 
-ROUNDS, SECONDS = 5, 2.0  # every row takes at least as many turns and as long
 CALLS = 3  # of ours in each round
-PEER_SECONDS = 20.0  # after as many, the peer is not run again
 PRODUCT = 2048  # rows and columns of the matrix product
 WIDTH = 124
-BUSY = 0.2  # cores used by others, from which on a result says little
 RESULTS = Path(__file__).parent / "results" / "speed.json"
 PASSES: tuple[tuple[torch.dtype, Callable[[Tensor], Tensor]], ...] = (
     (torch.int32, torch.amax),
     (torch.float32, torch.sum),
     (torch.int64, torch.sum),
 )
-
-Row = dict[str, Any]
-Prepare = Callable[[], Callable[[], object]]
-"""Makes ready, outside of the timing, what is then timed."""
 
 
 class Case(NamedTuple):
@@ -155,7 +160,7 @@ def cpu_model() -> str:
     return next(names, "unknown")
 
 
-# Timing
+# Sections
 
 
 def measure(section: Section, options: argparse.Namespace) -> Measured:
@@ -164,41 +169,6 @@ def measure(section: Section, options: argparse.Namespace) -> Measured:
     rows = list(section.measure(options))
     used = max(0.0, seconds_of_others() - used)  # ticks are coarse: a little may be missing
     return Measured(rows, used / (time.perf_counter() - started))
-
-
-def seconds_of_others() -> float:
-    """Return the processor time so far that was not ours; always 0 but on Linux."""
-    source = Path("/proc/stat")
-    if not source.exists():
-        return 0.0
-    user, nice, system, _idle, _wait, *interrupts_and_stolen = (
-        int(ticks) for ticks in source.read_text().split()[1:9]
-    )
-    ticks = user + nice + system + sum(interrupts_and_stolen)
-    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-
-
-def race(lanes: Mapping[str, list[Prepare]], quick: bool = False) -> dict[str, float]:
-    """Let all lanes take turns, and return the seconds of the fastest call in each.
-
-    The peer, which is slow, runs once if ``quick``, else until its time is used up.
-    """
-    times: dict[str, list[float]] = {name: [] for name in lanes}
-    started, rounds = time.perf_counter(), 0
-    while rounds < ROUNDS or time.perf_counter() - started < SECONDS:
-        rounds += 1
-        for name, calls in lanes.items():
-            left = 0.0 if quick else PEER_SECONDS - sum(times[name])
-            if name != "peer" or not times[name] or left > 0:
-                times[name] += [seconds(prepare()) for prepare in calls]
-    return {name: min(found) for name, found in times.items()}
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Time one call."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def observing(library: Any, case: Case, weight: Tensor) -> Prepare:
@@ -221,34 +191,16 @@ def gather_importance(observer: Any, channels: int) -> None:
     observer.detach(linear)
 
 
-def calling(function: Callable[..., object], *args: Any) -> Prepare:
-    """Call a function that needs no preparation."""
-    return lambda: partial(function, *args)
-
-
 def passes(values: Tensor) -> list[Prepare]:
     """Read all of the memory once, in several ways."""
     flat = values.view(-1)
     return [calling(reduce, flat.view(dtype)) for dtype, reduce in PASSES]
 
 
-def with_threads(count: int, prepare: Prepare) -> Prepare:
-    """Set the number of threads beforehand."""
-
-    def prepare_threads() -> Callable[[], object]:
-        torch.set_num_threads(count)
-        return prepare()
-
-    return prepare_threads
-
-
 def draw(size: int, dtype: str) -> Tensor:
     """Draw a square matrix like a weight."""
     torch.manual_seed(0)
     return (torch.randn(size, size) * 0.02).to(DTYPES[dtype])
-
-
-# Sections
 
 
 def measure_extrema(options: argparse.Namespace) -> Iterator[Row]:
@@ -402,96 +354,6 @@ def against_pass(ratio: float, floor: float | None) -> Row:
 
 
 # Output
-
-
-class Column(NamedTuple):
-    """How one value of each row is written, and what it means."""
-
-    header: str
-    key: str
-    write: Callable[[Any], str] = str
-    meaning: str = ""
-
-    def text(self, value: Any) -> str:
-        """Write a value, or that there is none."""
-        return "–" if value is None else self.write(value)
-
-
-class Measured(NamedTuple):
-    """The rows of a section, and how many cores other programs used meanwhile."""
-
-    rows: list[Row]
-    cores_used_by_others: float
-
-
-class Section(NamedTuple):
-    """What is measured, and how it is shown; the title may name values of the first row."""
-
-    measure: Callable[[argparse.Namespace], Iterator[Row] | list[Row]]
-    title: str
-    columns: tuple[Column, ...]
-
-
-def show(console: Console, section: Section, measured: Measured) -> None:
-    """Print the title, what the columns mean, the rows, and how far to trust them."""
-    console.print(section.title.format_map(measured.rows[0]), style="bold")
-    for column in section.columns:
-        if column.meaning:
-            console.print(f"  {column.header}: {column.meaning}")
-    console.print(table(section.columns, measured.rows))
-    others = measured.cores_used_by_others
-    advice = ": too much, run it again on a quiet machine" if others > BUSY else ""
-    style = "bold red" if advice else ""
-    console.print(f"Meanwhile other programs used {others:.2f} cores{advice}.\n", style=style)
-
-
-def table(columns: tuple[Column, ...], rows: list[Row]) -> Table:
-    """Lay out the rows; those that miss their floor are red."""
-    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        justify: JustifyMethod = "left" if column.write is str else "right"
-        result.add_column(column.header, justify=justify, no_wrap=True)
-    for row in rows:
-        cells = (column.text(row.get(column.key)) for column in columns)
-        result.add_row(*cells, style="red" if row.get("reached") is False else "")
-    return result
-
-
-def number(value: float) -> str:
-    """Write three digits, and all of those before the point."""
-    decimals = max(0, 2 - math.floor(math.log10(value)))
-    return f"{value:,.{decimals}f}"
-
-
-def milliseconds(value: float) -> str:
-    """Write seconds as milliseconds."""
-    return f"{number(1e3 * value)} ms"
-
-
-def nanoseconds(value: float) -> str:
-    """Write seconds as nanoseconds."""
-    return f"{number(1e9 * value)} ns"
-
-
-def plain(value: float) -> str:
-    """Write a number without more digits than it has."""
-    return f"{value:g}"
-
-
-def at_most(value: float) -> str:
-    """Write a limit of passes."""
-    return f"≤ {value:g}"
-
-
-def at_least(value: float) -> str:
-    """Write how many times faster it must be."""
-    return f"≥ {value:g}"
-
-
-def mark(reached: bool) -> str:
-    """Write whether a floor is reached."""
-    return "✓" if reached else "✗"
-
 
 DTYPE = Column("dtype", "dtype")
 OURS = Column("ours", "ours_seconds", milliseconds, "fastest call of our observer or kernel.")
