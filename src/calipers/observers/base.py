@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 import torch
 from compressed_tensors import InternalModule
@@ -26,6 +26,7 @@ from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, check_base_name, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
 from calipers.observers.first_generation import calculate_by_piece, construct
+from calipers.observers.observation import Observation, takes_pieces
 from calipers.observers.options import ObserverOptions, OptionAttributes, parse_options
 from calipers.observers.registry import Registry
 from calipers.statistics.base import Reduction
@@ -41,28 +42,6 @@ class QParamsDict(TypedDict):
     scale: Tensor
     zero_point: Tensor
     global_scale: Tensor | None
-
-
-class Observation(NamedTuple):
-    """The tensor being observed right now, as handed to the observer, and cut into pieces."""
-
-    observed: Tensor
-    pieces: Tensor
-    layout: Layout
-    extrema: Extrema
-
-
-Update = TypeVar("Update", bound=Callable[..., None])
-
-
-def in_pieces(update: Update) -> Update:
-    """Mark an ``update_statistics_from_observed`` that asks only ``extrema`` and ``pieces``.
-
-    It is handed the pieces themselves, and no canonical view is made, which may cost a copy.
-    A subclass that overrides it gets the canonical view again, and may pass it on.
-    """
-    update.in_pieces = update  # type: ignore[attr-defined]
-    return update
 
 
 class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: ignore[misc]
@@ -279,9 +258,9 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
 
     def _takes_pieces(self) -> bool:
         """Whether the update is marked itself, and the methods it asks are our own."""
-        own, update = type(self), type(self).update_statistics_from_observed
+        own = type(self)
         ours = own.extrema is Observer.extrema and own.pieces is Observer.pieces
-        return ours and getattr(update, "in_pieces", None) is update
+        return ours and takes_pieces(own.update_statistics_from_observed)
 
     def _nonfinite_error(self, found: Extrema, observed: Tensor) -> NonFiniteError:
         return NonFiniteError(self.label(), found.nonfinite, observed.numel(), observed.shape)

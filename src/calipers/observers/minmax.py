@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from calipers.observers.base import Observer, in_pieces
+from calipers.observers.base import Observer
+from calipers.observers.observation import in_pieces
 from calipers.observers.options import MovingAverageOptions, ObserverOptions
 from calipers.statistics.base import Reduction
 from calipers.statistics.moving_average import MovingAverage

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from calipers.kernels.search import search_range
-from calipers.observers.base import Observer, in_pieces
+from calipers.observers.base import Observer
+from calipers.observers.observation import in_pieces
 from calipers.observers.options import (
     Expand,
     Grid,

@@ -1,0 +1,38 @@
+"""What an observer is handed: the canonical view of a tensor, or its pieces as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from calipers.kernels.extrema import Extrema
+from calipers.numerics.layout import Layout
+
+
+class Observation(NamedTuple):
+    """The tensor being observed right now, as handed to the observer, and cut into pieces."""
+
+    observed: Tensor
+    pieces: Tensor
+    layout: Layout
+    extrema: Extrema
+
+
+Update = TypeVar("Update", bound=Callable[..., None])
+
+
+def in_pieces(update: Update) -> Update:
+    """Mark an ``update_statistics_from_observed`` that asks only ``extrema`` and ``pieces``.
+
+    It is handed the pieces themselves, and no canonical view is made, which may cost a copy.
+    A subclass that overrides it gets the canonical view again, and may pass it on.
+    """
+    update.in_pieces = update  # type: ignore[attr-defined]
+    return update
+
+
+def takes_pieces(update: Callable[..., None]) -> bool:
+    """Whether an update is marked itself; a mark that ``functools.wraps`` copied does not count."""
+    return getattr(update, "in_pieces", None) is update
