@@ -76,6 +76,16 @@ SCALE_FORMATS: dict[str, tuple[str, dict[str, object]]] = {
 """name: the cut, and a format whose scale is stored in a type of its own"""
 
 
+def nvfp4(group_size: int) -> QuantizationArgs:
+    return QuantizationArgs(
+        num_bits=4,
+        type="float",
+        strategy="tensor_group",
+        group_size=group_size,
+        scale_dtype=torch.float8_e4m3fn,
+    )
+
+
 def schemes() -> dict[str, tuple[str, tuple[int, ...], QuantizationArgs]]:
     """Every format with every cut, and the formats whose scales ask for one cut."""
     pairs = [(f"{cut}-{fmt}", cut, FORMATS[fmt]) for cut in CUTS for fmt in FORMATS]

@@ -6,17 +6,12 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from data import nvfp4
 
 from calipers.errors import ConfigurationError, FusedStatisticsError
 from calipers.observers import FUSED_LAYER_NAMES, Observer, fuse_weight_observers
 
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=4,
-    scale_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = nvfp4(4)
 
 
 class Block(torch.nn.Module):

@@ -7,18 +7,13 @@ import pytest
 import reference
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from data import nvfp4
 
 from calipers.errors import CalipersWarning, ImportanceError
 from calipers.observers import IMatrixMSEObserver, Observer
 
 INT4 = QuantizationArgs(num_bits=4, group_size=8)
-NVFP4 = QuantizationArgs(
-    num_bits=4,
-    type="float",
-    strategy="tensor_group",
-    group_size=8,
-    scale_dtype=torch.float8_e4m3fn,
-)
+NVFP4 = nvfp4(8)
 CHANNEL = QuantizationArgs(num_bits=3, strategy="channel")
 
 

@@ -19,6 +19,9 @@ class SquareSums(Statistic):
     >>> sums.absorb_tokens(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
     >>> sums._imatrix_sum.tolist(), int(sums._imatrix_count)
     ([10.0, 4.0], 2)
+    >>> sums.absorb_tokens(torch.tensor([[1.0, 1.0], [9.0, 9.0]]), torch.tensor([True, False]))
+    >>> sums._imatrix_sum.tolist(), int(sums._imatrix_count)
+    ([11.0, 5.0], 3)
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {
