@@ -6,21 +6,26 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 NATIVE := $(wildcard src/calipers/kernels/native/*)
 
+# For what is installed and for what builds it; the second name is that of newer versions of pip.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
 .PHONY: help setup test lint format demo bench bench-speed sanitize clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY) ## install Calipers and its tools into .venv
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --editable '.[dev]'
 	$(BIN)/python -c 'from calipers.kernels import describe; print(describe())'
 	touch $@
 
 $(BENCH_READY): $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/pip install --quiet --editable '.[dev,bench]'
 	touch $@
 
 test: lint ## lint, types, tests and doctests
@@ -48,7 +53,7 @@ bench-speed: $(BENCH_READY) ## time against the peer and against the limits of t
 # Python without `site`, so that the sanitized build is found before the one in .venv. A program that
 # was not built with the sanitizers needs their libraries, and that of C++, from the start.
 sanitize: $(READY) ## the tests of the kernels under AddressSanitizer and UBSan
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/sanitized \
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/sanitized \
 	    --config-settings=cmake.define.CALIPERS_SANITIZE=ON --config-settings=build-dir=build/sanitized-objects .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
