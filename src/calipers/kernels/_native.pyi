@@ -51,7 +51,7 @@ def quantize(
     lowest: float,
     highest: float,
     norm: float,
-    output: Tensor | None,
+    output: Tensor,
     errors: Tensor,
     threads: int,
 ) -> None: ...

@@ -255,11 +255,8 @@ void extrema_task(const ExtremaJob& job, std::int64_t index, std::byte* scratch)
 }
 
 inline void extrema_task(const ExtremaJob& job, std::int64_t index, std::byte* scratch) {
-  switch (job.values.dtype) {
-    case DType::f32: return extrema_task<DType::f32>(job, index, scratch);
-    case DType::f16: return extrema_task<DType::f16>(job, index, scratch);
-    case DType::bf16: return extrema_task<DType::bf16>(job, index, scratch);
-  }
+  with_constant(job.values.dtype,
+                [&](auto dtype) { extrema_task<dtype()>(job, index, scratch); });
 }
 
 }  // namespace

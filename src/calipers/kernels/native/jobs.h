@@ -13,6 +13,11 @@ namespace calipers {
 // could share.
 #define CALIPERS_INLINE [[gnu::always_inline]]
 
+constexpr std::size_t kTile = 4096;             // floats that are worked on at a time
+constexpr std::size_t kTileBytes = kTile * sizeof(float);
+constexpr std::int64_t kLanes = 16;             // floats in the widest vector of any instruction set
+constexpr std::size_t kVectorBytes = kLanes * sizeof(float);
+
 enum class DType : std::int32_t { f32, f16, bf16 };
 
 CALIPERS_INLINE constexpr std::int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
@@ -39,6 +44,8 @@ struct Pieces {
     return row / rows * observation_stride + row % rows * row_stride +
            position % columns * column_stride;
   }
+  // Whether as many pieces as a vector has lanes fit into one tile.
+  CALIPERS_INLINE bool is_short() const { return length() * kLanes <= (std::int64_t)kTile; }
   // Whether piece after piece fills one stretch of memory.
   CALIPERS_INLINE bool packed() const {
     const bool whole = (columns == 1 || column_stride == 1) && (rows == 1 || row_stride == columns) &&
@@ -102,6 +109,10 @@ struct SearchJob {
   std::int64_t begin, end;
 };
 
+CALIPERS_INLINE inline void mark_improved(const SearchJob& job, std::int64_t candidate) {
+  if (!__atomic_load_n(job.improved + candidate, __ATOMIC_RELAXED))
+    __atomic_store_n(job.improved + candidate, 1, __ATOMIC_RELAXED);
+}
 CALIPERS_INLINE inline std::int64_t done_of(const SearchJob& job, std::int64_t piece) {
   return job.done ? job.done[piece] : 0;
 }
@@ -113,6 +124,19 @@ CALIPERS_INLINE inline void remember(const SearchJob& job, std::int64_t piece, s
   if (!job.done) return;
   job.done[piece] = static_cast<std::int32_t>(done);
   job.least[piece] = least;
+}
+
+// Take in the errors of the candidates [begin, end), `sums` from `begin` on.
+CALIPERS_INLINE inline void choose(const SearchJob& job, std::int64_t piece, const double* sums,
+                                   std::int64_t begin, std::int64_t end) {
+  double least = least_of(job, piece);
+  for (std::int64_t c = begin; c < end; c++) {
+    if (!(sums[c - begin] < least)) continue;
+    least = sums[c - begin];
+    job.best[piece] = static_cast<std::int32_t>(c);
+    mark_improved(job, c);
+  }
+  remember(job, piece, end, least);
 }
 
 // How many candidates are tried before too many in a row improve nothing, as far as is known. What
@@ -127,9 +151,10 @@ CALIPERS_INLINE inline std::int64_t reach(const SearchJob& job) {
   return job.candidates;
 }
 
-CALIPERS_INLINE inline void mark_improved(const SearchJob& job, std::int64_t candidate) {
-  if (!__atomic_load_n(job.improved + candidate, __ATOMIC_RELAXED))
-    __atomic_store_n(job.improved + candidate, 1, __ATOMIC_RELAXED);
+// What a task of a search claims: five tiles; of each candidate a quantizer of three vectors, a vector
+// of sums, and a sum for each of the pieces that are read together.
+CALIPERS_INLINE constexpr std::size_t search_scratch_bytes(std::int64_t candidates) {
+  return 5 * kTileBytes + candidates * (4 * kVectorBytes + kLanes * sizeof(double));
 }
 
 struct RangesJob {
@@ -163,7 +188,7 @@ struct QuantizeJob {
   float lowest, highest;
   float norm;
   Power power;
-  std::byte* output;            // packed, dtype of the values; null: only the error is wanted
+  std::byte* output;            // packed, dtype of the values
   double* errors;               // [chunks][pieces]
 };
 
@@ -177,10 +202,5 @@ struct Kernels {
   void (*counts)(const CountsJob&, std::int64_t task, std::byte* scratch);
   void (*quantize)(const QuantizeJob&, std::int64_t task, std::byte* scratch);
 };
-
-// Bytes of scratch memory, aligned to a cache line, that one task needs.
-constexpr std::size_t kTile = 4096;             // floats of one tile
-constexpr std::size_t kTileBytes = kTile * sizeof(float);
-constexpr std::int64_t kLanes = 16;             // the widest vector of any instruction set
 
 }  // namespace calipers

@@ -162,9 +162,9 @@ Cut cut_of(const Pieces& pieces, std::int64_t per_task = kTaskValues) {
     cut.pieces_per_run = 1;
     cut.positions_per_chunk = per_task;
   } else {
-    // Whole vectors of pieces, which short ones are worked on by.
-    cut.pieces_per_run = divide_up(std::max<std::int64_t>(1, per_task / length), kLanes) * kLanes;
-    if (length > 256) cut.pieces_per_run = std::max<std::int64_t>(1, per_task / length);
+    cut.pieces_per_run = std::max<std::int64_t>(1, per_task / length);
+    // Short ones are worked on by whole vectors.
+    if (pieces.is_short()) cut.pieces_per_run = divide_up(cut.pieces_per_run, kLanes) * kLanes;
     cut.positions_per_chunk = length;
   }
   cut.runs = divide_up(count, cut.pieces_per_run);
@@ -231,7 +231,7 @@ std::int64_t extrema(const Tensor& values, nb::ndarray<nb::c_contig, nb::device:
   job.any_finite = data_or_null(any_finite, wanted, "any_finite");
   job.nonfinite = nonfinite.data();
   run(chosen->extrema, job, threads, job.values.count() * job.values.length(),
-      (job.cut.pieces_per_run + 2 * kLanes) * 2 * 64);
+      (job.cut.pieces_per_run + 2 * kLanes) * 2 * kVectorBytes);
   std::int64_t total = 0;
   for (const std::int64_t count : nonfinite) total += count;
   return total;
@@ -239,19 +239,12 @@ std::int64_t extrema(const Tensor& values, nb::ndarray<nb::c_contig, nb::device:
 
 // Add up the chunks of each piece in their order, and choose.
 void choose_from_chunks(const SearchJob& job) {
-  const std::int64_t pieces = job.values.count();
+  const std::int64_t pieces = job.values.count(), tried = job.end - job.begin;
   for (std::int64_t piece = 0; piece < pieces; piece++) {
-    double least = least_of(job, piece);
-    for (std::int64_t c = job.begin; c < job.end; c++) {
-      double sum = 0;
-      for (std::int64_t chunk = 0; chunk < job.cut.chunks; chunk++)
-        sum += job.errors[(chunk * pieces + piece) * (job.end - job.begin) + c - job.begin];
-      if (!(sum < least)) continue;
-      least = sum;
-      job.best[piece] = static_cast<std::int32_t>(c);
-      mark_improved(job, c);
-    }
-    remember(job, piece, job.end, least);
+    double* sums = job.errors + piece * tried;
+    for (std::int64_t chunk = 1; chunk < job.cut.chunks; chunk++)
+      for (std::int64_t c = 0; c < tried; c++) sums[c] += sums[chunk * pieces * tried + c];
+    choose(job, piece, sums, job.begin, job.end);
   }
 }
 
@@ -263,7 +256,7 @@ void search_until_done(SearchJob& job, int threads) {
   for (job.begin = done(); job.begin < reach(job); job.begin = job.done ? done() : job.end) {
     job.end = job.errors ? std::min(reach(job), job.begin + kStage) : reach(job);
     run(chosen->search, job, threads, pieces * job.values.length() * (job.end - job.begin),
-        5 * kTileBytes + job.candidates * (4 * 64 + kLanes * sizeof(double)));
+        search_scratch_bytes(job.candidates));
     if (job.errors) choose_from_chunks(job);
   }
 }
@@ -290,7 +283,8 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
       if (weights->shape(i) != values.shape(i)) throw nb::value_error("weights have the wrong shape.");
   }
   // A task takes a few milliseconds, however many candidates there are, so that Ctrl-C is heard.
-  job.cut = cut_of(job.values, std::max<std::int64_t>(kTile, kTaskValues * 64 / std::max<std::int64_t>(64, job.candidates)));
+  const std::int64_t many = std::max<std::int64_t>(64, job.candidates);
+  job.cut = cut_of(job.values, std::max<std::int64_t>(kTile, 64 * kTaskValues / many));
   job.low = low.data();
   job.high = high.data();
   job.factors = factors.data();
@@ -305,7 +299,7 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   job.highest = highest;
   job.norm = static_cast<float>(norm);
   job.power = power_of(norm);
-  job.patience = patience < job.candidates ? patience : 0;
+  job.patience = patience;
   job.best = best.data();
   job.done = data_or_null(done, pieces, "done");
   job.least = data_or_null(least, pieces, "least");
@@ -378,7 +372,7 @@ std::int64_t quantize_chunks(const Tensor& values) { return cut_of(pieces_of(val
 
 void quantize(const Tensor& values, Array<const float> scales,
               std::optional<Array<const float>> zero_points, const std::string& grid, float lowest,
-              float highest, double norm, std::optional<nb::ndarray<nb::c_contig, nb::device::cpu>> output,
+              float highest, double norm, nb::ndarray<nb::c_contig, nb::device::cpu> output,
               Array<double> errors, int threads) {
   QuantizeJob job{};
   job.values = pieces_of(values);
@@ -393,11 +387,9 @@ void quantize(const Tensor& values, Array<const float> scales,
   job.highest = highest;
   job.norm = static_cast<float>(norm);
   job.power = power_of(norm);
-  if (output) {
-    expect(output->size(), pieces * job.values.length(), "output");
-    if (output->dtype() != values.dtype()) throw nb::type_error("output must have the values' dtype.");
-    job.output = static_cast<std::byte*>(output->data());
-  }
+  expect(output.size(), pieces * job.values.length(), "output");
+  if (output.dtype() != values.dtype()) throw nb::type_error("output must have the values' dtype.");
+  job.output = static_cast<std::byte*>(output.data());
   job.errors = errors.data();
   run(chosen->quantize, job, threads, pieces * job.values.length(), 2 * kTileBytes);
 }
@@ -427,6 +419,6 @@ NB_MODULE(_native, m) {
   m.def("count_values", &count_values, "values"_a, "counts"_a.noconvert(), "threads"_a);
   m.def("quantize_chunks", &quantize_chunks, "values"_a);
   m.def("quantize", &quantize, "values"_a, "scales"_a.noconvert(), "zero_points"_a.noconvert().none(),
-        "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "output"_a.noconvert().none(),
+        "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "output"_a.noconvert(),
         "errors"_a.noconvert(), "threads"_a);
 }

@@ -56,11 +56,7 @@ void moments_task(const MomentsJob& job, const Task& task, std::byte* scratch) {
 
 inline void moments_task(const MomentsJob& job, std::int64_t index, std::byte* scratch) {
   const Task task(job.cut, index, job.values.columns, job.values.rows);
-  switch (job.values.dtype) {
-    case DType::f32: return moments_task<DType::f32>(job, task, scratch);
-    case DType::f16: return moments_task<DType::f16>(job, task, scratch);
-    case DType::bf16: return moments_task<DType::bf16>(job, task, scratch);
-  }
+  with_constant(job.values.dtype, [&](auto dtype) { moments_task<dtype()>(job, task, scratch); });
 }
 
 }  // namespace

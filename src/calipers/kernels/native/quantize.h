@@ -76,7 +76,6 @@ inline void quantize_task(const QuantizeJob& job, std::int64_t index, std::byte*
       const std::int64_t vectors = pad_with_zeros((float*)values, count, U * W);
       const V largest = quantize_row(job, by, vectors, values, errors);
       total += sum_powers(job, errors, vectors, largest);
-      if (!job.output) continue;
       for (std::int64_t i = 0; i < vectors; i++)
         values[i] = nonfinite_lanes(values[i]) ? values[i] : round_to(job.values.dtype, values[i]);
       const std::int64_t at = (piece * job.values.length() + begin) * size;

@@ -90,6 +90,7 @@ inline SumErrors pick(const SearchJob& job) {
   return job.shifted ? pick_grid<true>(job) : pick_grid<false>(job);
 }
 
+// In the order and the sizes that `search_scratch_bytes` reckons with.
 struct SearchScratch {
   float *rows, *weight_rows;
   V *values, *limits, *weights;
@@ -360,18 +361,6 @@ inline void sum_rows(const SearchJob& job, const Task& task, std::int64_t first,
   }
 }
 
-inline void choose(const SearchJob& job, std::int64_t piece, const double* sums, std::int64_t begin,
-                   std::int64_t end) {
-  double least = least_of(job, piece);
-  for (std::int64_t c = begin; c < end; c++) {
-    if (!(sums[c] < least)) continue;
-    least = sums[c];
-    job.best[piece] = (std::int32_t)c;
-    mark_improved(job, c);
-  }
-  remember(job, piece, end, least);
-}
-
 inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& scratch) {
   const SumErrors sum_errors = pick(job);
   const std::int64_t together = job.values.column_stride == 1 ? 1 : kLanes;
@@ -393,8 +382,8 @@ inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& s
     while (candidates.begin < (candidates.end = reach(job))) {
       sum_rows(job, task, first, pieces, sum_errors, scratch);
       for (std::int64_t row = 0; row < pieces; row++)
-        choose(job, first + row, candidates.sums + row * job.candidates, candidates.begin,
-               candidates.end);
+        choose(job, first + row, candidates.sums + row * job.candidates + candidates.begin,
+               candidates.begin, candidates.end);
       candidates.begin = candidates.end;
     }
   }
@@ -422,8 +411,7 @@ inline void ranges_task(const RangesJob& job, std::int64_t index, std::byte* scr
 inline void search_task(const SearchJob& job, std::int64_t index, std::byte* scratch) {
   const Task task(job.cut, index, job.values.count(), job.values.length());
   SearchScratch parts(scratch, job.candidates);
-  const bool is_short = job.values.length() * kLanes <= (std::int64_t)kTile;
-  if (is_short)
+  if (job.values.is_short())
     search_lanes(job, task, parts);
   else
     search_rows(job, task, parts);

@@ -33,13 +33,18 @@ void load_values(const std::byte* from, std::int64_t stride, std::int64_t count,
   }
 }
 
+// Call f with the dtype as a constant, for use as a template argument: something<dtype()>.
+template <class F> void with_constant(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f32: return f(std::integral_constant<DType, DType::f32>{});
+    case DType::f16: return f(std::integral_constant<DType, DType::f16>{});
+    case DType::bf16: return f(std::integral_constant<DType, DType::bf16>{});
+  }
+}
+
 inline void load_values(DType dtype, const std::byte* from, std::int64_t stride, std::int64_t count,
                         float* to) {
-  switch (dtype) {
-    case DType::f32: return load_values<DType::f32>(from, stride, count, to);
-    case DType::f16: return load_values<DType::f16>(from, stride, count, to);
-    case DType::bf16: return load_values<DType::bf16>(from, stride, count, to);
-  }
+  with_constant(dtype, [&](auto constant) { load_values<constant()>(from, stride, count, to); });
 }
 
 // Positions [begin, begin + count) of the pieces [first, first + pieces), one row of `pitch` floats
