@@ -55,3 +55,31 @@ def quantize(
     errors: Tensor,
     threads: int,
 ) -> None: ...
+def optimum(
+    values: Tensor,
+    weights: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    storable: Tensor,
+    halvable: float,
+    windows: Tensor,
+    shifted: bool,
+    grid: str,
+    norm: float,
+    best: Tensor,
+    window: Tensor,
+    errors: Tensor,
+    threads: int,
+) -> None: ...
+def sweep(
+    values: Tensor,
+    weights: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    windows: Tensor,
+    magnitudes: Tensor,
+    best: Tensor,
+    window: Tensor,
+    errors: Tensor,
+    threads: int,
+) -> None: ...

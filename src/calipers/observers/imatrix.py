@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from pydantic import Field
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from calipers.errors import CalipersWarning, ImportanceError, ImportanceUnsupportedError
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.observers.base import Observer
+from calipers.observers.gathering import GathersInputs
 from calipers.observers.mse import MemorylessMSEObserver
 from calipers.observers.options import Grid, Norm, SearchOptions, Shrink
 from calipers.statistics.moments import SquareSums
@@ -45,7 +45,7 @@ class IMatrixOptions(SearchOptions):
 
 
 @Observer.register("imatrix_mse")
-class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
+class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
     """Weighs the error of each weight by E[x²] of its input channel.
 
     ``attach`` it to a Linear, run data through the model, ``detach`` it, observe the weight. The
@@ -55,33 +55,20 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
     Options = IMatrixOptions
     options: IMatrixOptions
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._hook: RemovableHandle | None = None
-        self._has_warned = False
+    _has_warned = False
 
-    def attach(self, module: torch.nn.Module) -> None:
-        """Take over the sums another observer left on ``module``, or start summing its inputs."""
-        if hasattr(module, "_imatrix_sum") and not _is_being_summed(module):
-            for name in SquareSums.reductions:
-                setattr(self, name, getattr(module, name))
-                delattr(module, name)
-            return
-        if not hasattr(module, "in_features"):
-            return
-        if not hasattr(self, "_imatrix_sum"):
-            channels: Any = module.in_features
-            self._imatrix_sum = torch.zeros(channels, dtype=torch.float64)
-            self._imatrix_count = torch.zeros((), dtype=torch.int64)
-        self._remove_hook()
-        self._hook = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
-        self._publish(module)
+    def gathered_fields(self) -> Iterable[str]:
+        """Name the sums."""
+        return SquareSums.reductions
 
-    def detach(self, module: torch.nn.Module) -> None:
-        """Stop summing, and leave the sums on ``module``."""
-        if self._hook is not None and self._hook.id in module._forward_pre_hooks:
-            self._remove_hook()
-            self._publish(module)
+    def begin_gathering(self, channels: int) -> None:
+        """Begin with sums of zero."""
+        self._imatrix_sum = torch.zeros(channels, dtype=torch.float64)
+        self._imatrix_count = torch.zeros((), dtype=torch.int64)
+
+    def gather(self, x: Tensor) -> None:
+        """Add the squares of an input."""
+        self.absorb_tokens(x)
 
     def importance(self, pieces: Tensor) -> Tensor | None:
         """Return E[x²] of each column over its mean, or None where it cannot be used."""
@@ -108,39 +95,20 @@ class IMatrixMSEObserver(SquareSums, MemorylessMSEObserver):
     def _checked_importance(self, columns: int) -> Tensor:
         if not int(getattr(self, "_imatrix_count", 0)):
             raise ImportanceError(self.label(), "no importance was gathered")
-        importance = self._imatrix_sum / self._imatrix_count
-        if importance.numel() != columns:
-            raise ImportanceError(
-                self.label(),
-                f"importance has {importance.numel()} channels for {columns} columns of the weight",
-            )
-        if not bool(torch.isfinite(importance).all()):
-            raise ImportanceError(self.label(), "importance has NaN or Inf in it")
-        if bool((importance < 0).any()):
-            raise ImportanceError(self.label(), "importance has negative values")
-        if not bool(importance.any()):
-            raise ImportanceError(self.label(), "importance is zero for every channel")
-        return importance / importance.mean()
-
-    def _see_input(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        x = next(iter((*args, *kwargs.values())), None)
-        x = x[0] if isinstance(x, tuple) and x else x
-        if isinstance(x, Tensor) and x.numel():
-            self.absorb_tokens(x)
-            self._publish(module)
-
-    def _publish(self, module: torch.nn.Module) -> None:
-        for name in SquareSums.reductions:
-            setattr(module, name, getattr(self, name))
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        return checked_importance(self._imatrix_sum / self._imatrix_count, columns, self.label())
 
 
-def _is_being_summed(module: torch.nn.Module) -> bool:
-    hooks = module._forward_pre_hooks.values()
-    return any(isinstance(getattr(h, "__self__", None), IMatrixMSEObserver) for h in hooks)
+def checked_importance(importance: Tensor, columns: int, owner: str) -> Tensor:
+    """Return importance over its mean; refuse what cannot be one."""
+    if importance.numel() != columns:
+        raise ImportanceError(
+            owner,
+            f"importance has {importance.numel()} channels for {columns} columns of the weight",
+        )
+    if not bool(torch.isfinite(importance).all()):
+        raise ImportanceError(owner, "importance has NaN or Inf in it")
+    if bool((importance < 0).any()):
+        raise ImportanceError(owner, "importance has negative values")
+    if not bool(importance.any()):
+        raise ImportanceError(owner, "importance is zero for every channel")
+    return importance / importance.mean()

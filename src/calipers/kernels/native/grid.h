@@ -1,6 +1,6 @@
 // The numbers a code can stand for, and how an error counts.
 //
-// Everything here works on U vectors in step: their chains of operations do not depend on each
+// Everything here works on several vectors in step: their chains of operations do not depend on each
 // other, so that the processor always finds one that is ready.
 #pragma once
 
@@ -15,8 +15,18 @@ constexpr int U = 4;  // as many as the registers hold
 constexpr int U = 2;
 #endif
 
-template <class F> [[gnu::always_inline]] inline void each(F f) {
-  for (int i = 0; i < U; i++) f(i);
+template <int N = U, class F> [[gnu::always_inline]] inline void each(F f) {
+  for (int i = 0; i < N; i++) f(i);
+}
+
+constexpr std::int64_t kBlock = 32;  // values of a lane after which its sum is looked at
+
+// One power of two per lane, that brings the largest magnitude between 1 and 2 (at the ends of
+// float32: between 2⁻²³ and 4).
+inline V unit_of(V largest) {
+  const I exponent = 254 - (I)((U32)largest >> 23);
+  const I held = exponent < 1 ? all_bits(1) : (exponent > 253 ? all_bits(253) : exponent);
+  return (V)((U32)held << 23);
 }
 
 // A candidate: scale, 1 / scale and zero point of each lane.
@@ -75,15 +85,15 @@ template <bool shifted> using Fp4Grid = FloatGrid<1, 0, shifted>;
 
 struct Square {
   explicit Square(const Power&) {}
-  void apply(V (&error)[U]) const {
-    each([&](int i) { error[i] = error[i] * error[i]; });
+  template <int N> void apply(V (&error)[N]) const {
+    each<N>([&](int i) { error[i] = error[i] * error[i]; });
   }
 };
 
 struct Cube {
   explicit Cube(const Power&) {}
-  void apply(V (&error)[U]) const {
-    each([&](int i) { error[i] = absolute(error[i]) * (error[i] * error[i]); });
+  template <int N> void apply(V (&error)[N]) const {
+    each<N>([&](int i) { error[i] = absolute(error[i]) * (error[i] * error[i]); });
   }
 };
 
@@ -94,18 +104,18 @@ struct AnyPower {
   explicit AnyPower(const Power& power) : octaves(power.octaves), squares(power.squares) {
     for (int i = 0; i <= Power::degree; i++) coefficients[i] = all(power.coefficients[i]);
   }
-  void apply(V (&error)[U]) const {
-    V mantissa[U], power[U];
+  template <int N> void apply(V (&error)[N]) const {
+    V mantissa[N], power[N];
     // At the floor the table holds zero.
-    each([&](int i) { error[i] = larger_magnitude(error[i], all(0x1p-29f)); });
-    each([&](int i) { mantissa[i] = (V)(((I)error[i] & 0x007fffff) | 0x3f800000); });
-    each([&](int i) { power[i] = coefficients[0] * mantissa[i] + coefficients[1]; });
+    each<N>([&](int i) { error[i] = larger_magnitude(error[i], all(0x1p-29f)); });
+    each<N>([&](int i) { mantissa[i] = (V)(((I)error[i] & 0x007fffff) | 0x3f800000); });
+    each<N>([&](int i) { power[i] = coefficients[0] * mantissa[i] + coefficients[1]; });
     for (int k = 2; k <= Power::degree; k++)
-      each([&](int i) { power[i] = power[i] * mantissa[i] + coefficients[k]; });
-    each([&](int i) { power[i] = power[i] * octaves[(I)error[i] >> 23]; });
+      each<N>([&](int i) { power[i] = power[i] * mantissa[i] + coefficients[k]; });
+    each<N>([&](int i) { power[i] = power[i] * octaves[(I)error[i] >> 23]; });
     for (int k = 0; k < squares; k++)
-      each([&](int i) { power[i] = power[i] * (error[i] * error[i]); });
-    each([&](int i) { error[i] = power[i]; });
+      each<N>([&](int i) { power[i] = power[i] * (error[i] * error[i]); });
+    each<N>([&](int i) { error[i] = power[i]; });
   }
 };
 

@@ -157,6 +157,39 @@ CALIPERS_INLINE constexpr std::size_t search_scratch_bytes(std::int64_t candidat
   return 5 * kTileBytes + candidates * (4 * kVectorBytes + kLanes * sizeof(double));
 }
 
+// The codes that there are, and the zero point they are shifted by. `above` and `below`: times the
+// largest value, and times the negative of the smallest, the scale from which on half of it is no
+// worse.
+struct Window {
+  float zero, lowest, highest, above, below;
+};
+
+struct OptimumJob {
+  Pieces values;
+  Pieces weights;               // data is null where all values count alike
+  Cut cut;                      // pieces are never cut
+  const float *low, *high;      // [pieces]
+  const float* storable;        // [scales], ascending, and a vector more
+  std::int64_t scales;
+  float halvable;               // from which scale on half of it can be stored too
+  const Window* windows;
+  std::int64_t window_count;
+  bool windows_have_floor;      // they are parts of one endless grid
+  bool shifted;                 // whether windows have zero points
+  Grid grid;
+  float norm;
+  Power power;
+  std::int64_t kept;
+  float* best;                  // [pieces][kept], the best first
+  std::int32_t* window;         // [pieces][kept]
+  double* errors;               // [pieces][kept]
+};
+
+// Four tiles; of each scale its number, three times, and a root.
+CALIPERS_INLINE constexpr std::size_t optimum_scratch_bytes(std::int64_t scales) {
+  return 4 * kTileBytes + scales * (sizeof(float) + 3 * sizeof(std::int32_t));
+}
+
 struct RangesJob {
   Cut cut;
   DType dtype;
@@ -197,6 +230,7 @@ struct Kernels {
   const char* name;
   void (*extrema)(const ExtremaJob&, std::int64_t task, std::byte* scratch);
   void (*search)(const SearchJob&, std::int64_t task, std::byte* scratch);
+  void (*optimum)(const OptimumJob&, std::int64_t task, std::byte* scratch);
   void (*ranges)(const RangesJob&, std::int64_t task, std::byte* scratch);
   void (*moments)(const MomentsJob&, std::int64_t task, std::byte* scratch);
   void (*counts)(const CountsJob&, std::int64_t task, std::byte* scratch);

@@ -4,6 +4,7 @@
 #include "counts.h"
 #include "extrema.h"
 #include "moments.h"
+#include "optimum.h"
 #include "quantize.h"
 #include "search.h"
 
@@ -16,8 +17,8 @@ namespace calipers {
 
 extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
 const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
-    CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, ranges_task, moments_task, counts_task,
-    quantize_task,
+    CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, optimum_task, ranges_task, moments_task,
+    counts_task, quantize_task,
 };
 
 }  // namespace calipers

@@ -14,6 +14,7 @@
 
 #include "jobs.h"
 #include "parallel.h"
+#include "sweep.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -91,6 +92,13 @@ Pieces pieces_of(const Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.data()), dtype_of(tensor),
           size(0), size(1), size(2), size(3), size(4),
           stride(0), stride(1), stride(2), stride(3), stride(4)};
+}
+
+Pieces weights_of(const Tensor& weights, const Tensor& values) {
+  const Pieces pieces = pieces_of(weights);
+  for (int i = 0; i < 5; i++)
+    if (weights.shape(i) != values.shape(i)) throw nb::value_error("weights have the wrong shape.");
+  return pieces;
 }
 
 void expect(std::size_t found, std::int64_t wanted, const char* what) {
@@ -189,6 +197,15 @@ Cut cut_of_extrema(const Pieces& pieces) {
   return cut;
 }
 
+Cut cut_of_whole(const Pieces& pieces, std::int64_t per_task) {
+  Cut cut{};
+  cut.pieces_per_run = std::max<std::int64_t>(1, per_task / pieces.length());
+  cut.positions_per_chunk = pieces.length();
+  cut.runs = divide_up(pieces.count(), cut.pieces_per_run);
+  cut.chunks = 1;
+  return cut;
+}
+
 bool signals_pending() {
   nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
@@ -277,11 +294,7 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   expect(high.size(), pieces, "high");
   expect(best.size(), pieces, "best");
   expect(improved.size(), job.candidates, "improved");
-  if (weights) {
-    job.weights = pieces_of(*weights);
-    for (int i = 0; i < 5; i++)
-      if (weights->shape(i) != values.shape(i)) throw nb::value_error("weights have the wrong shape.");
-  }
+  if (weights) job.weights = weights_of(*weights, values);
   // A task takes a few milliseconds, however many candidates there are, so that Ctrl-C is heard.
   const std::int64_t many = std::max<std::int64_t>(64, job.candidates);
   job.cut = cut_of(job.values, std::max<std::int64_t>(kTile, 64 * kTaskValues / many));
@@ -310,6 +323,78 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
     errors.resize(job.cut.chunks * pieces * std::min(job.candidates, kStage));
   job.errors = errors.empty() ? nullptr : errors.data();
   search_until_done(job, threads);
+}
+
+// Each window is five numbers.
+std::vector<Window> windows_of(const Array<const float>& windows) {
+  if (windows.ndim() != 2 || windows.shape(1) != 5 || !windows.size())
+    throw nb::value_error("Windows must be rows of five numbers.");
+  std::vector<Window> made;
+  for (std::size_t i = 0; i < windows.size(); i += 5) {
+    const float* w = windows.data() + i;
+    made.push_back({w[0], w[1], w[2], w[3], w[4]});
+  }
+  return made;
+}
+
+// What both searches of all scales are told.
+template <class Job>
+void set_pieces(Job& job, const Tensor& values, const std::optional<Tensor>& weights,
+                const Array<const float>& low, const Array<const float>& high,
+                const std::vector<Window>& windows, const Array<float>& best,
+                const Array<std::int32_t>& window, const Array<double>& errors) {
+  job.values = pieces_of(values);
+  if (weights) job.weights = weights_of(*weights, values);
+  const std::int64_t pieces = job.values.count();
+  expect(low.size(), pieces, "low");
+  expect(high.size(), pieces, "high");
+  job.kept = static_cast<std::int64_t>(best.size()) / pieces;
+  if (!job.kept) throw nb::value_error("best must have a place for each piece.");
+  expect(best.size(), pieces * job.kept, "best");
+  expect(window.size(), pieces * job.kept, "window");
+  expect(errors.size(), pieces * job.kept, "errors");
+  job.cut = cut_of_whole(job.values, kTaskValues / 4);
+  job.low = low.data();
+  job.high = high.data();
+  job.windows = windows.data();
+  job.window_count = static_cast<std::int64_t>(windows.size());
+  job.best = best.data();
+  job.window = window.data();
+  job.errors = errors.data();
+}
+
+void optimum(const Tensor& values, std::optional<Tensor> weights, Array<const float> low,
+             Array<const float> high, Array<const float> storable, float halvable,
+             Array<const float> windows, bool shifted, const std::string& grid, double norm,
+             Array<float> best, Array<std::int32_t> window, Array<double> errors, int threads) {
+  OptimumJob job{};
+  const std::vector<Window> made = windows_of(windows);
+  set_pieces(job, values, weights, low, high, made, best, window, errors);
+  // Vectors are loaded from any scale on.
+  std::vector<float> padded(storable.data(), storable.data() + storable.size());
+  padded.insert(padded.end(), kLanes, 0.f);
+  job.storable = padded.data();
+  job.scales = static_cast<std::int64_t>(storable.size());
+  if (!job.scales) throw nb::value_error("There must be a scale to choose.");
+  job.halvable = halvable;
+  job.shifted = shifted;
+  job.grid = grid_of(grid);
+  job.windows_have_floor = made.size() > 1 && job.grid == Grid::integer;
+  job.norm = static_cast<float>(norm);
+  job.power = power_of(norm);
+  run(chosen->optimum, job, threads, 256 * job.values.count() * job.values.length(),
+      optimum_scratch_bytes(job.scales));
+}
+
+void sweep(const Tensor& values, std::optional<Tensor> weights, Array<const float> low,
+           Array<const float> high, Array<const float> windows, Array<const float> magnitudes,
+           Array<float> best, Array<std::int32_t> window, Array<double> errors, int threads) {
+  SweepJob job{};
+  const std::vector<Window> made = windows_of(windows);
+  set_pieces(job, values, weights, low, high, made, best, window, errors);
+  job.magnitudes = magnitudes.data();
+  job.magnitude_count = static_cast<std::int64_t>(magnitudes.size());
+  run(sweep_task, job, threads, 256 * job.values.count() * job.values.length(), 64);
 }
 
 // Multiply each range by the factor chosen for it, and round that to the dtype of `start` and `end`.
@@ -410,6 +495,12 @@ NB_MODULE(_native, m) {
         "scale"_a, "shifted"_a, "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "patience"_a,
         "best"_a.noconvert(), "done"_a.noconvert().none(), "least"_a.noconvert().none(), "improved"_a.noconvert(),
         "threads"_a);
+  m.def("optimum", &optimum, "values"_a, "weights"_a.none(), "low"_a.noconvert(), "high"_a.noconvert(),
+        "storable"_a.noconvert(), "halvable"_a, "windows"_a.noconvert(), "shifted"_a, "grid"_a, "norm"_a,
+        "best"_a.noconvert(), "window"_a.noconvert(), "errors"_a.noconvert(), "threads"_a);
+  m.def("sweep", &sweep, "values"_a, "weights"_a.none(), "low"_a.noconvert(), "high"_a.noconvert(),
+        "windows"_a.noconvert(), "magnitudes"_a.noconvert(), "best"_a.noconvert(),
+        "window"_a.noconvert(), "errors"_a.noconvert(), "threads"_a);
   m.def("scale_ranges", &scale_ranges, "low"_a.noconvert(), "high"_a.noconvert(),
         "factors"_a.noconvert(), "best"_a.noconvert(), "start"_a.noconvert(), "end"_a.noconvert(),
         "threads"_a);

@@ -11,8 +11,6 @@
 namespace calipers {
 namespace {
 
-constexpr std::int64_t kBlock = 32;  // vectors after which a sum is looked at
-
 // A tile of values, and the errors below which candidates have to stay. Each lane is its own piece
 // with its own least error so far; or, if `spread`, all lanes are of one.
 struct Tile {
@@ -121,14 +119,6 @@ inline void prepare(const SearchJob& job, V x, V unit, const SearchScratch& scra
   scratch.values[i] = job.shifted ? measured : absolute(measured);
   if (job.grid == Grid::integer)
     scratch.limits[i] = IntegerGrid<false>::limit(x, job.lowest, job.highest);
-}
-
-// One power of two per lane, that brings the largest magnitude between 1 and 2 (at the ends of
-// float32: between 2⁻²³ and 4).
-inline V unit_of(V largest) {
-  const I exponent = 254 - (I)((U32)largest >> 23);
-  const I held = exponent < 1 ? all_bits(1) : (exponent > 253 ? all_bits(253) : exponent);
-  return (V)((U32)held << 23);
 }
 
 // Scale and zero point as compressed-tensors makes them from a range, in the arithmetic of the dtype

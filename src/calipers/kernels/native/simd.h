@@ -85,6 +85,19 @@ inline bool any(I mask) {
 #endif
 }
 
+// One bit per lane that is set.
+inline std::uint32_t lane_bits(I mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__)
+  return (std::uint32_t)_mm256_movemask_ps((__m256)mask);
+#else
+  std::uint32_t bits = 0;
+  for (int i = 0; i < W; i++) bits |= (mask[i] & 1u) << i;
+  return bits;
+#endif
+}
+
 // The first or the second half of a and b, interleaved.
 template <int... i> V zip(V a, V b, int half, std::integer_sequence<int, i...>) {
 #if defined(__clang__)

@@ -1,0 +1,417 @@
+// The best of all scales that can be stored: candidates in the lanes, one piece at a time.
+//
+// A piece looks for its best scale only where it can be. Let s be a scale.
+// - From above: if doubling every code that s uses stays within the window, s/2 reaches every number
+//   that s reaches, so that no error grows; `above` and `below` say from which scale on that holds
+//   for positive and negative values. Where s/2 is no entry of the table (`halvable`), s is tried.
+// - From below: values beyond the window err at least by their distance to its end, which only
+//   grows as the scale becomes smaller. Once the sum of that is not below the best error known, no
+//   smaller scale is better.
+// - In between: let |·| be the norm whose power is summed up, q the quantized piece at s, and t
+//   another scale. The codes of q are there at t too, so that t errs at most by
+//   |x − q·t/s| ≤ |x − q| + |t/s − 1|·|q|, and |q| ≤ |x| + |x − q|. If t errs by e and s is to err by
+//   less than b, then e < b + |t/s − 1|·(|x| + b): a scale that errs much rules out its neighbours.
+//   (A norm below 1 is none, and rules out nothing.)
+// - If there are several windows of integers, none errs less than one without ends, which thus
+//   gives a largest scale for all of them.
+#pragma once
+
+#include "grid.h"
+#include "kept.h"
+#include "tile.h"
+
+namespace calipers {
+namespace {
+
+constexpr int kMost = 4;                  // vectors of candidates that are tried together
+constexpr std::int64_t kFlush = 512;      // values after which sums go from float to double
+constexpr double kRounding = 1 + 1e-5;    // more than sums in float32 are off
+constexpr float kEndless = 1e6f;          // a code that no value comes to
+constexpr std::int64_t kRefinement = 8;   // how much finer each level of a search is
+
+// How a value becomes a code of each candidate. Values come without their sign, `limit` is the
+// end of the window on their side; or with it, if codes are shifted by a zero point.
+
+struct IntegerCodes {
+  static constexpr float offset = kLarge;
+  template <int M>
+  static void errors(V x, V limit, const Window&, const Quantizer (&by)[M], V (&error)[M]) {
+    V code[M];
+    each<M>([&](int i) { code[i] = x * by[i].inverse + kLarge; });
+    each<M>([&](int i) { code[i] = minimum(code[i], limit); });
+    each<M>([&](int i) { code[i] = code[i] - kLarge; });
+    each<M>([&](int i) { error[i] = x - code[i] * by[i].scale; });
+  }
+};
+
+template <int mantissa, int smallest_exponent, bool shifted> struct FloatCodes {
+  static constexpr float offset = 0;
+  template <int M>
+  static void errors(V x, V limit, const Window& window, const Quantizer (&by)[M], V (&error)[M]) {
+    V code[M];
+    each<M>([&](int i) { code[i] = shifted ? x * by[i].inverse + window.zero : x * by[i].inverse; });
+    if (shifted) each<M>([&](int i) { code[i] = maximum(code[i], all(window.lowest)); });
+    each<M>([&](int i) { code[i] = minimum(code[i], shifted ? all(window.highest) : limit); });
+    each<M>([&](int i) { code[i] = round_to_float<mantissa, smallest_exponent>(code[i]); });
+    each<M>([&](int i) { error[i] = x - (shifted ? code[i] - window.zero : code[i]) * by[i].scale; });
+  }
+};
+
+// In the order and the sizes that `optimum_scratch_bytes` reckons with.
+struct OptimumScratch {
+  float *values, *magnitudes, *limits, *weights;
+  std::int32_t *points, *more, *merged;  // scales that were tried, that are to be, and both
+  float* roots;                          // by the number of the scale
+  OptimumScratch(std::byte* scratch, std::int64_t scales)
+      : values((float*)scratch), magnitudes(values + kTile), limits(magnitudes + kTile),
+        weights(limits + kTile), points((std::int32_t*)(weights + kTile)), more(points + scales),
+        merged(more + scales), roots((float*)(merged + scales)) {}
+};
+
+template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSearch {
+  const OptimumJob& job;
+  const OptimumScratch scratch;
+  const Norm norm;
+  std::int64_t piece = 0;
+  float unit = 1;
+  bool whole = false;             // the piece fits into a tile, and is there
+  const Window* window = nullptr; // that the limits in the tile are of
+  double length = 0;              // |x|
+  Kept kept{};
+
+  PieceSearch(const OptimumJob& job, std::byte* memory)
+      : job(job), scratch(memory, job.scales), norm(job.power) {}
+
+  // Above, a sum is hopeless.
+  double limit() const { return kept.worst() * kRounding; }
+
+  // Tiles of the piece
+
+  void load(std::int64_t begin, std::int64_t count) {
+    load_tile(job.values, piece, 1, begin, count, scratch.values, count);
+    if (weighted) load_tile(job.weights, piece, 1, begin, count, scratch.weights, count);
+    for (std::int64_t i = count; i < round_up(count, W); i++)
+      scratch.values[i] = scratch.weights[i] = 0;
+    for (std::int64_t i = 0; i < count; i += W) {
+      const V x = finite_or_zero(load_as<V>(scratch.values + i)) * unit;
+      store(scratch.values + i, x);
+      store(scratch.magnitudes + i, absolute(x));
+    }
+  }
+  void set_limits(std::int64_t count) {
+    const float above = window->highest - window->zero, below = window->zero - window->lowest;
+    for (std::int64_t i = 0; i < count; i += W) {
+      const V x = load_as<V>(scratch.values + i);
+      store(scratch.limits + i, (x < 0 ? all(below) : all(above)) + Codes::offset);
+    }
+  }
+  template <class F> void each_tile(const Window& wanted, F f) {
+    const std::int64_t length = job.values.length();
+    for (std::int64_t begin = 0; begin < length; begin += kTile) {
+      const std::int64_t left = length - begin, count = left < (std::int64_t)kTile ? left : kTile;
+      const bool loaded = !whole;
+      if (loaded) load(begin, count);
+      if (loaded || window != &wanted) {
+        window = &wanted;
+        set_limits(count);
+      }
+      whole = count == length;
+      if (!f(count)) return;
+    }
+  }
+
+  // Sums of errors
+
+  template <int M> void sum_errors(const Window& in, const float* scales, double limit, double* sums) {
+    Quantizer by[M];
+    each<M>([&](int k) {
+      by[k].scale = maximum(load_as<V>(scales + k * W) * unit, all(1e-30f));
+      by[k].inverse = reciprocal(by[k].scale);
+    });
+    D low[M] = {}, high[M] = {};
+    each_tile(in, [&](std::int64_t count) {
+      const float* values = shifted ? scratch.values : scratch.magnitudes;
+      for (std::int64_t flush = 0; flush < count; flush += kFlush) {
+        V total[M] = {};
+        const std::int64_t stop = count - flush < kFlush ? count : flush + kFlush;
+        for (std::int64_t begin = flush; begin < stop; begin += kBlock) {
+          const std::int64_t end = stop - begin < kBlock ? stop : begin + kBlock;
+          V part[M] = {};
+          for (std::int64_t i = begin; i < end; i++) {
+            V error[M];
+            Codes::template errors<M>(all(values[i]), all(scratch.limits[i]), in, by, error);
+            norm.apply(error);
+            each<M>([&](int k) { part[k] += weighted ? all(scratch.weights[i]) * error[k] : error[k]; });
+          }
+          each<M>([&](int k) { total[k] += part[k]; });
+          if (end < count && is_hopeless(total, limit)) break;
+        }
+        each<M>([&](int k) { low[k] += lower_doubles(total[k]), high[k] += upper_doubles(total[k]); });
+        if (is_hopeless(low, high, limit)) return false;
+      }
+      return true;
+    });
+    each<M>([&](int k) {
+      store(sums + k * W, low[k]);
+      store(sums + k * W + W / 2, high[k]);
+    });
+  }
+  template <int M> static bool is_hopeless(const V (&total)[M], double limit) {
+    const V most = all(limit < 1e38 ? (float)limit : 1e38f);
+    I below = total[0] < most;
+    for (int k = 1; k < M; k++) below |= total[k] < most;
+    return !any(below);
+  }
+  template <int M> static bool is_hopeless(const D (&low)[M], const D (&high)[M], double limit) {
+    for (int k = 0; k < M; k++)
+      for (int i = 0; i < W / 2; i++)
+        if (low[k][i] < limit || high[k][i] < limit) return false;
+    return true;
+  }
+
+  // The errors of `count` candidates, or at least `limit`; f gets each.
+  template <class F>
+  void try_each(const Window& in, const std::int32_t* indices, std::int64_t count, double limit, F f) {
+    alignas(64) float scales[kMost * W];
+    alignas(64) double sums[kMost * W];
+    for (std::int64_t begin = 0; begin < count;) {
+      const std::int64_t left = count - begin;
+      const int vectors = left > 2 * W ? kMost : left > W ? 2 : 1;
+      for (std::int64_t i = 0; i < vectors * W; i++)
+        scales[i] = job.storable[indices[begin + (i < left ? i : left - 1)]];
+      if (vectors == kMost) sum_errors<kMost>(in, scales, limit, sums);
+      if (vectors == 2) sum_errors<2>(in, scales, limit, sums);
+      if (vectors == 1) sum_errors<1>(in, scales, limit, sums);
+      for (std::int64_t i = 0; i < vectors * W && i < left; i++) f(indices[begin + i], sums[i]);
+      begin += vectors * W;
+    }
+  }
+
+  // What values beyond the ends of a window err by at least.
+  double clip(const Window& in, float scale) {
+    const V ends = all(scale * unit);
+    double total = 0;
+    each_tile(in, [&](std::int64_t count) {
+      for (std::int64_t begin = 0; begin < count; begin += kBlock * W) {
+        V part{};
+        for (std::int64_t i = begin; i < count && i < begin + kBlock * W; i += W) {
+          const V limit = load_as<V>(scratch.limits + i) - Codes::offset;
+          V beyond[1] = {maximum(load_as<V>(scratch.magnitudes + i) - limit * ends, V{})};
+          norm.apply(beyond);
+          part += weighted ? load_as<V>(scratch.weights + i) * beyond[0] : beyond[0];
+        }
+        total += sum(part);
+      }
+      return true;
+    });
+    return total;
+  }
+
+  // Where in the table a window is to be searched
+
+  // The first scale that is not below.
+  std::int64_t index_of(float scale) const {
+    std::int64_t low = 0, high = job.scales;
+    while (low < high) {
+      const std::int64_t middle = (low + high) / 2;
+      if (job.storable[middle] < scale)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+  std::int64_t top_of(const Window& in) const {
+    const float above = job.high[piece] * in.above, below = -job.low[piece] * in.below;
+    const float dominated = (above > below ? above : below) * 1.0001f;
+    const std::int64_t top = index_of(dominated > job.halvable ? dominated : job.halvable);
+    return top > 0 ? top : 1;
+  }
+  // The scale at which no value is beyond the ends.
+  float covering_scale(const Window& in) const {
+    const float above = in.highest - in.zero, below = in.zero - in.lowest;
+    const float high = job.high[piece] > 0 ? job.high[piece] / (above > 0 ? above : 1e-3f) : 0;
+    const float low = job.low[piece] < 0 ? -job.low[piece] / (below > 0 ? below : 1e-3f) : 0;
+    return high > low ? high : low;
+  }
+
+  // Which scales one that was tried rules out
+
+  double root_of(double sum) const {
+    return job.norm == 2 ? __builtin_sqrt(sum) : __builtin_pow(sum, 1 / (double)job.norm);
+  }
+  // |t/s − 1| up to which the scale of a root rules out others.
+  double radius(std::int32_t index, double best) const {
+    const double more = scratch.roots[index] * (1 - 4e-6) - best;
+    return job.norm < 1 || more <= 0 ? 0 : more / (length + best);
+  }
+  // The scales between two points, `stride` apart, that neither of them rules out. Returns how many
+  // are noted by then.
+  std::int64_t note_open(std::int32_t from, std::int32_t to, std::int64_t stride, double best,
+                         std::int64_t noted) {
+    const float after = (float)((1 - radius(from, best)) / job.storable[from]) * (1 + 1e-6f);
+    const float before = (float)((1 + radius(to, best)) / job.storable[to]) * (1 - 1e-6f);
+    for (std::int64_t i = from + 1; i < to; i += W) {
+      const V scale = load_as<V>(job.storable + i);
+      std::uint32_t open = lane_bits((scale * after > 1) & (scale * before < 1));
+      if (to - i < W) open &= (1u << (to - i)) - 1;
+      for (; open; open &= open - 1) {
+        const std::int64_t k = i + __builtin_ctz(open);
+        if (((k - from) & (stride - 1)) == 0) scratch.more[noted++] = (std::int32_t)k;
+      }
+    }
+    return noted;
+  }
+
+  // The search
+
+  // Scales of one octave, divided by this, are tried first.
+  std::int64_t coarse_stride(std::int64_t top) const {
+    const std::int64_t octave = top - 1 - index_of(job.storable[top - 1] / 2);
+    std::int64_t stride = 1;
+    while (stride * 2 * W <= octave) stride *= kRefinement;
+    return stride;
+  }
+  // Try every scale `stride` apart from `top` downwards, until values beyond the ends rule out the
+  // rest. Returns how many; their numbers are the points, ascending.
+  template <class F> std::int64_t descend(const Window& in, std::int64_t top, std::int64_t stride, F f) {
+    std::int64_t count = 0;
+    for (std::int64_t next = top - 1; next >= 0;) {
+      std::int32_t indices[W];
+      std::int64_t size = 0;
+      for (; size < W && next >= 0; next -= stride) indices[size++] = (std::int32_t)next;
+      try_each(in, indices, size, limit(), [&](std::int32_t index, double error) {
+        scratch.roots[index] = (float)root_of(error);
+        f(index, error);
+      });
+      for (std::int64_t i = 0; i < size; i++) scratch.points[count++] = indices[i];
+      if (clip(in, job.storable[indices[size - 1]]) >= limit()) break;
+      if (next < 0 && indices[size - 1] > 0) next = 0;
+    }
+    for (std::int64_t i = 0; i < count / 2; i++) {
+      const std::int32_t point = scratch.points[i];
+      scratch.points[i] = scratch.points[count - 1 - i];
+      scratch.points[count - 1 - i] = point;
+    }
+    return count;
+  }
+
+  // Which of the scales between points, `stride` apart, are not ruled out. Returns how many.
+  std::int64_t open_scales(std::int64_t count, std::int64_t stride) {
+    const double best = root_of(limit());
+    std::int64_t found = 0;
+    for (std::int64_t i = 0; i + 1 < count; i++)
+      found = note_open(scratch.points[i], scratch.points[i + 1], stride, best, found);
+    return found;
+  }
+  std::int64_t merge_points(std::int64_t count, std::int64_t found) {
+    for (std::int64_t i = 0, k = 0; i + k < count + found;) {
+      const bool old = k == found || (i < count && scratch.points[i] < scratch.more[k]);
+      scratch.merged[i + k] = old ? scratch.points[i] : scratch.more[k];
+      (old ? i : k)++;
+    }
+    std::memcpy(scratch.points, scratch.merged, (count + found) * sizeof(std::int32_t));
+    return count + found;
+  }
+
+  void search_window(std::int32_t number, std::int64_t top) {
+    const Window& in = job.windows[number];
+    const auto take = [&](std::int32_t index, double error) {
+      kept.take(job.storable[index], number, error);
+    };
+    std::int64_t stride = coarse_stride(top);
+    std::int64_t count = descend(in, top, stride, take);
+    while (stride > 1) {
+      stride /= kRefinement;
+      const std::int64_t found = open_scales(count, stride), step = kMost * W;
+      for (std::int64_t i = 0; i < found; i += step)
+        try_each(in, scratch.more + i, found - i < step ? found - i : step, limit(),
+                 [&](std::int32_t index, double error) {
+                   scratch.roots[index] = (float)root_of(error);
+                   take(index, error);
+                 });
+      if (stride > 1) count = merge_points(count, found);
+    }
+  }
+
+  // The scale from which on even a window without ends errs more than the best known.
+  std::int64_t ceiling() {
+    static constexpr Window endless{0, -kEndless, kEndless, 0, 0};
+    std::int64_t top = 1;
+    for (std::int64_t i = 0; i < job.window_count; i++) {
+      const std::int64_t of_window = top_of(job.windows[i]);
+      top = of_window > top ? of_window : top;
+    }
+    while (top > 1) {
+      std::int64_t size = 0, lowest = top;
+      for (; size < kMost * W && lowest > 0; size++) scratch.more[size] = (std::int32_t)--lowest;
+      std::int64_t found = 0;
+      try_each(endless, scratch.more, size, limit(), [&](std::int32_t index, double error) {
+        if (error < limit() && index >= found) found = index + 1;
+      });
+      if (found) return found;
+      top = lowest;
+    }
+    return 1;
+  }
+
+  void search(std::int64_t number) {
+    piece = number;
+    const V largest = larger_magnitude(all(job.low[piece]), all(job.high[piece]));
+    unit = unit_of(largest)[0];
+    whole = false;
+    window = nullptr;
+    const std::int64_t at = piece * job.kept;
+    kept = {job.best + at, job.window + at, job.errors + at, job.kept, 0};
+    if (largest[0] == 0) {
+      kept.take(0, 0, 0);
+    } else {
+      std::int32_t first = 0;
+      for (std::int32_t i = 1; i < job.window_count; i++)
+        if (covering_scale(job.windows[i]) < covering_scale(job.windows[first])) first = i;
+      length = root_of(clip(job.windows[first], 0));
+      search_window(first, top_of(job.windows[first]));
+      const std::int64_t most = job.windows_have_floor ? ceiling() : job.scales;
+      for (std::int32_t i = 0; i < job.window_count; i++) {
+        const Window& in = job.windows[i];
+        const std::int64_t top = top_of(in) < most ? top_of(in) : most;
+        if (i != first && clip(in, job.storable[top - 1]) < limit()) search_window(i, top);
+      }
+    }
+    bring_back();
+  }
+
+  // Errors are in the unit of the piece until here.
+  void bring_back() {
+    const double measure = __builtin_pow(1.0 / unit, job.norm);
+    for (std::int64_t i = 0; i < kept.count; i++) kept.errors[i] *= measure;
+    kept.fill_up();
+  }
+};
+
+template <class Codes, class Norm, bool weighted, bool shifted>
+void search_pieces(const OptimumJob& job, const Task& task, std::byte* scratch) {
+  PieceSearch<Codes, Norm, weighted, shifted> search(job, scratch);
+  for (std::int64_t piece = task.first; piece < task.end; piece++) search.search(piece);
+}
+
+template <class Codes, bool shifted = false>
+void pick_norm(const OptimumJob& job, const Task& task, std::byte* scratch) {
+  const bool weighted = job.weights.data;
+  if (job.norm == 2)
+    return weighted ? search_pieces<Codes, Square, true, shifted>(job, task, scratch)
+                    : search_pieces<Codes, Square, false, shifted>(job, task, scratch);
+  return weighted ? search_pieces<Codes, AnyPower, true, shifted>(job, task, scratch)
+                  : search_pieces<Codes, AnyPower, false, shifted>(job, task, scratch);
+}
+
+inline void optimum_task(const OptimumJob& job, std::int64_t index, std::byte* scratch) {
+  const Task task(job.cut, index, job.values.count(), job.values.length());
+  if (job.grid == Grid::integer) return pick_norm<IntegerCodes>(job, task, scratch);
+  if (job.grid == Grid::fp4) return pick_norm<FloatCodes<1, 0, false>>(job, task, scratch);
+  if (job.shifted) return pick_norm<FloatCodes<3, -6, true>, true>(job, task, scratch);
+  return pick_norm<FloatCodes<3, -6, false>>(job, task, scratch);
+}
+
+}  // namespace
+}  // namespace calipers

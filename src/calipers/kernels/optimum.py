@@ -1,0 +1,300 @@
+"""The best of all scales that can be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
+from calipers.numerics.formats import Format
+from calipers.numerics.scales import Window, halvable_from, magnitudes_of
+
+_TILE = 1 << 22  # numbers worked on at once
+_TOGETHER = 32  # candidates tried at once
+_RESCORED = 8  # candidates of a sweep whose errors are summed anew
+_ROUNDING = 1 + 1e-5  # more than sums in float32 are off
+
+
+class Optimum(NamedTuple):
+    """The best candidates of each piece, in the last dimension, the best one first.
+
+    ``scales`` are positive, in float32 or float64, and zero where a piece has only zeros;
+    ``windows`` says which window goes with each, ``errors`` is Σ w·|q−x|^norm in float64. Where a
+    piece has fewer candidates than were asked for, the last one is repeated.
+    """
+
+    scales: Tensor
+    windows: Tensor
+    errors: Tensor
+
+
+class Job(NamedTuple):
+    """What is searched. Weights have the shape of the pieces; ranges one number per piece."""
+
+    pieces: Tensor
+    low: Tensor
+    high: Tensor
+    fmt: Format
+    windows: Sequence[Window]
+    storable: Tensor | None
+    norm: float
+    weights: Tensor | None
+    keep: int
+
+
+@torch.no_grad()
+def best_scales(
+    pieces: Tensor,
+    min_vals: Tensor,
+    max_vals: Tensor,
+    fmt: Format,
+    *,
+    windows: Sequence[Window],
+    storable: Tensor | None,
+    norm: float = 2.0,
+    weights: Tensor | None = None,
+    keep: int = 1,
+) -> Optimum:
+    """Find for each piece the scale and the window with the least Σ w·|q−x|^norm.
+
+    ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``min_vals`` and
+    ``max_vals`` are its extrema, ``weights``, not negative, broadcasts with it. ``storable`` are
+    the scales to choose from, ascending; ``None`` stands for every float, and asks for norm 2.
+    NaN and Inf count as zero, which quantizes without error.
+
+    >>> from calipers.numerics.formats import ScaleKind
+    >>> from calipers.numerics.scales import windows_of
+    >>> fmt = Format("int", 2, True, ScaleKind.FLOAT)
+    >>> x = torch.tensor([[[[-2.0, 1.0, 0.9]]]])
+    >>> low, high = x.amin((0, 2, 3)), x.amax((0, 2, 3))
+    >>> found = best_scales(x, low, high, fmt, windows=windows_of(fmt), storable=None)
+    >>> round(found.scales.item(), 4), round(found.errors.item(), 4)
+    (0.9833, 0.0083)
+    """
+    if storable is None and norm != 2:
+        raise ValueError("Only squared errors can be minimized over every float.")
+    if weights is not None:
+        weights = weights.to(pieces.device, torch.promote_types(pieces.dtype, torch.float32))
+        weights = weights.expand(pieces.shape)
+    shape = min_vals.shape
+    low, high = (bound.reshape(-1).clamp(*end) for bound, end in _bounds(min_vals, max_vals))
+    job = Job(pieces, low, high, fmt, windows, storable, norm, weights, keep)
+    kernels = native_for(pieces) if norm <= HIGHEST_NATIVE_NORM else None
+    found = _natively(kernels, job) if kernels else _in_torch(job)
+    return Optimum(*(part.reshape(*shape, keep) for part in found))
+
+
+def _bounds(
+    min_vals: Tensor, max_vals: Tensor
+) -> tuple[tuple[Tensor, tuple[None, float]], tuple[Tensor, tuple[float, None]]]:
+    """Zero is in every range."""
+    return (min_vals, (None, 0.0)), (max_vals, (0.0, None))
+
+
+# Native
+
+
+def _natively(kernels: ModuleType, job: Job) -> Optimum:
+    values = as_grid(job.pieces, ordered=True)
+    weights = None if job.weights is None else as_grid(job.weights, ordered=True)
+    low, high = (bound.float().contiguous() for bound in (job.low, job.high))
+    windows = torch.tensor(job.windows)
+    best = torch.empty(len(low), job.keep)
+    window = torch.empty(len(low), job.keep, dtype=torch.int32)
+    errors = torch.empty(len(low), job.keep, dtype=torch.float64)
+    threads = torch.get_num_threads()
+    if job.storable is None:
+        grid = magnitudes_of(job.fmt)
+        kernels.sweep(values, weights, low, high, windows, grid, best, window, errors, threads)
+    else:
+        storable = job.storable.float().contiguous()
+        shifted = any(window.zero for window in job.windows)
+        kernels.optimum(
+            values,
+            weights,
+            low,
+            high,
+            storable,
+            halvable_from(storable),
+            windows,
+            shifted,
+            grid_name(job.fmt),
+            job.norm,
+            best,
+            window,
+            errors,
+            threads,
+        )
+    return Optimum(best, window, errors)
+
+
+# In torch
+
+
+def _in_torch(job: Job) -> Optimum:
+    working = torch.promote_types(job.pieces.dtype, torch.float32)
+    by_piece = _by_piece(job.pieces)
+    weights = None if job.weights is None else _by_piece(job.weights)
+    search = _sweep if job.storable is None else _enumerate
+    per_piece = magnitudes_of(job.fmt).numel() if job.storable is None else _TOGETHER
+    step = max(1, _TILE // (by_piece.shape[1] * per_piece))
+    found = []
+    for start in range(0, len(by_piece), step):
+        these = slice(start, start + step)
+        x = by_piece[these].to(working).nan_to_num(0.0, 0.0, 0.0)
+        w = torch.ones_like(x) if weights is None else weights[these].to(working)
+        part = job._replace(low=job.low[these].to(working), high=job.high[these].to(working))
+        found.append(search(part, x, w))
+    return Optimum(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _by_piece(pieces: Tensor) -> Tensor:
+    """Bring pieces into the shape (pieces, values)."""
+    return pieces.movedim(0, -3).flatten(-3).reshape(pieces.shape[1:-2].numel(), -1)
+
+
+class _Kept:
+    """The best candidates so far of each piece."""
+
+    def __init__(self, like: Tensor, keep: int) -> None:
+        count = len(like)
+        self.scales = like.new_zeros(count, keep)
+        self.windows = torch.zeros(count, keep, dtype=torch.int32, device=like.device)
+        self.errors = torch.full_like(self.scales, torch.inf, dtype=torch.float64)
+
+    def take(self, scales: Tensor, window: int, errors: Tensor) -> None:
+        """Keep the best of what is kept and of new candidates, (pieces, candidates)."""
+        keep = self.errors.shape[1]
+        errors = torch.cat([self.errors, errors], 1)
+        self.errors, at = errors.sort(dim=1, stable=True)
+        self.errors, at = self.errors[:, :keep], at[:, :keep]
+        windows = torch.full_like(scales, window, dtype=torch.int32)
+        self.scales = torch.cat([self.scales, scales], 1).gather(1, at)
+        self.windows = torch.cat([self.windows, windows], 1).gather(1, at)
+
+    def result(self, is_zero: Tensor) -> Optimum:
+        """Fill up the places of candidates that do not exist with the last one that does."""
+        exists = torch.isfinite(self.errors)
+        last = exists.sum(1, keepdim=True).sub(1).clamp(min=0)
+        at = torch.minimum(torch.arange(exists.shape[1], device=last.device)[None], last)
+        parts = [part.gather(1, at) for part in (self.scales, self.windows, self.errors)]
+        return Optimum(*(part.masked_fill(is_zero[:, None], 0) for part in parts))
+
+
+def _enumerate(job: Job, x: Tensor, w: Tensor) -> Optimum:
+    assert job.storable is not None
+    storable = job.storable.to(x)
+    halvable = halvable_from(job.storable)
+    kept = _Kept(x, job.keep)
+    unit = _unit(torch.maximum(-job.low, job.high))[:, None]
+    x = x / unit
+    for number, window in enumerate(job.windows):
+        dominated = torch.maximum(job.high * window.above, -job.low * window.below) * 1.0001
+        top = torch.searchsorted(storable, dominated.clamp(min=halvable)).clamp(min=1)
+        for begin in range(0, int(top.max()), _TOGETHER):
+            at = top[:, None] - 1 - torch.arange(begin, begin + _TOGETHER, device=x.device)
+            scales = storable[at.clamp(min=0)]
+            measured = (scales / unit).unsqueeze(-1)
+            if begin and bool((_clip(job, x, w, window, measured[:, :1]) > _limit(kept)).all()):
+                break
+            errors = _powers(_errors(job, x, window, measured), job.norm)
+            errors = (errors * w.unsqueeze(1)).sum(-1, dtype=torch.float64)
+            kept.take(scales, number, errors.masked_fill_(at < 0, torch.inf))
+    found = kept.result((job.low == 0) & (job.high == 0))
+    return found._replace(errors=found.errors * unit.double() ** job.norm)
+
+
+def _limit(kept: _Kept) -> Tensor:
+    return kept.errors[:, -1] * _ROUNDING
+
+
+def _unit(largest: Tensor) -> Tensor:
+    """Return a power of two near each number, so that no power of a quotient leaves its type."""
+    _, exponent = torch.frexp(largest)
+    most = 126 if largest.dtype == torch.float32 else 1020
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-most, most))
+
+
+def _errors(job: Job, x: Tensor, window: Window, scales: Tensor) -> Tensor:
+    """Return |q−x| of each value under each scale: (pieces, candidates, values)."""
+    codes = x.unsqueeze(1) / scales
+    if window.zero:
+        codes += window.zero
+    job.fmt.round_(codes.clamp_(window.lowest, window.highest))
+    if window.zero:
+        codes -= window.zero
+    return codes.mul_(scales).sub_(x.unsqueeze(1)).abs_()
+
+
+def _clip(job: Job, x: Tensor, w: Tensor, window: Window, scales: Tensor) -> Tensor:
+    """Sum what values beyond the ends of the window err by at least."""
+    ends = (scales[..., 0] * (end - window.zero) for end in (window.lowest, window.highest))
+    low, high = ends
+    beyond = torch.maximum(x - high, low - x).clamp_(min=0)
+    return (_powers(beyond, job.norm) * w).sum(-1, dtype=torch.float64)
+
+
+def _powers(errors: Tensor, norm: float) -> Tensor:
+    return errors.square_() if norm == 2 else errors.pow_(norm)
+
+
+def _sweep(job: Job, x: Tensor, w: Tensor) -> Optimum:
+    """Look at the lowest point of every parabola between two changes of a code."""
+    magnitude, w = x.double().abs(), w.double()
+    total = (w * magnitude.square()).sum(1, keepdim=True)
+    keep = max(job.keep, _RESCORED)
+    kept = _Kept(magnitude, keep)
+    for number, window in enumerate(job.windows):
+        for_positive, for_negative = (_steps(job.fmt, end) for end in window[1:3][::-1])
+        changes, linear, quadratic = _changes(x, magnitude, w, for_positive, for_negative)
+        linear, quadratic = linear.cumsum(1), quadratic.cumsum(1)
+        ends = torch.cat([changes[:, 1:], torch.zeros_like(changes[:, :1])], 1)
+        lowest = torch.where(quadratic > 0, linear / quadratic, changes)
+        scales = lowest.clamp(ends, changes).to(x.dtype).double()
+        errors = total - scales * (2 * linear - scales * quadratic)
+        errors.masked_fill_(~(scales > 0) | ~(changes > 0), torch.inf)
+        errors, at = errors.topk(min(keep, errors.shape[1]), largest=False)
+        kept.take(scales.gather(1, at), number, errors)
+    found = kept.result((job.low == 0) & (job.high == 0))
+    return _rescored(job, x.double(), w, found)
+
+
+def _steps(fmt: Format, end: float) -> tuple[Tensor, Tensor]:
+    """Return the codes up to an end, and the middles between them."""
+    grid = magnitudes_of(fmt).double()
+    grid = grid[grid <= abs(end)]
+    return grid, (grid[1:] + grid[:-1]) / 2
+
+
+def _changes(
+    x: Tensor, magnitude: Tensor, w: Tensor, *sides: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where codes change, the largest scale first, and what changes in Σwxg and Σwg²."""
+    parts = []
+    for (grid, middles), mine in zip(sides, (x >= 0, x < 0), strict=True):
+        grid, middles = grid.to(x.device), middles.to(x.device)
+        here = torch.where(mine, magnitude, 0)[..., None]
+        weights = torch.where(mine, w, 0)[..., None]
+        linear = weights * here * grid.diff()
+        quadratic = weights * grid.square().diff() * (here > 0)
+        parts.append([part.flatten(1) for part in (here / middles, linear, quadratic)])
+    changes, linear, quadratic = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    changes, at = changes.sort(dim=1, descending=True, stable=True)
+    return changes, linear.gather(1, at), quadratic.gather(1, at)
+
+
+def _rescored(job: Job, x: Tensor, w: Tensor, found: Optimum) -> Optimum:
+    """Sum the errors of a few candidates anew: differences of large sums are not exact enough."""
+    errors = torch.zeros_like(found.errors)
+    for number, window in enumerate(job.windows):
+        scales = found.scales.masked_fill(found.scales == 0, 1).unsqueeze(-1)
+        of_window = (_errors(job, x, window, scales).square_() * w.unsqueeze(1)).sum(-1)
+        errors = torch.where(found.windows == number, of_window, errors)
+    errors, at = errors.masked_fill_(found.scales == 0, 0).sort(dim=1, stable=True)
+    at = at[:, : job.keep]
+    scales = found.scales.gather(1, at).to(job.low.dtype)
+    return Optimum(scales, found.windows.gather(1, at), errors[:, : job.keep])

@@ -1,0 +1,131 @@
+"""Which scales a checkpoint can store, and which codes there are under each."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from calipers.numerics.formats import FP8_DTYPE, Format, ScaleKind
+
+
+class Window(NamedTuple):
+    """The codes that there are, from ``lowest`` to ``highest``, and the zero point of floats.
+
+    An integer zero point moves the window instead: codes are counted from it. ``above`` times the
+    largest value, or ``below`` times the negative of the smallest, whichever is more, is the scale
+    from which on half of it is no worse: all codes are so small that they can be doubled.
+    """
+
+    zero: float
+    lowest: float
+    highest: float
+    above: float
+    below: float
+
+
+@cache
+def windows_of(fmt: Format, signed: bool = False) -> tuple[Window, ...]:
+    """Return the windows of a format: one, or one per zero point, in the order of zero points.
+
+    ``signed`` adds the window of negative scales, which is the mirror image.
+
+    >>> [window[1:3] for window in windows_of(Format("int", 4, True, ScaleKind.FLOAT), True)]
+    [(-8.0, 7.0), (-7.0, 8.0)]
+    """
+    low, high = fmt.limits
+    if fmt.symmetric:
+        mirrored = [_window(fmt, -high, -low)] if signed else []
+        return (_window(fmt, low, high), *mirrored)
+    zero_points = fmt.values().tolist()
+    if fmt.kind == "int":
+        return tuple(_window(fmt, low - zero, high - zero) for zero in zero_points)
+    return tuple(_shifted_window(fmt, zero) for zero in zero_points)
+
+
+def magnitudes_of(fmt: Format) -> Tensor:
+    """Return every number of the grid without its sign, ascending from zero.
+
+    >>> magnitudes_of(Format("int", 3, True, ScaleKind.FLOAT))
+    tensor([0., 1., 2., 3., 4.])
+    """
+    if fmt.kind == "int":
+        widest = -fmt.limits[0] if fmt.symmetric else fmt.limits[1] - fmt.limits[0]
+        return torch.arange(widest + 1)
+    return fmt.values()[fmt.values() >= 0]
+
+
+@cache
+def _halving_scale(fmt: Format, end: float) -> float:
+    """Return the largest magnitude that is rounded to a code whose double is within ``end``."""
+    grid = magnitudes_of(fmt)
+    inside = grid[grid <= abs(end) / 2]
+    return float(grid[len(inside) - 1] + grid[len(inside)]) / 2
+
+
+def _window(fmt: Format, lowest: float, highest: float) -> Window:
+    # Where a side has no codes but zero, it asks for nothing.
+    above, below = (1 / _halving_scale(fmt, end) if end else 0.0 for end in (highest, lowest))
+    return Window(0.0, lowest, highest, above, below)
+
+
+def _shifted_window(fmt: Format, zero: float) -> Window:
+    """Return the window of floats x/s + zero.
+
+    Doubling codes means doubling the zero point, while both fit. Whether or not they do, a scale
+    at which no value comes to half a step of the grid at the zero point is a scale of zeros.
+    """
+    low, high = fmt.limits
+    grid = fmt.values()
+    at = int((grid == zero).nonzero())
+    steps = grid.diff()[max(at - 1, 0) : at + 1]
+    reach = 2 / float(steps.min())
+    if abs(zero) < high / 2:
+        reach = min(reach, 1 / (high / 2 - abs(zero)))
+    return Window(zero, low, high, reach, reach)
+
+
+def storable_scales(
+    fmt: Format, dtype: torch.dtype, global_scale: Tensor | None = None
+) -> Tensor | None:
+    """Return all positive scales, ascending, in float32; ``None`` where any float can be stored.
+
+    ``dtype`` is what a plain scale is stored in. Under a global scale the scales are what is left
+    after dividing by it.
+
+    >>> len(storable_scales(Format("int", 4, True, ScaleKind.FLOAT), torch.bfloat16))
+    32639
+    """
+    if fmt.scale is ScaleKind.POWER_OF_TWO:
+        lowest = -24 if dtype == torch.float16 else -127
+        highest = 15 if dtype == torch.float16 else 127
+        return torch.ldexp(torch.ones(()), torch.arange(lowest, highest + 1))
+    if fmt.scale is ScaleKind.E4M3_GLOBAL:
+        assert global_scale is not None
+        return _positive(FP8_DTYPE) / global_scale.detach().float().cpu()
+    return _positive(dtype) if dtype.itemsize <= 2 else None
+
+
+@cache
+def _positive(dtype: torch.dtype) -> Tensor:
+    """Return all positive finite values of a small float type."""
+    bits = torch.int8 if dtype.itemsize == 1 else torch.int16
+    codes = torch.arange(1, torch.iinfo(bits).max + 1, dtype=torch.int32).to(bits)
+    values = codes.view(dtype).float()
+    return values[torch.isfinite(values)]
+
+
+def halvable_from(storable: Tensor) -> float:
+    """Return the scale from which on half of every storable scale can be stored too.
+
+    >>> halvable_from(torch.tensor([1.0, 3.0, 4.0, 6.0, 8.0]))
+    6.0
+    """
+    halves = storable / 2
+    at = torch.searchsorted(storable, halves).clamp(max=len(storable) - 1)
+    last_failing = int((storable[at] != halves).nonzero().max())
+    if last_failing + 1 == len(storable):
+        return torch.finfo(torch.float32).max
+    return float(storable[last_failing + 1])

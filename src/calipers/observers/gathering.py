@@ -1,0 +1,84 @@
+"""Observers of weights that need to know the inputs of their module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class GathersInputs:
+    """Sums up the inputs of a module by a hook, and leaves the sums on the module.
+
+    ``attach`` takes over the sums another observer left there, or starts summing; ``detach`` stops.
+    A subclass says which fields hold the sums, how they begin, and how an input goes into them.
+    """
+
+    _hook: RemovableHandle | None = None
+
+    def gathered_fields(self) -> Iterable[str]:
+        """Name the fields that are left on the module."""
+        raise NotImplementedError
+
+    def begin_gathering(self, channels: int) -> None:
+        """Set the fields to what nothing amounts to."""
+        raise NotImplementedError
+
+    def gather(self, x: Tensor) -> None:
+        """Take an input into the fields."""
+        raise NotImplementedError
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Take over the sums another observer left on ``module``, or start summing its inputs."""
+        names = list(self.gathered_fields())
+        if not names:
+            return
+        if all(hasattr(module, name) for name in names) and not self._are_being_gathered(module):
+            for name in names:
+                setattr(self, name, getattr(module, name))
+                delattr(module, name)
+            return
+        if not hasattr(module, "in_features"):
+            return
+        if not all(hasattr(self, name) for name in names):
+            channels: Any = module.in_features
+            self.begin_gathering(channels)
+        self._remove_hook()
+        self._hook = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        self._publish(module)
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Stop summing, and leave the sums on ``module``."""
+        if self._hook is not None and self._hook.id in module._forward_pre_hooks:
+            self._remove_hook()
+            self._publish(module)
+
+    def _see_input(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        x = next(iter((*args, *kwargs.values())), None)
+        x = x[0] if isinstance(x, tuple) and x else x
+        if isinstance(x, Tensor) and x.numel():
+            self.gather(x)
+            self._publish(module)
+
+    def _publish(self, module: torch.nn.Module) -> None:
+        for name in self.gathered_fields():
+            setattr(module, name, getattr(self, name))
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _are_being_gathered(self, module: torch.nn.Module) -> bool:
+        """Whether another observer, which gathers the same, is at work."""
+        mine = set(self.gathered_fields())
+        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        return any(
+            isinstance(owner, GathersInputs) and mine <= set(owner.gathered_fields())
+            for owner in owners
+        )
