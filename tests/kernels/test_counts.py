@@ -28,6 +28,31 @@ def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> 
     assert np.array_equal(found.reshape(-1, BINS).numpy(), counted_in_numpy(values))
 
 
+@pytest.mark.parametrize("length", [1, 5000, 2 * BINS, 2 * BINS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_into_what_was_counted_before(dtype: torch.dtype, length: int) -> None:
+    """Short pieces are counted without a table of their own, longer ones with one."""
+    first, second = (torch.randn(2, 3, 1, 2, length).to(dtype) for _ in range(2))
+    found = count_values(first)
+    assert count_values(second, into=found) is found
+    assert torch.equal(found, count_values(torch.cat([first, second])))
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        torch.zeros(2, BINS, dtype=torch.int64),
+        torch.zeros(1, BINS, dtype=torch.int32),
+        torch.zeros(1, 2 * BINS, dtype=torch.int64)[:, ::2],
+    ],
+    ids=["shape", "dtype", "memory"],
+)
+def test_into_something_else(into: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"contiguous int64 of shape \(1, 65536\)"):
+        count_values(torch.ones(1, 1, 1, 4), into=into)
+    assert not into.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_bit_pattern(dtype: torch.dtype) -> None:
     every = torch.arange(BINS).to(torch.int32).to(torch.int16).view(dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -13,32 +11,37 @@ BINS = 1 << 16
 NAN_BIN = 0x7FC0
 
 
-def count_values(pieces: Tensor) -> Tensor:
+def count_values(pieces: Tensor, into: Tensor | None = None) -> Tensor:
     """Count the values of each piece, (observations, *qparam_shape, rows, columns), by their bits.
 
     The result is int64 of shape (*qparam_shape, 65536). float16 and bfloat16 are counted as they
     are; other dtypes are rounded to bfloat16, and every NaN among them is counted as 0x7FC0.
+    Such a result can be given as ``into``: it is added to, and returned.
 
     >>> counts = count_values(torch.tensor([[[[1.0, 1.0, -2.0]]]]))
     >>> counts[0, 0x3F80].item(), counts[0, 0xC000].item(), counts.sum().item()
     (2, 1, 3)
+    >>> count_values(torch.tensor([[[[1.0, 5.0]]]]), into=counts)[0, 0x3F80].item()
+    3
     """
+    shape = (*pieces.shape[1:-2], BINS)
+    if into is None:
+        into = torch.zeros(shape, dtype=torch.int64, device=pieces.device)
+    if into.shape != shape or into.dtype != torch.int64 or not into.is_contiguous():
+        raise ValueError(f"Counts are added into contiguous int64 of shape {shape}.")
+    table = into.view(-1, BINS)
     kernels = native_for(pieces)
-    return _natively(kernels, pieces) if kernels else _in_torch(pieces)
+    if kernels:
+        kernels.count_values(as_grid(pieces), table, torch.get_num_threads())
+    else:
+        _in_torch(pieces, table)
+    return into
 
 
-def _natively(kernels: ModuleType, pieces: Tensor) -> Tensor:
-    shape = pieces.shape[1:-2]
-    counts = torch.zeros(shape.numel(), BINS, dtype=torch.int64)
-    kernels.count_values(as_grid(pieces), counts, torch.get_num_threads())
-    return counts.reshape(*shape, BINS)
-
-
-def _in_torch(pieces: Tensor) -> Tensor:
-    shape = pieces.shape[1:-2]
-    by_piece = pieces.movedim(0, -3).reshape(shape.numel(), -1)
-    counts = [torch.bincount(_codes(values), minlength=BINS) for values in by_piece]
-    return torch.stack(counts).reshape(*shape, BINS)
+def _in_torch(pieces: Tensor, table: Tensor) -> None:
+    by_piece = pieces.movedim(0, -3).reshape(len(table), -1)
+    for row, values in zip(table, by_piece, strict=True):
+        row += torch.bincount(_codes(values), minlength=BINS)
 
 
 def _codes(values: Tensor) -> Tensor:
