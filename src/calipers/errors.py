@@ -51,6 +51,26 @@ class StrategyError(LayoutError):
         )
 
 
+class CountedStrategyError(LayoutError):
+    """A strategy with too many scales to count the values of each."""
+
+    def __init__(self, where: str, strategy: str) -> None:
+        super().__init__(
+            f"{where}: values are counted per tensor or per head (strategies tensor and "
+            f"attn_head), not per '{strategy}'. Use 'static_minmax' or 'mse' for this strategy."
+        )
+
+
+class EntropyFormatError(ConfigurationError):
+    """A format whose codes are too few for entropy to tell anything."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(
+            f"{where}: entropy compares distributions of 8-bit codes, int8 or fp8, not {what}. "
+            "Use 'percentile' or 'mse' for this format."
+        )
+
+
 class UnknownBaseNameError(ConfigurationError):
     """A tensor role that does not exist."""
 
@@ -100,6 +120,19 @@ class NonFiniteError(CalipersError, ValueError):
             f"{where} was given {count} non-finite value{'s' if count > 1 else ''} (NaN or Inf) "
             f"among {total}, in a tensor of shape {tuple(shape)}. Nothing was recorded. Find out "
             'where they come from, or pass nonfinite="ignore" to leave them out and count them.'
+        )
+
+
+class UncountableError(CalipersError, ValueError):
+    """Values beyond what bfloat16 can hold, in whose bins they would be counted."""
+
+    exit_code = 3
+
+    def __init__(self, where: str, low: float, high: float, dtype: object) -> None:
+        super().__init__(
+            f"{where} was given values from {low:g} to {high:g} ({dtype}). They are counted as "
+            "bfloat16, which ends at ±3.38953e+38. Nothing was recorded. Scale the tensor down, "
+            "or use 'static_minmax'."
         )
 
 
@@ -208,6 +241,18 @@ class ConfigurationMismatchError(MergeError):
         differing = sorted(k for k in {*ours, *theirs} if ours.get(k) != theirs.get(k))
         lines = [f"  {key}: {ours.get(key)!r} here, {theirs.get(key)!r} there" for key in differing]
         super().__init__("\n".join([f"Cannot {action}: the configurations differ.", *lines]))
+
+
+class SavedStateError(CalipersError, ValueError):
+    """A saved field that cannot be what was saved."""
+
+    exit_code = 5
+
+    def __init__(self, where: str, field: str, problem: str) -> None:
+        super().__init__(
+            f"{where} cannot load '{field}': {problem}. Nothing was loaded. The file is damaged; "
+            "save it again from the observer that gathered it."
+        )
 
 
 class SyncError(CalipersError, RuntimeError):

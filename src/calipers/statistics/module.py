@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     A state_dict holds the fields that have data and the configuration they were gathered under,
     all of it as tensors. Casting the model leaves the precision of its statistics alone.
+    A field may be saved in another form than it is kept in: see ``packed`` and ``unpacked``.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -31,6 +32,14 @@ class StatisticModule(Statistic, torch.nn.Module):
         super().reset()
         for name in self.__dict__.get("_none_at_first", ()):
             setattr(self, name, None)
+
+    def packed(self, name: str, value: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the form in which a field is saved."""
+        return value
+
+    def unpacked(self, name: str, saved: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002
+        """Return a saved field in the form it is kept in, where it had this shape."""
+        return saved
 
     def get_extra_state(self) -> Tensor:
         """Return the configuration and the shapes of the fields as bytes of JSON."""
@@ -48,7 +57,7 @@ class StatisticModule(Statistic, torch.nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, value in self.fields().items():
-            destination[prefix + name] = value
+            destination[prefix + name] = self.packed(name, value)
 
     def _load_from_state_dict(
         self,
@@ -72,6 +81,10 @@ class StatisticModule(Statistic, torch.nn.Module):
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         described = _read(state_dict.get(f"{prefix}_extra_state"))["fields"]
+        saved = {
+            name: self.unpacked(name, value, described.get(name, value.shape))
+            for name, value in saved.items()
+        }
         missing = [prefix + name for name in described if name not in saved]
         wrong = [
             f"{prefix}{name} was saved with shape {described[name]}."

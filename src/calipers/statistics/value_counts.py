@@ -1,0 +1,129 @@
+"""How often each value of a stream occurred: the statistic that forgets nothing but the order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from calipers.errors import SavedStateError
+from calipers.kernels.counts import BINS, count_values
+from calipers.statistics.base import Reduction, Statistic
+
+TABLES = {"counts_bfloat16": torch.bfloat16, "counts_float16": torch.float16}
+
+
+class Distribution(NamedTuple):
+    """The distinct finite values of a piece, float32 and ascending, and how often each occurred."""
+
+    values: Tensor
+    counts: Tensor
+
+
+class ValueCounts(Statistic):
+    """Counts each of the 65,536 values of a 16-bit float, exactly; wider floats as bfloat16.
+
+    Each dtype has a table of its own, so that a stream may have both. NaN and Inf have bins like
+    any value, but no place in a distribution. A table grows in place if this statistic made it;
+    one that came by merging, loading or synchronisation is copied first.
+
+    >>> seen = ValueCounts()
+    >>> seen.count(torch.tensor([[[[1.0, -0.0, 0.0, 3.14159]]]]))
+    >>> [part.tolist() for part in next(seen.distributions())]
+    [[0.0, 1.0, 3.140625], [2, 1, 1]]
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = dict.fromkeys(TABLES, Reduction.SUM)
+    counts_bfloat16: Tensor
+    counts_float16: Tensor
+
+    def count(self, pieces: Tensor) -> None:
+        """Count the values of pieces, (observations, *qparam_shape, rows, columns)."""
+        name = "counts_float16" if pieces.dtype == torch.float16 else "counts_bfloat16"
+        count_values(pieces, into=self._own_table(name, pieces))
+
+    def distributions(self) -> Iterator[Distribution]:
+        """Give the distribution of each piece, in the order of the qparams; both dtypes in one."""
+        tables = {
+            dtype: getattr(self, name).reshape(-1, BINS).cpu()
+            for name, dtype in TABLES.items()
+            if name in self.fields()
+        }
+        for rows in zip(*tables.values(), strict=True):
+            yield _united([_occurring(row, dtype) for row, dtype in zip(rows, tables, strict=True)])
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._own.clear()
+
+    def packed(self, name: str, value: Tensor) -> Tensor:
+        """Save a table as the bins that are not empty and their counts, int64 of shape (2, n)."""
+        if name not in TABLES:
+            return value
+        flat = value.flatten()
+        bins = flat.nonzero().squeeze(1)
+        return torch.stack([bins, flat[bins]])
+
+    def unpacked(self, name: str, saved: Tensor, shape: Sequence[int]) -> Tensor:
+        """Lay out a saved table again; refuse one that cannot have been saved."""
+        if name not in TABLES:
+            return saved
+        problem = _problem(saved, shape)
+        if problem:
+            raise SavedStateError(self.label(), name, problem)
+        bins, counts = saved
+        table = torch.zeros(math.prod(shape), dtype=torch.int64, device=saved.device)
+        return table.index_copy_(0, bins, counts).reshape(*shape)
+
+    @property
+    def _own(self) -> dict[str, Tensor]:
+        """The tables that nobody else holds."""
+        tables: dict[str, Tensor] = self.__dict__.setdefault("_own_tables", {})
+        return tables
+
+    def _own_table(self, name: str, pieces: Tensor) -> Tensor:
+        held = self.fields().get(name)
+        if held is not None and held is self._own.get(name) and held.device == pieces.device:
+            return held
+        with torch.inference_mode(False):  # a table made for inference could not grow afterwards
+            if held is None:
+                shape = (*pieces.shape[1:-2], BINS)
+                table = torch.zeros(shape, dtype=torch.int64, device=pieces.device)
+            else:
+                table = held.to(pieces.device, copy=True).contiguous()
+        setattr(self, name, table)
+        self._own[name] = table
+        return table
+
+
+def _occurring(table: Tensor, dtype: torch.dtype) -> Distribution:
+    bins = table.nonzero().squeeze(1)
+    values = bins.to(torch.int32).to(torch.int16).view(dtype).float() + 0.0  # the zeros are one
+    finite = torch.isfinite(values)
+    return Distribution(values[finite], table[bins[finite]])
+
+
+def _united(parts: Sequence[Distribution]) -> Distribution:
+    values, places = torch.unique(torch.cat([part.values for part in parts]), return_inverse=True)
+    counts = torch.cat([part.counts for part in parts])
+    return Distribution(values, counts.new_zeros(len(values)).index_add_(0, places, counts))
+
+
+def _problem(saved: Tensor, shape: Sequence[int]) -> str | None:
+    """Say what is wrong with a packed table, if anything is."""
+    if not shape or shape[-1] != BINS:
+        return f"its shape is said to be {tuple(shape)}, which does not end in {BINS}"
+    if saved.dtype != torch.int64 or saved.ndim != 2 or len(saved) != 2:
+        return (
+            f"bins and counts must be int64 of shape (2, n), not {saved.dtype} {tuple(saved.shape)}"
+        )
+    bins, counts = saved
+    if bool((bins < 0).any() or (bins >= math.prod(shape)).any() or (bins.diff() <= 0).any()):
+        return f"its bins must ascend within [0, {math.prod(shape)})"
+    if bool((counts <= 0).any()):
+        return "its counts must be positive"
+    return None
