@@ -60,7 +60,7 @@ def safe_qparams(
     scale: Tensor
     zero_point: Tensor
     scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale)
-    if args.symmetric or dtype == torch.float64:
+    if args.symmetric:
         return scale, zero_point
     # max − min may be too wide for its own dtype; its scale is not.
     wide_scale, wide_zero = calculate_qparams(
