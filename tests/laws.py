@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +21,33 @@ class Promise:
 
     merges: bool = False
     ignores_order: bool = False
+    strategies: tuple[str, ...] | None = None  # None for all
+    bits: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # what makes the laws quick to check
 
+    def suits(self, args: QuantizationArgs) -> bool:
+        """Whether the observer is made for such arguments."""
+        strategies = self.strategies or (args.strategy,)
+        return args.strategy in strategies and args.num_bits == (self.bits or args.num_bits)
+
+
+COUNTED: dict[str, Any] = {
+    "merges": True,
+    "ignores_order": True,
+    "strategies": ("tensor", "attn_head"),
+}
 
 PROMISES = {
+    "entropy": Promise(**COUNTED, bits=8, options={"bins": 320}),
     "imatrix_mse": Promise(),
     "memoryless_minmax": Promise(),
     "memoryless_mse": Promise(),
     "minmax": Promise(),
     "mse": Promise(),
     "nvfp4_expanded_mse": Promise(),
+    "percentile": Promise(**COUNTED, options={"percentile": 95}),
     "static_minmax": Promise(merges=True, ignores_order=True),
+    "value_counts": Promise(**COUNTED),
 }
 
 Stream = Sequence[Tensor]
@@ -38,7 +56,8 @@ Law = Callable[[str, str, QuantizationArgs, Stream], None]
 
 def build(name: str, base_name: str, args: QuantizationArgs, stream: Stream = ()) -> Observer:
     """Return an observer that has seen a stream."""
-    observer = Observer.load_from_registry(name, base_name=base_name, args=args)
+    options = PROMISES[name].options
+    observer = Observer.load_from_registry(name, base_name=base_name, args=args, **options)
     for tensor in stream:
         observer(tensor)
     return observer

@@ -83,6 +83,32 @@ def static_minmax_idle(rank: int, world: int) -> Any:
     return observer.fields() | dict(enumerate(observer))
 
 
+def value_counts(rank: int, world: int) -> Any:
+    found = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        observer = observe("percentile", share(rank, world), dtype)
+        sync(observer)
+        found[dtype] = observer.fields() | dict(enumerate(observer))
+    return found
+
+
+def value_counts_idle(rank: int, world: int) -> Any:
+    observer = observe("entropy", share(rank, world, idle=1))
+    sync(observer)
+    return observer.fields() | dict(enumerate(observer))
+
+
+def value_counts_more(rank: int, world: int) -> Any:
+    """Data in another dtype between two synchronisations; the last rank sees nothing more."""
+    observer = observe("percentile", share(rank, world)[:1], torch.bfloat16)
+    sync(observer)
+    for index in share(rank, world)[1:] if rank != world - 1 else []:
+        observer(batches(torch.bfloat16)[index])(batches(torch.float16)[index])
+    sync(observer)
+    adopted = build("value_counts").adopt(observer)
+    return sync(observer), sync(adopted), adopted.fields(), observer.fields()
+
+
 def imatrix(rank: int, world: int) -> Any:
     # Inputs in bfloat16: their squares and sums are exact, so that "equal" can mean equal.
     observer = gather(share(rank, world), torch.bfloat16)
@@ -188,6 +214,9 @@ def expect_error(action: Callable[[], object]) -> str:
 SCENARIOS = [
     static_minmax,
     static_minmax_idle,
+    value_counts,
+    value_counts_idle,
+    value_counts_more,
     imatrix,
     imatrix_idle,
     moving_average,

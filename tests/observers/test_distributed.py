@@ -45,6 +45,30 @@ def test_a_rank_that_saw_nothing_knows_what_the_others_know(results: list[dict[s
         assert_equal(result, single.fields() | dict(enumerate(single)))
 
 
+def test_value_counts_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
+    for result in of(results, ranks.value_counts):
+        for dtype, known in result.items():
+            single = ranks.observe("percentile", list(range(ranks.BATCHES)), dtype)
+            assert_equal(known, single.fields() | dict(enumerate(single)))
+    single = ranks.observe("entropy", list(range(ranks.BATCHES)))
+    for known in of(results, ranks.value_counts_idle):
+        assert_equal(known, single.fields() | dict(enumerate(single)))
+
+
+def test_values_after_a_sync_are_counted_once(results: list[dict[str, Any]]) -> None:
+    world = len(results)
+    single = ranks.build("percentile")
+    for rank in range(world):
+        first, *more = ranks.share(rank, world)
+        single(ranks.batches(torch.bfloat16)[first])
+        for index in more if rank != world - 1 else []:
+            single(ranks.batches(torch.bfloat16)[index])(ranks.batches(torch.float16)[index])
+    for handles, handles_of_adopted, adopted, known in of(results, ranks.value_counts_more):
+        assert (handles, handles_of_adopted) == (0, 0)
+        assert_equal(known, single.fields())
+        assert_equal(adopted, single.fields())
+
+
 @pytest.mark.parametrize("scenario", [ranks.imatrix, ranks.imatrix_idle])
 def test_imatrix_is_that_of_one_process(results: list[dict[str, Any]], scenario: Any) -> None:
     single = ranks.gather(list(range(ranks.BATCHES)), torch.bfloat16)(ranks.weight())

@@ -94,12 +94,15 @@ class TestObserving:
         clean = torch.rand(4, 8) + 1  # zero is not in the range: filling it in must not show
         dirty = torch.cat([clean, torch.full((4, 4), math.nan)], 1)
         dirty[0, -1], dirty[1, -1] = math.inf, -math.inf
-        args = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
+        by_channel = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
+        whole = QuantizationArgs(num_bits=8, symmetric=False)
+        args = by_channel if PROMISES[name].suits(by_channel) else whole
         ours = build(name, args=args, nonfinite="ignore")(dirty)
         pure = build(name, args=args)(clean)
         assert ours.num_nonfinite == 16
         assert torch.equal(ours.min_vals, pure.min_vals)
         assert torch.equal(ours.max_vals, pure.max_vals)
+        assert torch.equal(ours.get_qparams()["scale"], pure.get_qparams()["scale"])
 
     @pytest.mark.parametrize(
         ("dtype", "working"),

@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from calipers.demo.block import TransformerBlock, random_batches, split_heads
-from calipers.errors import CalipersWarning
+from calipers.errors import CalipersWarning, CountedStrategyError, EntropyFormatError
 from calipers.numerics.qparams import fake_quantize
 from calipers.observers import Observer, fuse_weight_observers
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def none_on_fallback(measure: Callable[P, T]) -> Callable[P, T | None]:
-    """Return None where an observer warns that it falls back to what another one does."""
+    """Return None where an observer is not made for a scheme, or falls back to another one."""
 
     @functools.wraps(measure)
     def measure_or_none(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -106,7 +106,7 @@ def none_on_fallback(measure: Callable[P, T]) -> Callable[P, T | None]:
             warnings.simplefilter("error", CalipersWarning)
             try:
                 return measure(*args, **kwargs)
-            except CalipersWarning:
+            except (CalipersWarning, CountedStrategyError, EntropyFormatError):
                 return None
 
     return measure_or_none

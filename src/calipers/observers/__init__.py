@@ -6,6 +6,11 @@ The classes register themselves by name when this package is imported.
 from calipers.numerics.layout import flatten_for_calibration
 from calipers.observers.base import Observer, QParamsDict
 from calipers.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
+from calipers.observers.histogram import (
+    EntropyObserver,
+    PercentileObserver,
+    ValueCountsObserver,
+)
 from calipers.observers.imatrix import IMatrixMSEObserver
 from calipers.observers.minmax import (
     MemorylessMinMaxObserver,
@@ -21,6 +26,7 @@ from calipers.observers.tokens import get_observer_token_count
 
 __all__ = [
     "FUSED_LAYER_NAMES",
+    "EntropyObserver",
     "IMatrixMSEObserver",
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",
@@ -28,8 +34,10 @@ __all__ = [
     "MovingAverageMSEObserver",
     "NVFP4ExpandedMSEObserver",
     "Observer",
+    "PercentileObserver",
     "QParamsDict",
     "StaticMinMaxObserver",
+    "ValueCountsObserver",
     "flatten_for_calibration",
     "fuse_weight_observers",
     "get_observer_token_count",

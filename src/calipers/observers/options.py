@@ -27,6 +27,8 @@ Shrink = Annotated[float, _demand(lambda v: 0 <= v <= 1, "in [0, 1]")]
 Patience = Annotated[int, _demand(lambda v: v >= 0, ">= 0")]
 Grid = Annotated[float, _demand(lambda v: v > 0, "> 0")]
 Norm = Annotated[float, _demand(lambda v: v > 0, "a finite positive number")]
+Percentile = Annotated[float, _demand(lambda v: 0 < v <= 100, "in (0, 100]")]
+Bins = Annotated[int, _demand(lambda v: 256 <= v <= 65536, "from 256 to 65536")]
 Expand = Annotated[float, _demand(lambda v: v >= 1, "at least 1")]
 
 
