@@ -135,10 +135,14 @@ def test_percentile_is_the_decimal_number_it_is_written_as() -> None:
     assert observer_of("percentile", percentile=99.91)(x).get_range()[1] == 50
 
 
-def test_float64_is_never_clipped_by_rounding_twice() -> None:
-    beyond_the_edge = 1 + 2**-8 + 2**-40  # as float32 it is the edge itself, which belongs to 1
-    x = torch.tensor([[beyond_the_edge], [5.0]], dtype=torch.float64)
-    assert observer_of("percentile", percentile=50)(x).get_range()[1] >= beyond_the_edge
+@pytest.mark.parametrize("fmt", ["int8", "int8_asym"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_float64_is_never_clipped_by_rounding_twice(fmt: str, sign: int) -> None:
+    """As float32, the value is the edge of a bin itself, and belongs to a bin it is not in."""
+    for value in (1 + 2**-8 + 2**-40, 1 + 3 * 2**-8 - 2**-40):
+        x = sign * torch.tensor([[value] * 8 + [0.5, 5.0]], dtype=torch.float64).T
+        low, high = observer_of("percentile", fmt, percentile=80)(x).get_range()
+        assert low <= sign * value <= high
 
 
 # entropy

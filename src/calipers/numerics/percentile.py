@@ -43,7 +43,8 @@ def bfloat16_upper_edge(end: Tensor, slack: int = 0) -> Tensor:
     [1.00390625, -0.998046875, 4.591774807899561e-41]
     """
     bits = (end.float() + 0.0).view(torch.int32)  # one zero, the positive one
-    return torch.where(bits < 0, bits - 0x8000 + slack, bits + 0x8000 + slack).view(torch.float32)
+    half = 0x8000 + slack
+    return torch.where(bits < 0, bits - half, bits + half).view(torch.float32)
 
 
 def _upper_end(ascending: Tensor, counts: Tensor, most: int) -> Tensor:
