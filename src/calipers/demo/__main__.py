@@ -73,7 +73,7 @@ def main() -> None:
     console = Console()
     block, batches = TransformerBlock(), random_batches(count=4, sequences=2, tokens=64)
     with console.status("Observing …"), torch.no_grad():
-        losses = lose_weights(block, batches)
+        losses = {name: row for name, row in lose_weights(block, batches).items() if any(row)}
         streams = record_streams(block, batches)
         activations = {
             name: [lose_stream(name, stream) for stream in streams]
