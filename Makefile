@@ -11,10 +11,10 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test lint format demo bench bench-speed sanitize clean
+.PHONY: help setup test lint format demo bench bench-speed bench-accuracy sanitize clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(READY) ## install Calipers and its tools into .venv
 
@@ -49,6 +49,9 @@ bench: $(BENCH_READY) ## agreement with the peer, and the memory of a large sear
 
 bench-speed: $(BENCH_READY) ## time against the peer and against the limits of the machine
 	$(BIN)/python benchmarks/speed.py
+
+bench-accuracy: $(BENCH_READY) ## perplexity of a small model quantized by every observer, ours and the peer's
+	$(BIN)/python benchmarks/accuracy.py
 
 # Python without `site`, so that the sanitized build is found before the one in .venv. A program that
 # was not built with the sanitizers needs their libraries, and that of C++, from the start.
