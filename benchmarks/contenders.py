@@ -113,8 +113,11 @@ WEIGHT_CONTENDERS = (
     ),
     *(
         Contender(library, observer, suits=is_nvfp4)
-        for library in (PEER, OURS)
-        for observer in ("nvfp4_expanded_mse", "nvfp4_expanded_imatrix")
+        for library, observer in (
+            (PEER, "nvfp4_expanded_mse"),
+            (PEER, "nvfp4_expanded_imatrix"),
+            (OURS, "nvfp4_expanded_mse"),
+        )
     ),
     *(
         Contender(
