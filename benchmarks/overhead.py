@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from contenders import OURS, PEER, Contender
-from racing import Prepare, calling, race
+from racing import Prepare, calling, race, seconds_of_others
 from rich.console import Console
 from stories import decoder_linears, let_pass, load_stories, visited_inputs
-from tables import Column, Row, milliseconds, table
+from tables import Column, Measured, Row, Section, milliseconds, show
 from torch import Tensor
 
 SECTION = "overhead"
@@ -31,7 +32,9 @@ def measure_overhead(console: Console, model: Any, quick: bool) -> list[Row]:
         "bare": [calling(run, model, batches, let_pass)],
         **{name: [observing(c, model, batches)] for name, c in present.items()},
     }
+    started, used = time.perf_counter(), seconds_of_others()
     seconds = race(lanes, quick)
+    used = max(0.0, seconds_of_others() - used) / (time.perf_counter() - started)
     bare = seconds.pop("bare")
     rows = [
         {
@@ -43,11 +46,7 @@ def measure_overhead(console: Console, model: Any, quick: bool) -> list[Row]:
         }
         for name, found in seconds.items()
     ]
-    tokens = SEQUENCES * LENGTH * BATCHES
-    console.print(
-        f"Overhead over {tokens} tokens, decoder in float32 without lm_head", style="bold"
-    )
-    console.print(table(COLUMNS, rows))
+    show(console, TABLE, Measured(rows, used))
     return rows
 
 
@@ -87,10 +86,14 @@ def run(model: Any, batches: list[Tensor], visit: Callable[[str, Tensor], Tensor
             model.model(batch, use_cache=False)
 
 
-COLUMNS = (
-    Column("library", "library"),
-    Column("observer", "observer"),
-    Column("bare", "bare_seconds", milliseconds),
-    Column("observed", "seconds", milliseconds),
-    Column("added %", "added_percent", "{:.1f}".format),
+TABLE = Section(
+    lambda _: [],
+    f"Observing all inputs of the decoder, {SEQUENCES * LENGTH * BATCHES} tokens in float32",
+    (
+        Column("library", "library"),
+        Column("observer", "observer"),
+        Column("bare", "bare_seconds", milliseconds, "fastest pass, without lm_head."),
+        Column("observed", "seconds", milliseconds, "fastest pass with all inputs observed."),
+        Column("added %", "added_percent", "{:.1f}".format, "of the bare pass."),
+    ),
 )
