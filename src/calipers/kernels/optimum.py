@@ -11,11 +11,13 @@ from torch import Tensor
 
 from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
 from calipers.numerics.formats import Format
-from calipers.numerics.scales import Window, halvable_from, magnitudes_of
+from calipers.numerics.scales import Window, halvable_from, magnitudes_of, storable_scales
 
 _TILE = 1 << 22  # numbers worked on at once
 _TOGETHER = 32  # candidates tried at once
 _RESCORED = 8  # candidates of a sweep whose errors are summed anew
+_MOST_SWEPT = 2  # windows
+_POLISHINGS = 20
 _ROUNDING = 1 + 1e-5  # more than sums in float32 are off
 
 
@@ -63,7 +65,9 @@ def best_scales(
 
     ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``min_vals`` and
     ``max_vals`` are its extrema, ``weights``, not negative, broadcasts with it. ``storable`` are
-    the scales to choose from, ascending; ``None`` stands for every float, and asks for norm 2.
+    the scales to choose from, ascending; ``None`` stands for every float, and asks for norm 2;
+    with a window per zero point, scales of 8 significant bits are tried then, and the best of each
+    piece is moved to where its codes err least, until they stay as they are.
     NaN and Inf count as zero, which quantizes without error.
 
     >>> from calipers.numerics.formats import ScaleKind
@@ -83,9 +87,17 @@ def best_scales(
     shape = min_vals.shape
     low, high = (bound.reshape(-1).clamp(*end) for bound, end in _bounds(min_vals, max_vals))
     job = Job(pieces, low, high, fmt, windows, storable, norm, weights, keep)
-    kernels = native_for(pieces) if norm <= HIGHEST_NATIVE_NORM else None
-    found = _natively(kernels, job) if kernels else _in_torch(job)
+    if storable is None and len(windows) > _MOST_SWEPT:
+        eight_bits = storable_scales(fmt, torch.bfloat16)
+        found = _polished(job, _search(job._replace(storable=eight_bits)))
+    else:
+        found = _search(job)
     return Optimum(*(part.reshape(*shape, keep) for part in found))
+
+
+def _search(job: Job) -> Optimum:
+    kernels = native_for(job.pieces) if job.norm <= HIGHEST_NATIVE_NORM else None
+    return _natively(kernels, job) if kernels else _in_torch(job)
 
 
 def _bounds(
@@ -261,6 +273,32 @@ def _sweep(job: Job, x: Tensor, w: Tensor) -> Optimum:
         kept.take(scales.gather(1, at), number, errors)
     found = kept.result((job.low == 0) & (job.high == 0))
     return _rescored(job, x.double(), w, found)
+
+
+def _polished(job: Job, found: Optimum) -> Optimum:
+    """Move each scale to the lowest point of its parabola, as long as that lowers the error."""
+    by_piece = _by_piece(job.pieces)
+    weights = None if job.weights is None else _by_piece(job.weights)
+    windows = torch.tensor(job.windows, dtype=torch.float64, device=by_piece.device)
+    step = max(1, _TILE // (by_piece.shape[1] * job.keep))
+    for start in range(0, len(by_piece), step):
+        these = slice(start, start + step)
+        x = by_piece[these].double().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1)
+        w = 1.0 if weights is None else weights[these].double().unsqueeze(1)
+        zero, low, high = windows[found.windows[these].long()][..., :3, None].unbind(-2)
+        for _ in range(_POLISHINGS):
+            scales = found.scales[these]
+            divisors = scales.masked_fill(scales == 0, 1).double().unsqueeze(-1)
+            codes = (x / divisors + zero).clamp_(low, high)
+            codes = job.fmt.round_(codes).sub_(zero)
+            lowest = (w * x * codes).sum(-1) / (w * codes * codes).sum(-1)
+            lowest = lowest.to(scales.dtype)
+            errors = ((codes * lowest.double().unsqueeze(-1) - x).square_() * w).sum(-1)
+            better = (errors < found.errors[these]) & (lowest > 0)
+            if not bool(better.any()):
+                break
+            scales[better], found.errors[these][better] = lowest[better], errors[better]
+    return found
 
 
 def _steps(fmt: Format, end: float) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,29 @@ class Layout:
             return self._grouped(self._ordered(value))
         return None
 
+    def over_columns(self, value: Tensor) -> Tensor:
+        """Lay one value per input column over the pieces of a weight; it broadcasts with them."""
+        if self.args.strategy in _GROUPED:
+            return self._grouped(self._ordered(value)).unsqueeze(-2)
+        if self.args.strategy == QuantizationStrategy.BLOCK:
+            width = self.args.block_structure[1]
+            padding = value.new_zeros(-len(value) % width)
+            return torch.cat([value, padding]).reshape(-1, 1, width)
+        return value
+
+    def columns_of(self, pieces: Tensor, expected: int) -> int | None:
+        """Count the columns of the weight that was cut into pieces; ``None`` if it had none.
+
+        Blocks may be padded: then any number between is as good as the ``expected`` one.
+        """
+        if self.args.strategy == QuantizationStrategy.TENSOR:
+            has_rows = pieces.shape[-2] > 1 or pieces.shape[-1] == expected
+            return pieces.shape[-1] if has_rows else None
+        columns = pieces.shape[-3] * pieces.shape[-1]
+        if self.args.strategy == QuantizationStrategy.BLOCK:
+            return min(max(expected, columns - pieces.shape[-1] + 1), columns)
+        return columns
+
     def tokens(self, value: Tensor) -> int:
         """Count the tokens of an activation or attention state."""
         if self.base_name in ("q", "k", "v"):

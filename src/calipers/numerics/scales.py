@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -101,11 +102,24 @@ def storable_scales(
     if fmt.scale is ScaleKind.POWER_OF_TWO:
         lowest = -24 if dtype == torch.float16 else -127
         highest = 15 if dtype == torch.float16 else 127
-        return torch.ldexp(torch.ones(()), torch.arange(lowest, highest + 1))
+        return torch.arange(lowest, highest + 1, dtype=torch.float64).exp2().float()
     if fmt.scale is ScaleKind.E4M3_GLOBAL:
         assert global_scale is not None
         return _positive(FP8_DTYPE) / global_scale.detach().float().cpu()
     return _positive(dtype) if dtype.itemsize <= 2 else None
+
+
+def fine_scales(around: float) -> Tensor:
+    """Return the floats of 11 significant bits from 2⁻³⁰ to 4 times a magnitude.
+
+    >>> fine_scales(1.0)[[0, -1]].log2().round()
+    tensor([-30., 2.])
+    """
+    mantissas = 1 + torch.arange(1024, dtype=torch.float64) / 1024
+    octaves = torch.arange(-30, 2, dtype=torch.float64) + math.floor(math.log2(around))
+    scales = (mantissas * octaves.exp2()[:, None]).flatten().float()
+    distinct: Tensor = torch.unique(scales[(scales > 0) & torch.isfinite(scales)])
+    return distinct
 
 
 @cache

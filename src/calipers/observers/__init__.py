@@ -8,6 +8,7 @@ from calipers.observers.base import Observer, QParamsDict
 from calipers.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
 from calipers.observers.histogram import (
     EntropyObserver,
+    HistogramMSEObserver,
     PercentileObserver,
     ValueCountsObserver,
 )
@@ -22,11 +23,13 @@ from calipers.observers.mse import (
     MovingAverageMSEObserver,
     NVFP4ExpandedMSEObserver,
 )
+from calipers.observers.optimal import OptimalObserver
 from calipers.observers.tokens import get_observer_token_count
 
 __all__ = [
     "FUSED_LAYER_NAMES",
     "EntropyObserver",
+    "HistogramMSEObserver",
     "IMatrixMSEObserver",
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",
@@ -34,6 +37,7 @@ __all__ = [
     "MovingAverageMSEObserver",
     "NVFP4ExpandedMSEObserver",
     "Observer",
+    "OptimalObserver",
     "PercentileObserver",
     "QParamsDict",
     "StaticMinMaxObserver",

@@ -50,7 +50,7 @@ class BlockHessians(Statistic):
         )
         working = torch.promote_types(tokens.dtype, torch.float32)
         for part in torch.split(tokens, _TOKENS):
-            blocks = part.to(working).reshape(len(part), -1, width).transpose(0, 1)
+            blocks = part.to(working).reshape(len(part), len(total), width).transpose(0, 1)
             total += torch.bmm(blocks.transpose(1, 2), blocks)
         count = torch.tensor(len(tokens), device=x.device)
         self.absorb(_hessian_sum=total, _hessian_count=count)

@@ -1,0 +1,173 @@
+"""From a weight, or a distribution, to the scale and zero point that err least."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.kernels.dispatch import as_grid
+from calipers.kernels.optimum import Optimum, best_scales
+from calipers.numerics.formats import FP8_DTYPE, Format, ScaleKind
+from calipers.numerics.qparams import quantize_dequantize, safe_qparams
+from calipers.numerics.scales import fine_scales, storable_scales, windows_of
+
+_TILE = 1 << 22  # numbers worked on at once
+
+
+class Problem(NamedTuple):
+    """What is to be quantized, and how its error counts.
+
+    ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``low`` and ``high`` are its
+    extrema, ``weights`` broadcasts with it: the error is Σ w·|q−x|^norm. If there is a ``hessian``,
+    of shape (pieces in a row, blocks of a piece, width, width), the ``shortlist`` best candidates
+    by that error are judged by Δᵀ H Δ instead, Δ the difference q−x in each row of a piece.
+    """
+
+    pieces: Tensor
+    low: Tensor
+    high: Tensor
+    args: QuantizationArgs
+    norm: float = 2.0
+    weights: Tensor | None = None
+    hessian: Tensor | None = None
+    signed: bool = False
+    shortlist: int = 1
+
+    def sample(self, most: int) -> Problem:
+        """Return at most about ``most`` of the pieces, evenly spread."""
+        step = -(-self.low.numel() // most)
+        return self._replace(
+            pieces=self.pieces[:, ::step], low=self.low[::step], high=self.high[::step]
+        )
+
+
+class Solution(NamedTuple):
+    """The parameters to store, and the error of the whole tensor under them."""
+
+    scale: Tensor
+    zero_point: Tensor
+    error: float
+
+
+@torch.no_grad()
+def solve(problem: Problem, global_scale: Tensor | None = None) -> Solution:
+    """Find the best of all parameters that can be stored."""
+    args, fmt = problem.args, Format.of(problem.args)
+    scale, zero_point = safe_qparams(problem.low, problem.high, args, global_scale)
+    dtype = problem.pieces.dtype
+    if fmt.scale is ScaleKind.FLOAT and args.scale_dtype is not None:
+        dtype = args.scale_dtype
+    storable = storable_scales(fmt, dtype, global_scale)
+    if storable is None and problem.norm != 2:  # only parabolas can be swept
+        largest = max(-float(problem.low.min()), float(problem.high.max()))
+        storable = fine_scales(largest or 1.0)
+    found = best_scales(
+        problem.pieces,
+        problem.low,
+        problem.high,
+        fmt,
+        windows=windows_of(fmt, problem.signed),
+        storable=storable,
+        norm=problem.norm,
+        weights=problem.weights,
+        keep=problem.shortlist,
+    )
+    found = _judged_by_hessian(problem, found) if problem.hessian is not None else found
+    best, window, error = (part[..., 0] for part in found)
+    # Pieces of nothing but zeros take what min-max gives them.
+    is_zero = (best == 0).reshape(scale.shape)
+    chosen = _stored(best, window, fmt, storable).reshape(scale.shape).to(scale.device)
+    zeros = _zero_points(window, fmt).reshape(scale.shape).to(scale.device)
+    scale = torch.where(is_zero, scale.to(chosen), chosen).to(scale.dtype)
+    zero_point = torch.where(is_zero, zero_point.to(zeros), zeros).to(zero_point.dtype)
+    return Solution(scale, zero_point, float(error.sum()))
+
+
+@torch.no_grad()
+def error_of(
+    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None = None
+) -> float:
+    """Return the error of the whole tensor under given parameters."""
+    if global_scale is not None:
+        scale = scale.float() / global_scale
+    shape = problem.low.shape
+    candidate = Optimum(
+        scale.double().reshape(*shape, 1),
+        zero_point.double().reshape(*shape, 1),
+        torch.zeros(*shape, 1),
+    )
+    if problem.hessian is not None:
+        return float(_quadratic_errors(problem, candidate.scales, candidate.windows).sum())
+    x = as_grid(problem.pieces, ordered=True)
+    weights = torch.ones(()) if problem.weights is None else problem.weights
+    weights = as_grid(weights.to(x.device).expand(problem.pieces.shape), ordered=True)
+    scales, zeros = (part.reshape(*x.shape[1:3]) for part in candidate[:2])
+    step = max(1, _TILE // x[:, 0].numel())
+    total = 0.0
+    for start in range(0, x.shape[1], step):
+        these = slice(start, start + step)
+        values = x[:, these].double().nan_to_num(0.0, 0.0, 0.0)
+        part = _differences(values, scales[these], zeros[these], problem.args)
+        total += float((part.abs().pow(problem.norm) * weights[:, these]).sum())
+    return total
+
+
+def _stored(best: Tensor, window: Tensor, fmt: Format, storable: Tensor | None) -> Tensor:
+    """Turn effective scales into what is stored: with their sign, or under the global scale."""
+    if fmt.scale is ScaleKind.E4M3_GLOBAL:
+        assert storable is not None
+        local = torch.arange(1, 127, dtype=torch.uint8).view(FP8_DTYPE).float()
+        at = torch.searchsorted(storable, best.cpu().contiguous()).clamp(max=len(local) - 1)
+        return local[at]
+    return torch.where(window == 1, -best, best) if fmt.symmetric else best
+
+
+def _zero_points(window: Tensor, fmt: Format) -> Tensor:
+    """Return the zero point of each window; windows are in the order of zero points."""
+    values = torch.zeros(2) if fmt.symmetric else fmt.values()
+    return values.to(window.device)[window.long()]
+
+
+def _judged_by_hessian(problem: Problem, found: Optimum) -> Optimum:
+    """Put the candidate with the least Δᵀ H Δ first."""
+    fmt = Format.of(problem.args)
+    signed = torch.where(found.windows == 1, -1, 1) if fmt.symmetric else 1
+    scales = (found.scales * signed).masked_fill(found.scales == 0, 1)
+    errors = _quadratic_errors(problem, scales, _zero_points(found.windows, fmt))
+    errors = errors.reshape(found.errors.shape)
+    least, at = errors.min(-1, keepdim=True)
+    return Optimum(found.scales.gather(-1, at), found.windows.gather(-1, at), least)
+
+
+def _quadratic_errors(problem: Problem, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Return Σ Δᵀ H Δ over the rows of each piece, for each candidate: (…, pieces, candidates)."""
+    assert problem.hessian is not None
+    grid = as_grid(problem.pieces, ordered=True)[0]
+    grid_rows, grid_columns, rows, columns = grid.shape
+    hessian = problem.hessian.to(grid.device, torch.float32)
+    width = hessian.shape[-1]
+    hessian = hessian.reshape(-1, width, width)
+    scales, zeros = (part.reshape(grid_rows, grid_columns, -1).float() for part in (scales, zeros))
+    errors = torch.empty(scales.shape, dtype=torch.float64, device=grid.device)
+    step = max(1, _TILE // (grid_columns * rows * columns))
+    for start in range(0, grid_rows, step):
+        these = slice(start, start + step)
+        x = grid[these].float().nan_to_num(0.0, 0.0, 0.0)
+        for k in range(scales.shape[-1]):
+            difference = _differences(x, scales[these, :, k], zeros[these, :, k], problem.args)
+            blocks = difference.reshape(len(x), grid_columns, rows, -1, width)
+            blocks = blocks.permute(1, 3, 0, 2, 4).reshape(len(hessian), -1, width)
+            forms = (torch.bmm(blocks, hessian) * blocks).sum(-1, dtype=torch.float64)
+            forms = forms.reshape(grid_columns, -1, len(x), rows).sum((1, 3))
+            errors[these, :, k] = forms.T
+    return errors
+
+
+def _differences(x: Tensor, scales: Tensor, zeros: Tensor, args: QuantizationArgs) -> Tensor:
+    """Return q−x of values in pieces, (…, pieces, rows, columns)."""
+    scales, zeros = (part.to(x)[..., None, None] for part in (scales, zeros))
+    q = quantize_dequantize(x, scales, None if args.symmetric else zeros, Format.of(args))
+    return q.sub_(x)
