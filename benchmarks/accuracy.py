@@ -51,11 +51,18 @@ def main() -> int:
         results = measure_schemes(names, options, console)
     if not options.only or SECTION in options.only:
         results[SECTION] = measure_overhead(console, load_model().float(), options.quick)
-    if not (options.only or options.quick or options.stories):
-        facts = {name: version(name) for name in ("torch", "calipers", "llmcompressor")}
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n")
+    if not (options.quick or options.stories):
+        save(results)
     return 0
+
+
+def save(results: dict[str, list[Row]]) -> None:
+    """Save what was measured, beside what an earlier run measured of other schemes."""
+    facts = {name: version(name) for name in ("torch", "calipers", "llmcompressor")}
+    saved = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = saved.get("results", {}) if facts.items() <= saved.items() else {}
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps({**facts, "results": {**kept, **results}}, indent=2) + "\n")
 
 
 def parse_arguments() -> argparse.Namespace:

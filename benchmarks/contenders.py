@@ -81,6 +81,11 @@ def is_nvfp4(args: QuantizationArgs) -> bool:
     return bool(args.strategy == "tensor_group")
 
 
+def is_counted(args: QuantizationArgs) -> bool:
+    """Whether values are counted: per tensor or per head."""
+    return args.strategy in ("tensor", "attn_head")
+
+
 def is_int(args: QuantizationArgs) -> bool:
     """Whether codes are integers."""
     return bool(args.type == "int")
@@ -107,7 +112,11 @@ SCHEMES = {
 
 WEIGHT_CONTENDERS = (
     *(
-        Contender(library, observer)
+        Contender(
+            library,
+            observer,
+            meets_activations=library == PEER or observer == "memoryless_minmax",
+        )
         for library in (PEER, OURS)
         for observer in ("memoryless_minmax", "memoryless_mse", "imatrix_mse")
     ),
@@ -124,7 +133,7 @@ WEIGHT_CONTENDERS = (
             OURS,
             "optimal",
             {"importance": importance},
-            meets_activations=importance == "imatrix",
+            meets_activations=importance == "hessian",
         )
         for importance in ("none", "imatrix", "hessian")
     ),
@@ -146,5 +155,8 @@ ACTIVATION_CONTENDERS = (
         for library in (PEER, OURS)
         for observer in ("static_minmax", "minmax", "mse")
     ),
-    *(Contender(OURS, observer) for observer in ("histogram_mse", "percentile", "entropy")),
+    *(
+        Contender(OURS, observer, suits=is_counted)
+        for observer in ("histogram_mse", "percentile", "entropy")
+    ),
 )

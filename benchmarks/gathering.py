@@ -113,7 +113,8 @@ def observe_activations(model: Any, stories: Sequence[Tensor], schemes: Iterable
         (scheme, contender): {}
         for scheme in schemes
         for contender in ACTIVATION_CONTENDERS
-        if SCHEMES[scheme].activations and contender.is_registered
+        if (args := SCHEMES[scheme].activations) and contender.suits(args)
+        if contender.is_registered
     }
     if not found:
         return {}

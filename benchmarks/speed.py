@@ -103,6 +103,13 @@ SEARCHES = (
     Case("memoryless_mse", "NVFP4", floors={"fp32": 150}),
     Case("nvfp4_expanded_mse", "NVFP4", floors={"fp32": 150}),
 )
+OPTIMA = {
+    ("int4 group 128", "memoryless_mse"): 10.0,
+    ("int8 channel", "memoryless_mse"): None,
+    ("fp8 channel", "memoryless_mse"): None,
+    ("NVFP4", "nvfp4_expanded_mse"): 200.0,
+}
+"""Format and observer of the peer: how many times faster the optimum is to be found."""
 GROWING = (STRATEGIES["group 128"], SEARCHES[0])
 THREADED = (*GROWING, SEARCHES[2])
 EXTREMA_FLOOR = 1.5
@@ -176,7 +183,7 @@ def observing(library: Any, case: Case, weight: Tensor) -> Prepare:
 
     def prepare() -> Callable[[], object]:
         observer = case.build(library)
-        if case.observer == "imatrix_mse":
+        if case.observer in ("imatrix_mse", "optimal"):
             gather_importance(observer, weight.shape[-1])
         return partial(observer, weight)
 
@@ -275,6 +282,31 @@ def operations(case: Case, norm: float) -> int:
     """Count the arithmetic of one value and candidate, as the head of this file says."""
     code = 7 if FORMATS[case.format].get("type") == "float" else 4
     return code + {2.0: 1, 3.0: 3}.get(norm, 11) + (case.observer == "imatrix_mse")
+
+
+def measure_optima(options: argparse.Namespace) -> Iterator[Row]:
+    """Time the search of all storable scales beside a search of the peer."""
+    weight = draw(options.size, "bf16")
+    for (fmt, peer), floor in OPTIMA.items():
+        theirs = {"peer": [observing(Peer, Case(peer, fmt), weight)]}
+        for importance in ("none", "imatrix", "hessian"):
+            case = Case("optimal", fmt, {"importance": importance})
+            lanes = {**theirs, "ours": [observing(Observer, case, weight)]}
+            if options.quick and peer == "nvfp4_expanded_mse":
+                del lanes["peer"]
+            found = race(lanes, options.quick)
+            faster = found["peer"] / found["ours"] if "peer" in found else None
+            yield {
+                "importance": importance,
+                "format": fmt,
+                "dtype": "bf16",
+                "size": options.size,
+                "peer": peer,
+                **in_seconds(found),
+                "times_faster": faster,
+                "floor": floor,
+                "reached": faster >= floor if faster and floor else None,
+            }
 
 
 def measure_statistics(options: argparse.Namespace) -> Iterator[Row]:
@@ -408,6 +440,21 @@ SECTIONS = {
                 "limit", "limit_seconds", milliseconds, "values × tried × ops at the rate above."
             ),
             Column("÷ limit", "ours_to_limit", number, "ours ÷ limit."),
+            Column("floor", "floor", at_least, "what faster should reach."),
+            REACHED,
+        ),
+    ),
+    "optima": Section(
+        measure_optima,
+        "The best of all storable scales (optimal) of a {size} × {size} weight",
+        (
+            Column("format", "format"),
+            Column("importance", "importance"),
+            DTYPE,
+            OURS,
+            Column("peer's", "peer"),
+            PEER,
+            FASTER,
             Column("floor", "floor", at_least, "what faster should reach."),
             REACHED,
         ),

@@ -44,14 +44,14 @@ class OptimalOptions(ObserverOptions):
     """What an optimum is."""
 
     importance: Literal["none", "imatrix", "hessian"] = Field(
-        default="imatrix", description="how errors count: alike, by E[x²], or by E[x xᵀ]"
+        default="hessian", description="how errors count: alike, by E[x²], or by E[x xᵀ]"
     )
     signed_scale: bool = Field(
         default=False, description="negative scales too (symmetric int), for the larger side"
     )
     strict: bool = Field(default=False, description="unusable importance is an error")
     shortlist: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=32, description="candidates by E[x²] that are judged by E[x xᵀ]"
+        default=8, description="candidates by E[x²] that are judged by E[x xᵀ]"
     )
 
 
@@ -73,7 +73,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
     >>> linear = torch.nn.Linear(64, 16)
-    >>> observer = OptimalObserver("weight", args, importance="hessian")
+    >>> observer = OptimalObserver("weight", args)
     >>> observer.attach(linear)
     >>> _ = linear(torch.randn(256, 64))
     >>> observer.detach(linear)
@@ -97,7 +97,9 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._problem: Problem | None = None
+        # By global scale: what was worked out, so that fused observers need not do it again.
         self._solutions: dict[float, Solution] = {}
+        self._sampled_errors: dict[float, float] = {}
         self._has_warned = False
         fmt = Format.of(self.args)
         if self.base_name != "weight":
@@ -142,7 +144,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         low, high = self.extrema(observed)
         pieces = self.pieces(observed)
         weights, hessian = self._usable_importance(pieces)
-        self._solutions.clear()
+        self._forget_results()
         self._problem = Problem(
             pieces.detach(),
             low,
@@ -303,4 +305,8 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         """Forget everything."""
         super().reset()
         self._problem = None
+        self._forget_results()
+
+    def _forget_results(self) -> None:
         self._solutions.clear()
+        self._sampled_errors.clear()
