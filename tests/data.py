@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,39 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
     "tiny": lambda shape: torch.randn(shape) * 1e-3,
     "large": lambda shape: torch.randn(shape) * 1e3,
 }
+
+
+def _two_clusters(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape) * 0.02 + torch.where(torch.rand(shape) < 0.7, 0.2, -1.1)
+
+
+def _with_heavy_outliers(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape) * torch.where(torch.rand(shape) < 0.1, 30.0, 1.0)
+
+
+_MORE: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
+    "laplace": lambda shape: torch.empty(shape).exponential_() * torch.randn(shape).sign(),
+    "two_clusters": _two_clusters,
+    "lognormal": lambda shape: torch.empty(shape).log_normal_(),
+    "sparse": lambda shape: torch.randn(shape) * (torch.rand(shape) < 0.1),
+    "two_values": lambda shape: torch.where(torch.rand(shape) < 0.3, -0.37, 1.3),
+    "ramp": lambda shape: torch.linspace(-1, 1.7, math.prod(shape)).reshape(shape),
+    "heavy_outliers": _with_heavy_outliers,
+}
+_ENDS_OF_A_DTYPE: dict[str, Callable[[torch.dtype], float]] = {
+    "denormals": lambda dtype: torch.finfo(dtype).smallest_normal,
+    "huge": lambda dtype: torch.finfo(dtype).max,
+}
+EIGHTEEN = sorted({*DISTRIBUTIONS, *_MORE, *_ENDS_OF_A_DTYPE} - {"large"})
+"""Names of the distributions that an optimum is found for."""
+
+
+def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Draw from one of the eighteen."""
+    if kind in _ENDS_OF_A_DTYPE:
+        return ((torch.rand(shape) * 2 - 1) * _ENDS_OF_A_DTYPE[kind](dtype)).to(dtype)
+    return (DISTRIBUTIONS | _MORE)[kind](shape).to(dtype)
+
 
 FORMATS: dict[str, dict[str, object]] = {
     "int2": {"num_bits": 2},
