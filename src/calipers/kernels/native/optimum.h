@@ -249,10 +249,12 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
   // are noted by then.
   std::int64_t note_open(std::int32_t from, std::int32_t to, std::int64_t stride, double best,
                          std::int64_t noted) {
-    const float after = (float)((1 - radius(from, best)) / job.storable[from]) * (1 + 1e-6f);
-    const float before = (float)((1 + radius(to, best)) / job.storable[to]) * (1 - 1e-6f);
+    // In the unit of the piece: 1 / a denormal scale is no float.
+    const double first = (double)job.storable[from] * unit, last = (double)job.storable[to] * unit;
+    const float after = (float)((1 - radius(from, best)) / first) * (1 + 1e-6f);
+    const float before = (float)((1 + radius(to, best)) / last) * (1 - 1e-6f);
     for (std::int64_t i = from + 1; i < to; i += W) {
-      const V scale = load_as<V>(job.storable + i);
+      const V scale = load_as<V>(job.storable + i) * unit;
       std::uint32_t open = lane_bits((scale * after > 1) & (scale * before < 1));
       if (to - i < W) open &= (1u << (to - i)) - 1;
       for (; open; open &= open - 1) {
