@@ -211,7 +211,7 @@ def _enumerate(job: Job, x: Tensor, w: Tensor) -> Optimum:
             at = top[:, None] - 1 - torch.arange(begin, begin + _TOGETHER, device=x.device)
             scales = storable[at.clamp(min=0)]
             measured = (scales / unit).unsqueeze(-1)
-            if begin and bool((_clip(job, x, w, window, measured[:, :1]) > _limit(kept)).all()):
+            if begin and bool((_clip(job, x, w, window, measured[:, :1]) >= _limit(kept)).all()):
                 break
             errors = _powers(_errors(job, x, window, measured), job.norm)
             errors = (errors * w.unsqueeze(1)).sum(-1, dtype=torch.float64)
