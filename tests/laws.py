@@ -22,6 +22,7 @@ class Promise:
     merges: bool = False
     ignores_order: bool = False
     strategies: tuple[str, ...] | None = None  # None for all
+    base_names: tuple[str, ...] | None = None
     bits: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # what makes the laws quick to check
 
@@ -39,12 +40,14 @@ COUNTED: dict[str, Any] = {
 
 PROMISES = {
     "entropy": Promise(**COUNTED, bits=8, options={"bins": 320}),
+    "histogram_mse": Promise(**COUNTED),
     "imatrix_mse": Promise(),
     "memoryless_minmax": Promise(),
     "memoryless_mse": Promise(),
     "minmax": Promise(),
     "mse": Promise(),
     "nvfp4_expanded_mse": Promise(),
+    "optimal": Promise(base_names=("weight",)),
     "percentile": Promise(**COUNTED, options={"percentile": 95}),
     "static_minmax": Promise(merges=True, ignores_order=True),
     "value_counts": Promise(**COUNTED),

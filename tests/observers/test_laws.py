@@ -40,7 +40,7 @@ KINDS = {
 
 @st.composite
 def streams(draw: st.DrawFn, name: str) -> tuple[str, QuantizationArgs, list[torch.Tensor]]:
-    base_name = draw(st.sampled_from(sorted(KINDS)))
+    base_name = draw(st.sampled_from(PROMISES[name].base_names or sorted(KINDS)))
     args = draw(st.sampled_from([args for args in KINDS[base_name] if PROMISES[name].suits(args)]))
     dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     width, rows, heads = (draw(st.integers(1, 3)) for _ in range(3))
