@@ -103,9 +103,16 @@ def storable_scales(
         lowest = -24 if dtype == torch.float16 else -127
         highest = 15 if dtype == torch.float16 else 127
         return torch.arange(lowest, highest + 1, dtype=torch.float64).exp2().float()
+    stored = stored_scales(fmt, dtype)
+    if stored is None or global_scale is None:
+        return stored
+    return stored / global_scale.detach().float().cpu()
+
+
+def stored_scales(fmt: Format, dtype: torch.dtype) -> Tensor | None:
+    """Return the positive numbers that stand in a checkpoint for scales that are no exponents."""
     if fmt.scale is ScaleKind.E4M3_GLOBAL:
-        assert global_scale is not None
-        return _positive(FP8_DTYPE) / global_scale.detach().float().cpu()
+        return _positive(FP8_DTYPE)
     return _positive(dtype) if dtype.itemsize <= 2 else None
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from calipers.kernels.dispatch import as_grid
 from calipers.kernels.optimum import Optimum, best_scales
-from calipers.numerics.formats import FP8_DTYPE, Format, ScaleKind
+from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
-from calipers.numerics.scales import fine_scales, storable_scales, windows_of
+from calipers.numerics.scales import fine_scales, storable_scales, stored_scales, windows_of
 
 _TILE = 1 << 22  # numbers worked on at once
 
@@ -79,7 +79,9 @@ def solve(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     best, window, error = (part[..., 0] for part in found)
     # Pieces of nothing but zeros take what min-max gives them.
     is_zero = (best == 0).reshape(scale.shape)
-    chosen = _stored(best, window, fmt, storable).reshape(scale.shape).to(scale.device)
+    if global_scale is not None:
+        best = _under(global_scale, best, stored_scales(fmt, dtype))
+    chosen = _signed(best, window, fmt).reshape(scale.shape).to(scale.device)
     zeros = _zero_points(window, fmt).reshape(scale.shape).to(scale.device)
     scale = torch.where(is_zero, scale.to(chosen), chosen).to(scale.dtype)
     zero_point = torch.where(is_zero, zero_point.to(zeros), zeros).to(zero_point.dtype)
@@ -115,13 +117,17 @@ def error_of(
     return total
 
 
-def _stored(best: Tensor, window: Tensor, fmt: Format, storable: Tensor | None) -> Tensor:
-    """Turn effective scales into what is stored: with their sign, or under the global scale."""
-    if fmt.scale is ScaleKind.E4M3_GLOBAL:
-        assert storable is not None
-        local = torch.arange(1, 127, dtype=torch.uint8).view(FP8_DTYPE).float()
-        at = torch.searchsorted(storable, best.cpu().contiguous()).clamp(max=len(local) - 1)
-        return local[at]
+def _under(global_scale: Tensor, best: Tensor, stored: Tensor | None) -> Tensor:
+    """Turn effective scales into those that are stored under a global scale."""
+    global_scale = global_scale.detach().float().to(best.device)
+    if stored is None:
+        return best * global_scale
+    stored = stored.to(best.device)
+    storable = (stored / global_scale).to(best.dtype)
+    return stored[torch.searchsorted(storable, best.contiguous()).clamp(max=len(stored) - 1)]
+
+
+def _signed(best: Tensor, window: Tensor, fmt: Format) -> Tensor:
     return torch.where(window == 1, -best, best) if fmt.symmetric else best
 
 
