@@ -60,6 +60,19 @@ def gather(indices: list[int], dtype: torch.dtype = torch.float32) -> Observer:
     return observer
 
 
+def gather_hessian(indices: list[int]) -> Observer:
+    """Inputs in bfloat16: the products of their few bits add up without rounding."""
+    linear = torch.nn.Linear(16, 4)
+    observer = Observer.load_from_registry(
+        "optimal", base_name="weight", args=INT4, importance="hessian"
+    )
+    observer.attach(linear)
+    for index in indices:
+        linear(batches(torch.bfloat16)[index].mul(4).round().div(4).float())
+    observer.detach(linear)
+    return observer
+
+
 def weight() -> torch.Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
 
@@ -121,6 +134,24 @@ def imatrix_idle(rank: int, world: int) -> Any:
     observer = gather(indices, torch.bfloat16) if indices else build("imatrix_mse", INT4, "weight")
     sync(observer)
     return observer(weight()).fields()
+
+
+def hessian(rank: int, world: int) -> Any:
+    observer = gather_hessian(share(rank, world))
+    sync(observer)
+    return observer(weight()).fields()
+
+
+def hessian_idle(rank: int, world: int) -> Any:
+    observer = gather_hessian(share(rank, world, idle=0))
+    sync(observer)
+    return observer(weight()).fields()
+
+
+def histogram_mse(rank: int, world: int) -> Any:
+    observer = observe("histogram_mse", share(rank, world), torch.bfloat16)
+    sync(observer)
+    return observer.fields() | dict(enumerate(observer))
 
 
 def moving_average(rank: int, world: int) -> Any:
@@ -219,6 +250,9 @@ SCENARIOS = [
     value_counts_more,
     imatrix,
     imatrix_idle,
+    hessian,
+    hessian_idle,
+    histogram_mse,
     moving_average,
     moving_average_idle,
     nobody_saw_anything,

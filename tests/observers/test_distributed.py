@@ -76,6 +76,19 @@ def test_imatrix_is_that_of_one_process(results: list[dict[str, Any]], scenario:
         assert_equal(result, single.fields())
 
 
+@pytest.mark.parametrize("scenario", [ranks.hessian, ranks.hessian_idle])
+def test_hessians_are_those_of_one_process(results: list[dict[str, Any]], scenario: Any) -> None:
+    single = ranks.gather_hessian(list(range(ranks.BATCHES)))(ranks.weight())
+    for result in of(results, scenario):
+        assert_equal(result, single.fields())
+
+
+def test_histogram_mse_is_that_of_one_process(results: list[dict[str, Any]]) -> None:
+    single = ranks.observe("histogram_mse", list(range(ranks.BATCHES)), torch.bfloat16)
+    for known in of(results, ranks.histogram_mse):
+        assert_equal(known, single.fields() | dict(enumerate(single)))
+
+
 def test_moving_averages_are_averaged(results: list[dict[str, Any]]) -> None:
     found = of(results, ranks.moving_average)
     for name in ("minmax", "mse"):
