@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -293,12 +294,16 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         usual = Observer.get_global_scale(self)
         if usual is None:
             return None
-        fused = [self, *sorted(self._fused_observers, key=id)]
-        samples = [
-            other._weight().sample(_SAMPLE) for other in fused if isinstance(other, OptimalObserver)
-        ]
+        fused = [self, *self._fused_observers]
+        able = [other for other in fused if isinstance(other, OptimalObserver)]
+        if len(able) < len(fused):  # the others take the usual one, and all must have the same
+            return usual
+        samples = [other._weight().sample(_SAMPLE) for other in able]
         candidates = [usual * factor for factor in _GLOBAL_FACTORS]
-        errors = [sum(solve(sample, scale).error for sample in samples) for scale in candidates]
+        # Summed exactly: whoever of them asks, in whatever order, comes to the same choice.
+        errors = [
+            math.fsum(solve(sample, scale).error for sample in samples) for scale in candidates
+        ]
         return candidates[min(range(len(errors)), key=errors.__getitem__)]
 
     def reset(self) -> None:
