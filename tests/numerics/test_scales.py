@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.compressors.mx_utils import compress_mx_scale, decompress_mx_scale
 from compressed_tensors.quantization import QuantizationArgs
 from data import EIGHTEEN, draw, nvfp4
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import grid_of
 
@@ -69,6 +69,7 @@ class TestWindows:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_half_of_a_scale_beyond_the_bound_is_no_worse(fmt: str, data: st.DataObject) -> None:
     """Which is why no scale beyond it is tried. Values are anywhere in the range, scales too."""

@@ -362,6 +362,7 @@ class Attention(torch.nn.Module):
             setattr(self, name, linear)
 
     def observe(self) -> list[Any]:
+        """All of them, before any is asked."""
         for linear in self.children():
             linear.weight_observer(linear.weight)
         return [linear.weight_observer.get_qparams() for linear in self.children()]
@@ -387,8 +388,17 @@ class TestFused:
         assert found <= totals[0] * (1 + 1e-5)
         assert found <= totals[1] * (1 + 1e-2)  # the usual one may differ by a rounding to bf16
 
+    def test_with_one_of_another_kind_the_usual_one_is_shared(self) -> None:
+        block = Attention()
+        block.k_proj.weight_observer = Observer.load_from_registry(
+            "memoryless_minmax", base_name="weight", args=nvfp4(16)
+        )
+        fuse_weight_observers(block)
+        scales = {float(qparams["global_scale"]) for qparams in block.observe()}
+        assert len(scales) == 1
+
     def test_after_observing(self) -> None:
-        before, after = Attention(), None
+        before = Attention()
         after = copy.deepcopy(before)
         fuse_weight_observers(before)
         expected = before.observe()
