@@ -53,6 +53,8 @@ PROMISES = {
     "value_counts": Promise(**COUNTED),
 }
 
+FOR_INPUTS = [n for n, p in PROMISES.items() if p.base_names is None or "input" in p.base_names]
+
 Stream = Sequence[Tensor]
 Law = Callable[[str, str, QuantizationArgs, Stream], None]
 

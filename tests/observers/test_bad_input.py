@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from laws import PROMISES
+from laws import FOR_INPUTS
 
 from calipers import errors
 from calipers.observers import (
@@ -119,7 +119,7 @@ class TestBadInput:
             "real and imaginary parts separately, or exclude the module."
         )
 
-    @pytest.mark.parametrize("name", PROMISES)
+    @pytest.mark.parametrize("name", FOR_INPUTS)
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_nonfinite(self, name: str, bad: float) -> None:
         observer = build(name, base_name="input", args=INT8)

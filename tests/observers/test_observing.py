@@ -9,7 +9,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
-from laws import PROMISES
+from laws import FOR_INPUTS, PROMISES
 
 from calipers.errors import NonFiniteError
 from calipers.observers import (
@@ -131,7 +131,7 @@ class TestObserving:
         assert observer.get_qparams()["scale"].dtype == torch.float32
 
     def test_masked_tokens_change_nothing(self) -> None:
-        for name in PROMISES:
+        for name in FOR_INPUTS:
             if name == "imatrix_mse":
                 continue
             x = torch.randn(3, 5, 8)

@@ -19,6 +19,7 @@ from calipers.errors import (
     CalipersWarning,
     ConfigurationError,
     ImportanceError,
+    NonFiniteError,
     WeightGoneError,
 )
 from calipers.observers import Observer, fuse_weight_observers
@@ -672,6 +673,15 @@ def test_observing_twice_is_observing_the_last() -> None:
     assert torch.equal(
         observer(first).get_qparams()["scale"], build()(first).get_qparams()["scale"]
     )
+
+
+def test_nonfinite_values_are_refused() -> None:
+    weight = layer().weight
+    weight[0, 3] = torch.nan
+    observer = build()
+    with pytest.raises(NonFiniteError, match="was given 1 non-finite value"):
+        observer(weight)
+    assert not observer.fields()
 
 
 @pytest.mark.parametrize("args", [INT4, arguments("channel", "int4_asym"), nvfp4(16)], ids=str)
