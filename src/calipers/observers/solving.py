@@ -57,7 +57,7 @@ def solve(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     """Find the best of all parameters that can be stored."""
     args, fmt = problem.args, Format.of(problem.args)
     scale, zero_point = safe_qparams(problem.low, problem.high, args, global_scale)
-    dtype = problem.pieces.dtype
+    dtype = scale.dtype
     if fmt.scale is ScaleKind.FLOAT and args.scale_dtype is not None:
         dtype = args.scale_dtype
     storable = storable_scales(fmt, dtype, global_scale)
