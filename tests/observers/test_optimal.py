@@ -337,6 +337,26 @@ def test_nvfp4(dtype: torch.dtype, importance: str) -> None:
     assert found <= best[usual_scale] * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float32_scales_under_a_global_scale(dtype: torch.dtype) -> None:
+    """Without scale_dtype, compressed-tensors stores them so, whatever the weight is."""
+    args, weight = arguments("tensor_group", "int4"), layer(3, dtype=dtype).weight
+    qparams = build(args)(weight).get_qparams()
+    assert qparams["scale"].dtype == torch.float32
+    scales = torch.linspace(0.001, 0.5, 20_000, dtype=torch.float64)
+    assert error(weight, qparams, args) <= least_error(weight, args, scales) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scale_dtype_of_its_own(dtype: torch.dtype) -> None:
+    args = QuantizationArgs(num_bits=4, group_size=16, scale_dtype=torch.bfloat16)
+    weight = layer(3, dtype=dtype).weight
+    qparams = build(args)(weight).get_qparams()
+    assert torch.equal(qparams["scale"].bfloat16().float(), qparams["scale"].float())
+    best = least_error(weight, args, brute.around(brute.floats_of(torch.bfloat16), weight))
+    assert error(weight, qparams, args) <= best * (1 + 1e-6)
+
+
 def local_scales(global_scale: Tensor) -> Tensor:
     return (brute.floats_of(brute.FP8).float() / global_scale).double()
 
