@@ -226,7 +226,7 @@ def blocks_of(x: Tensor, width: int) -> Tensor:
 
 
 @pytest.mark.parametrize("fmt", ["int3", "int4_asym", "fp4"])
-@pytest.mark.parametrize(("cut", "width"), [("channel", 64), ("group", 16), ("block", 8)])
+@pytest.mark.parametrize(("cut", "width"), [("channel", 64), ("group", 64), ("block", 8)])
 def test_the_hessian_judges(cut: str, width: int, fmt: str) -> None:
     args, linear, x = arguments(cut, fmt), layer(6), inputs(1000).bfloat16()
     hessian = shrunk(blocks_of(x, width), len(x))
@@ -257,28 +257,28 @@ def test_with_a_long_shortlist_no_scale_is_better_by_the_hessian() -> None:
         assert found <= min(each) * (1 + 1e-5)
 
 
-def test_narrow_blocks_are_cut_from_wider_ones() -> None:
+def test_one_hessian_serves_every_group_size() -> None:
     linear, x = layer(), inputs().bfloat16()
-    wide = gathered(linear, x, QuantizationArgs(num_bits=4, group_size=32), importance="hessian")
-    assert wide._hessian_sum.shape == (2, 32, 32)
-    narrow = build(importance="hessian")
-    narrow.attach(linear)  # picks up the wide ones
+    gathered(linear, x, QuantizationArgs(num_bits=4, group_size=32), importance="hessian")
+    assert linear._hessian_sum.shape == (1, 64, 64)
+    heir = build(importance="hessian", strict=True)
+    heir.attach(linear)  # picks it up
     direct = gathered(layer(), x, importance="hessian")
-    ours, theirs = narrow(linear.weight), direct(linear.weight)
+    ours, theirs = heir(linear.weight), direct(linear.weight)
     torch.testing.assert_close(ours.get_qparams()["scale"], theirs.get_qparams()["scale"])
 
 
 def test_hessians_of_another_width() -> None:
-    linear, x = layer(), inputs().bfloat16()
-    narrow = gathered(linear, x, importance="hessian")
-    wide = build(QuantizationArgs(num_bits=4, group_size=32), "hessian", strict=True)
-    wide.attach(linear)
-    assert torch.equal(wide._hessian_sum, narrow._hessian_sum)
+    linear = layer(columns=96)
+    linear._hessian_sum = torch.eye(48).repeat(2, 1, 1).double()
+    linear._hessian_count = torch.tensor(100)
+    observer = build(QuantizationArgs(num_bits=4, group_size=32), "hessian", strict=True)
+    observer.attach(linear)
     with pytest.raises(ImportanceError) as caught:
-        wide(linear.weight)
+        observer(linear.weight)
     assert str(caught.value) == (
-        "Observer 'optimal' (weight): the Hessian has blocks of 16 columns, and 32 (or a multiple "
-        "of it) are needed here. Gather it with this observer. "
+        "Observer 'optimal' (weight): the Hessian has blocks of 48 columns, which do not fit "
+        "pieces of 32 columns. Gather it with this observer. "
         "With strict=False it would fall back to plain error."
     )
 
@@ -656,8 +656,7 @@ class TestScarcity:
 def test_report(args: QuantizationArgs, importance: str, dtype: torch.dtype) -> None:
     linear, x = layer(dtype=dtype), inputs().to(dtype)
     observer = gathered(linear, x, args, importance=importance)(linear.weight)
-    width = args.group_size or COLUMNS
-    hessian = shrunk(blocks_of(x, width), len(x))
+    hessian = shrunk(blocks_of(x, COLUMNS), len(x))
     found = []
     for name in ("memoryless_minmax", "memoryless_mse"):
         other = Observer.load_from_registry(name, base_name="weight", args=args)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calipers.statistics.hessian import BlockHessians, block_width, common_width, narrowed, shrunk
+from calipers.statistics.hessian import BlockHessians, block_width, shrunk
 
 
 def exact(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -64,26 +64,15 @@ def test_takes_no_part_in_gradients() -> None:
     assert not sums._hessian_sum.requires_grad
 
 
-@given(st.sampled_from([1, 2, 3, 6]))
-def test_narrower_blocks_are_those_gathered_narrowly(width: int) -> None:
-    x = torch.randint(-8, 9, (20, 24)).float()
-    wide = summed(x, width=12)._hessian_sum
-    assert torch.equal(narrowed(wide, width), exact(x, width))
-    assert torch.equal(narrowed(wide, 12), wide)
-
-
-def test_blocks_that_do_not_fit() -> None:
-    assert narrowed(torch.ones(2, 12, 12), 5) is None
-    assert narrowed(torch.ones(2, 12, 12), 24) is None
-
-
-@given(st.integers(1, 600), st.integers(1, 600))
-def test_widths_divide(columns: int, piece: int) -> None:
-    width = common_width(columns, piece)
-    assert columns % width == piece % width == 0
-    fitting = [w for w in range(1, 129) if columns % w == piece % w == 0]
+@given(st.integers(1, 40).map(lambda n: 24 * n), st.integers(1, 1200))
+def test_blocks_hold_whole_pieces_or_the_other_way_round(columns: int, piece: int) -> None:
+    width = block_width(columns, piece)
+    assert columns % width == 0
+    if columns % piece == 0 and piece <= 512:
+        fitting = [w for w in range(1, 513) if columns % w == w % piece == 0]
+    else:
+        fitting = [w for w in range(1, 513) if columns % w == piece % w == 0]
     assert width == max(fitting)
-    assert block_width(columns) == common_width(columns, columns)
 
 
 class TestShrinking:

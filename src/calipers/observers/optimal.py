@@ -31,7 +31,7 @@ from calipers.observers.observation import in_pieces
 from calipers.observers.options import ObserverOptions, SearchOptions
 from calipers.observers.solving import Problem, Solution, error_of, solve
 from calipers.statistics.base import Reduction
-from calipers.statistics.hessian import BlockHessians, common_width, narrowed, shrunk
+from calipers.statistics.hessian import BlockHessians, block_width, shrunk
 from calipers.statistics.moments import SquareSums
 
 LEAST_IMPORTANCE = 2.0**-20
@@ -52,7 +52,7 @@ class OptimalOptions(ObserverOptions):
     )
     strict: bool = Field(default=False, description="unusable importance is an error")
     shortlist: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=8, description="candidates by E[x²] that are judged by E[x xᵀ]"
+        default=16, description="candidates by E[x²] that are judged by E[x xᵀ]"
     )
 
 
@@ -134,8 +134,8 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
 
     def _block_width(self, columns: int) -> int:
         if self.args.strategy == QuantizationStrategy.BLOCK:
-            return common_width(columns, self.args.block_structure[1])
-        return common_width(columns, self.args.group_size or columns)
+            return block_width(columns, self.args.block_structure[1])
+        return block_width(columns, self.args.group_size or columns)
 
     # What is observed
 
@@ -205,26 +205,23 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         return weights, self._hessian(blocks / count / mean, int(count), layout, pieces)
 
     def _hessian(self, blocks: Tensor, tokens: int, layout: Layout, pieces: Tensor) -> Tensor:
-        columns = blocks.shape[0] * blocks.shape[1]
-        wanted = self._block_width(columns)
+        width, piece = blocks.shape[-1], pieces.shape[-1]
         if layout.order is not None:
             raise ImportanceError(
                 self.label(), "a Hessian is of neighbouring columns, which g_idx tears apart"
             )
         if not bool(torch.isfinite(blocks).all()):
             raise ImportanceError(self.label(), "the Hessian has NaN or Inf in it")
-        narrow = narrowed(blocks, wanted)
-        if narrow is None:
+        padded = (
+            -blocks.shape[0] * width % piece
+        )  # columns of a block that the matrix does not fill
+        if (width % piece and piece % width) or padded % width:
             raise ImportanceError(
                 self.label(),
-                f"the Hessian has blocks of {blocks.shape[-1]} columns, and {wanted} (or a "
-                "multiple of it) are needed here. Gather it with this observer",
+                f"the Hessian has blocks of {width} columns, which do not fit pieces of {piece} "
+                "columns. Gather it with this observer",
             )
-        narrow = shrunk(narrow, tokens)
-        per_piece = pieces.shape[-1] // wanted
-        missing = -len(narrow) % per_piece  # of a block that the matrix does not fill
-        narrow = torch.cat([narrow, narrow.new_zeros(missing, wanted, wanted)])
-        return narrow.reshape(-1, per_piece, wanted, wanted)
+        return torch.cat([shrunk(blocks, tokens), blocks.new_zeros(padded // width, width, width)])
 
     # What is asked for
 
@@ -298,13 +295,17 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         able = [other for other in fused if isinstance(other, OptimalObserver)]
         if len(able) < len(fused):  # the others take the usual one, and all must have the same
             return usual
-        samples = [other._weight().sample(_SAMPLE) for other in able]
         candidates = [usual * factor for factor in _GLOBAL_FACTORS]
         # Summed exactly: whoever of them asks, in whatever order, comes to the same choice.
-        errors = [
-            math.fsum(solve(sample, scale).error for sample in samples) for scale in candidates
-        ]
+        errors = [math.fsum(o._sampled_error(scale) for o in able) for scale in candidates]
         return candidates[min(range(len(errors)), key=errors.__getitem__)]
+
+    def _sampled_error(self, global_scale: Tensor) -> float:
+        key = float(global_scale)
+        if key not in self._sampled_errors:
+            sample = self._weight().sample(_SAMPLE)._replace(hessian=None, shortlist=1)
+            self._sampled_errors[key] = solve(sample, global_scale).error
+        return self._sampled_errors[key]
 
     def reset(self) -> None:
         """Forget everything."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from calipers.kernels.dispatch import as_grid
 from calipers.kernels.optimum import Optimum, best_scales
 from calipers.numerics.formats import Format, ScaleKind
-from calipers.numerics.qparams import quantize_dequantize, safe_qparams
+from calipers.numerics.qparams import safe_qparams
 from calipers.numerics.scales import fine_scales, storable_scales, stored_scales, windows_of
+from calipers.observers.descent import choose_together, differences, quadratic_error
 
 _TILE = 1 << 22  # numbers worked on at once
 
@@ -22,8 +23,8 @@ class Problem(NamedTuple):
 
     ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``low`` and ``high`` are its
     extrema, ``weights`` broadcasts with it: the error is Σ w·|q−x|^norm. If there is a ``hessian``,
-    of shape (pieces in a row, blocks of a piece, width, width), the ``shortlist`` best candidates
-    by that error are judged by Δᵀ H Δ instead, Δ the difference q−x in each row of a piece.
+    blocks of shape (blocks, width, width) along the columns, the ``shortlist`` best candidates by
+    that error are judged by Δᵀ H Δ instead, Δ the difference q−x of each row.
     """
 
     pieces: Tensor
@@ -45,7 +46,7 @@ class Problem(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """The parameters to store, and the error of the whole tensor under them."""
+    """The parameters to store, and the error Σ w·|q−x|^norm of the whole tensor under them."""
 
     scale: Tensor
     zero_point: Tensor
@@ -95,24 +96,18 @@ def error_of(
     """Return the error of the whole tensor under given parameters."""
     if global_scale is not None:
         scale = scale.float() / global_scale
-    shape = problem.low.shape
-    candidate = Optimum(
-        scale.double().reshape(*shape, 1),
-        zero_point.double().reshape(*shape, 1),
-        torch.zeros(*shape, 1),
-    )
     if problem.hessian is not None:
-        return float(_quadratic_errors(problem, candidate.scales, candidate.windows).sum())
+        return quadratic_error(problem.pieces, scale, zero_point, problem.hessian, problem.args)
     x = as_grid(problem.pieces, ordered=True)
     weights = torch.ones(()) if problem.weights is None else problem.weights
     weights = as_grid(weights.to(x.device).expand(problem.pieces.shape), ordered=True)
-    scales, zeros = (part.reshape(*x.shape[1:3]) for part in candidate[:2])
+    scales, zeros = (part.double().reshape(*x.shape[1:3]) for part in (scale, zero_point))
     step = max(1, _TILE // x[:, 0].numel())
     total = 0.0
     for start in range(0, x.shape[1], step):
         these = slice(start, start + step)
         values = x[:, these].double().nan_to_num(0.0, 0.0, 0.0)
-        part = _differences(values, scales[these], zeros[these], problem.args)
+        part = differences(values, scales[these], zeros[these], problem.args)
         total += float((part.abs().pow(problem.norm) * weights[:, these]).sum())
     return total
 
@@ -138,42 +133,11 @@ def _zero_points(window: Tensor, fmt: Format) -> Tensor:
 
 
 def _judged_by_hessian(problem: Problem, found: Optimum) -> Optimum:
-    """Put the candidate with the least Δᵀ H Δ first."""
+    """Keep the candidates with the least Δᵀ H Δ."""
+    assert problem.hessian is not None
     fmt = Format.of(problem.args)
     signed = torch.where(found.windows == 1, -1, 1) if fmt.symmetric else 1
     scales = (found.scales * signed).masked_fill(found.scales == 0, 1)
-    errors = _quadratic_errors(problem, scales, _zero_points(found.windows, fmt))
-    errors = errors.reshape(found.errors.shape)
-    least, at = errors.min(-1, keepdim=True)
-    return Optimum(found.scales.gather(-1, at), found.windows.gather(-1, at), least)
-
-
-def _quadratic_errors(problem: Problem, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Return Σ Δᵀ H Δ over the rows of each piece, for each candidate: (…, pieces, candidates)."""
-    assert problem.hessian is not None
-    grid = as_grid(problem.pieces, ordered=True)[0]
-    grid_rows, grid_columns, rows, columns = grid.shape
-    hessian = problem.hessian.to(grid.device, torch.float32)
-    width = hessian.shape[-1]
-    hessian = hessian.reshape(-1, width, width)
-    scales, zeros = (part.reshape(grid_rows, grid_columns, -1).float() for part in (scales, zeros))
-    errors = torch.empty(scales.shape, dtype=torch.float64, device=grid.device)
-    step = max(1, _TILE // (grid_columns * rows * columns))
-    for start in range(0, grid_rows, step):
-        these = slice(start, start + step)
-        x = grid[these].float().nan_to_num(0.0, 0.0, 0.0)
-        for k in range(scales.shape[-1]):
-            difference = _differences(x, scales[these, :, k], zeros[these, :, k], problem.args)
-            blocks = difference.reshape(len(x), grid_columns, rows, -1, width)
-            blocks = blocks.permute(1, 3, 0, 2, 4).reshape(len(hessian), -1, width)
-            forms = (torch.bmm(blocks, hessian) * blocks).sum(-1, dtype=torch.float64)
-            forms = forms.reshape(grid_columns, -1, len(x), rows).sum((1, 3))
-            errors[these, :, k] = forms.T
-    return errors
-
-
-def _differences(x: Tensor, scales: Tensor, zeros: Tensor, args: QuantizationArgs) -> Tensor:
-    """Return q−x of values in pieces, (…, pieces, rows, columns)."""
-    scales, zeros = (part.to(x)[..., None, None] for part in (scales, zeros))
-    q = quantize_dequantize(x, scales, None if args.symmetric else zeros, Format.of(args))
-    return q.sub_(x)
+    zeros = _zero_points(found.windows, fmt)
+    at = choose_together(problem.pieces, scales, zeros, problem.hessian, problem.args)
+    return Optimum(*(part.gather(-1, at.unsqueeze(-1)) for part in found))

@@ -11,17 +11,25 @@ from torch import Tensor
 
 from calipers.statistics.base import Reduction, Statistic
 
-WIDEST = 128
+WIDEST = 512
 _TOKENS = 256  # multiplied in float32 at a time, and added up in float64
 
 
-def block_width(columns: int) -> int:
-    """Return the width of the blocks that a run of columns is cut into: a divisor, at most 128.
+def block_width(columns: int, piece: int) -> int:
+    """Return how wide blocks are for pieces of so many columns: as wide as possible, up to 512.
 
-    >>> block_width(96), block_width(288), block_width(4096)
-    (96, 96, 128)
+    A block holds whole pieces, whose scales are then chosen together; or, where a piece is wider
+    or columns are left over, a piece holds whole blocks.
+
+    >>> block_width(4096, 128), block_width(288, 96), block_width(768, 16)
+    (512, 288, 384)
+    >>> block_width(4096, 4096), block_width(288, 128)
+    (512, 32)
     """
-    return max(width for width in range(1, min(columns, WIDEST) + 1) if columns % width == 0)
+    if columns % piece or piece > WIDEST:
+        common = math.gcd(columns, piece)
+        return max(width for width in range(1, WIDEST + 1) if common % width == 0)
+    return max(width for width in range(piece, WIDEST + 1, piece) if columns % width == 0)
 
 
 class BlockHessians(Statistic):
@@ -56,19 +64,6 @@ class BlockHessians(Statistic):
         self.absorb(_hessian_sum=total, _hessian_count=count)
 
 
-def narrowed(blocks: Tensor, width: int) -> Tensor | None:
-    """Cut narrower blocks out of wider ones, along the diagonal; ``None`` if they do not fit.
-
-    >>> narrowed(torch.arange(16.0).reshape(1, 4, 4), 2).tolist()
-    [[[0.0, 1.0], [4.0, 5.0]], [[10.0, 11.0], [14.0, 15.0]]]
-    """
-    wide = blocks.shape[-1]
-    if wide % width:
-        return None
-    parts = blocks.reshape(-1, wide // width, width, wide // width, width)
-    return parts.diagonal(dim1=1, dim2=3).movedim(-1, 1).reshape(-1, width, width)
-
-
 def shrunk(hessian: Tensor, tokens: int, damping: float = 0.01) -> Tensor:
     """Trust a Hessian as far as it has tokens: shrink it to its diagonal, and damp that.
 
@@ -80,8 +75,3 @@ def shrunk(hessian: Tensor, tokens: int, damping: float = 0.01) -> Tensor:
     trust = tokens / (tokens + width)
     mean = diagonal.mean(-1, keepdim=True)
     return hessian * trust + torch.diag_embed(diagonal * (1 - trust) + mean * damping)
-
-
-def common_width(columns: int, piece: int) -> int:
-    """Return the width of blocks that neither a piece nor the matrix cuts through."""
-    return block_width(math.gcd(columns, piece))
