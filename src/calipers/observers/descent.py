@@ -81,25 +81,33 @@ def _forms(candidates: Tensor, hessian: Tensor) -> Tensor:
 def _descend(candidates: Tensor, hessian: Tensor) -> Tensor:
     """Let the pieces of each block take turns."""
     grid_rows, _, count, rows, columns = candidates.shape
-    blocks, width, _ = hessian.shape
+    blocks = len(hessian)
+    # From here on (blocks, pieces of a block, grid rows, candidates, rows, columns).
     candidates = candidates.reshape(grid_rows, blocks, -1, count, rows, columns)
-    together = candidates.shape[2]
-    chosen = torch.zeros(grid_rows, blocks, together, dtype=torch.int64, device=hessian.device)
+    candidates = candidates.permute(1, 2, 0, 3, 4, 5)
+    chosen = torch.zeros(candidates.shape[:3], dtype=torch.int64, device=hessian.device)
     current = candidates[:, :, :, 0].clone()
     # H Δ of every row: what a change of one piece meets.
-    pull = current.transpose(2, 3).reshape(grid_rows, blocks, rows, width) @ hessian
+    pull = _times(current.permute(0, 2, 3, 1, 4).flatten(-2), hessian)
     for _ in range(_ROUNDS):
         before = chosen.clone()
-        for place in range(together):
+        for place in range(candidates.shape[1]):
             own = slice(place * columns, (place + 1) * columns)
-            steps = candidates[:, :, place] - current[:, :, place, None]
-            across = (steps.flatten(2, 3) @ hessian[:, own, own]).reshape(steps.shape)
+            steps = candidates[:, place] - current[:, place, :, None]
+            across = _times(steps, hessian[:, own, own])
             gains = ((across + 2 * pull[:, :, None, :, own]) * steps).sum((-1, -2))
             best = gains.argmin(-1)
-            taken = steps.gather(2, best[..., None, None, None].expand(-1, -1, 1, rows, columns))
-            chosen[:, :, place] = best
-            current[:, :, place] += taken[:, :, 0]
-            pull += taken[:, :, 0] @ hessian[:, own]
+            at = best[..., None, None, None].expand(-1, -1, 1, rows, columns)
+            taken = steps.gather(2, at).squeeze(2)
+            chosen[:, place] = best
+            current[:, place] += taken
+            pull += _times(taken, hessian[:, own])
         if torch.equal(chosen, before):
             break
-    return chosen.flatten(1)
+    return chosen.permute(2, 0, 1).flatten(1)
+
+
+def _times(vectors: Tensor, matrices: Tensor) -> Tensor:
+    """Multiply many vectors, in the last dimension, by the matrix of their block, in the first."""
+    products = torch.bmm(vectors.flatten(1, -2), matrices)
+    return products.reshape(*vectors.shape[:-1], matrices.shape[-1])

@@ -45,7 +45,7 @@ class OptimalOptions(ObserverOptions):
     """What an optimum is."""
 
     importance: Literal["none", "imatrix", "hessian"] = Field(
-        default="hessian", description="how errors count: alike, by E[x²], or by E[x xᵀ]"
+        default="imatrix", description="how errors count: alike, by E[x²], or by E[x xᵀ]"
     )
     signed_scale: bool = Field(
         default=False, description="negative scales too (symmetric int), for the larger side"
@@ -74,7 +74,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
     >>> linear = torch.nn.Linear(64, 16)
-    >>> observer = OptimalObserver("weight", args)
+    >>> observer = OptimalObserver("weight", args, importance="hessian")
     >>> observer.attach(linear)
     >>> _ = linear(torch.randn(256, 64))
     >>> observer.detach(linear)
