@@ -9,6 +9,7 @@ from calipers.kernels.dispatch import as_grid, native_for
 
 BINS = 1 << 16
 NAN_BIN = 0x7FC0
+_MOST_COUNTED = 64  # pieces; the counts of one take half a megabyte
 
 
 def count_values(pieces: Tensor, into: Tensor | None = None) -> Tensor:
@@ -36,6 +37,26 @@ def count_values(pieces: Tensor, into: Tensor | None = None) -> Tensor:
     else:
         _in_torch(pieces, table)
     return into
+
+
+def are_worth_counting(pieces: Tensor) -> bool:
+    """Whether pieces are so long that most values of their 16-bit dtype occur many times."""
+    count = pieces.shape[1:-2].numel()
+    long_enough = pieces.numel() >= 4 * BINS * count and count <= _MOST_COUNTED
+    return pieces.dtype.itemsize == 2 and long_enough
+
+
+def distinct_values(pieces: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the finite values that occur in any piece, and how often: (*qparam_shape, values).
+
+    >>> distinct_values(torch.tensor([[[[1.0, 3.0, 1.0]]]], dtype=torch.bfloat16))
+    (tensor([0., 1., 3.], dtype=torch.bfloat16), tensor([[0, 2, 1]]))
+    """
+    counts = count_values(pieces)
+    values = torch.arange(BINS, dtype=torch.int32).to(torch.int16).view(pieces.dtype)
+    occurring = counts.flatten(0, -2).any(0).cpu() & torch.isfinite(values)
+    occurring[0] = True  # the zero, for pieces without any finite value
+    return values[occurring].to(pieces.device), counts[..., occurring.to(counts.device)]
 
 
 def _in_torch(pieces: Tensor, table: Tensor) -> None:

@@ -25,7 +25,7 @@ from calipers.numerics.formats import Format
 SWITCH = "CALIPERS_NATIVE"
 HIGHEST_NATIVE_NORM = 8.0  # beyond, the errors of 8-bit formats leave float32
 NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OPERATIONS = ("extrema", "search", "sum_of_squares", "count_values", "quantize")
+OPERATIONS = ("extrema", "search", "optimum", "sum_of_squares", "count_values", "quantize")
 
 
 @dataclass(frozen=True)

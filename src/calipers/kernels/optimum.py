@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from calipers.kernels.counts import are_worth_counting, distinct_values
 from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
 from calipers.numerics.formats import Format
 from calipers.numerics.scales import Window, halvable_from, magnitudes_of, storable_scales
@@ -23,6 +24,8 @@ _ROUNDING = 1 + 1e-5  # more than sums in float32 are off
 
 class Optimum(NamedTuple):
     """The best candidates of each piece, in the last dimension, the best one first.
+
+    Scales twice as large as need be, which cannot be best alone, are not among them.
 
     ``scales`` are positive, in float32 or float64, and zero where a piece has only zeros;
     ``windows`` says which window goes with each, ``errors`` is Σ w·|q−x|^norm in float64. Where a
@@ -81,6 +84,10 @@ def best_scales(
     """
     if storable is None and norm != 2:
         raise ValueError("Only squared errors can be minimized over every float.")
+    if weights is None and are_worth_counting(pieces):
+        values, counts = distinct_values(pieces)
+        pieces = values.expand(1, *pieces.shape[1:-2], 1, -1)
+        weights = counts.unsqueeze(-2)
     if weights is not None:
         weights = weights.to(pieces.device, torch.promote_types(pieces.dtype, torch.float32))
         weights = weights.expand(pieces.shape)

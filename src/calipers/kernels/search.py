@@ -10,14 +10,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.counts import BINS, count_values
+from calipers.kernels.counts import are_worth_counting, distinct_values
 from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
 _TILE = {"cpu": 1 << 20}
 _DEFAULT_TILE = 1 << 24  # values worked on at once: the caches of a CPU, the cores of the others
-_MOST_COUNTED = 64  # pieces; the counts of one take half a megabyte
 _TABLE = 1 << 22  # scales handed to the native kernel at once
 
 
@@ -111,7 +110,7 @@ def _natively(
 def _best_natively(
     kernels: ModuleType, search: Search, factors: Sequence[float], patience: int | None
 ) -> Tensor:
-    if _is_worth_counting(search, len(factors)):
+    if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
         search = _counted(search)
     fmt, count = Format.of(search.args), search.low.numel()
     values = as_grid(search.pieces, ordered=search.weights is not None)
@@ -160,23 +159,11 @@ def _best_natively(
     return best
 
 
-def _is_worth_counting(search: Search, candidates: int) -> bool:
-    """Whether pieces are so long that most values of their 16-bit dtype occur many times."""
-    pieces, count = search.pieces, search.low.numel()
-    if search.weights is not None or pieces.dtype.itemsize != 2 or candidates < 4:
-        return False
-    return pieces.numel() >= 4 * BINS * count and count <= _MOST_COUNTED
-
-
 def _counted(search: Search) -> Search:
     """Turn a search over values into one over those that occur, weighted by how often they do."""
-    counts = count_values(search.pieces).reshape(-1, BINS)
-    values = torch.arange(BINS, dtype=torch.int32).to(torch.int16).view(search.pieces.dtype)
-    occurring = counts.any(0) & torch.isfinite(values)
-    occurring[0] = True  # the zero, for pieces without any finite value
-    values, weights = values[occurring], _proportions(counts[:, occurring].double())
+    values, counts = distinct_values(search.pieces)
     pieces = values.expand(1, *search.pieces.shape[1:-2], 1, -1)
-    return search._replace(pieces=pieces, weights=weights)
+    return search._replace(pieces=pieces, weights=_proportions(counts.flatten(0, -2).double()))
 
 
 def _scale_kind(search: Search) -> str:
