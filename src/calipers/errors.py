@@ -51,7 +51,11 @@ class StrategyError(LayoutError):
         )
 
 
-class CountedStrategyError(LayoutError):
+class UnsuitableError(ConfigurationError):
+    """An observer that is not made for this kind of tensor, strategy or format."""
+
+
+class CountedStrategyError(UnsuitableError, LayoutError):
     """A strategy with too many scales to count the values of each."""
 
     def __init__(self, where: str, strategy: str) -> None:
@@ -61,7 +65,7 @@ class CountedStrategyError(LayoutError):
         )
 
 
-class EntropyFormatError(ConfigurationError):
+class EntropyFormatError(UnsuitableError):
     """A format whose codes are too few for entropy to tell anything."""
 
     def __init__(self, where: str, what: str) -> None:

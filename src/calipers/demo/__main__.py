@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from calipers.demo.block import TransformerBlock, random_batches, split_heads
-from calipers.errors import CalipersWarning, CountedStrategyError, EntropyFormatError
+from calipers.errors import CalipersWarning, UnsuitableError
 from calipers.numerics.qparams import fake_quantize
 from calipers.observers import Observer, fuse_weight_observers
 
@@ -106,7 +106,7 @@ def none_on_fallback(measure: Callable[P, T]) -> Callable[P, T | None]:
             warnings.simplefilter("error", CalipersWarning)
             try:
                 return measure(*args, **kwargs)
-            except (CalipersWarning, CountedStrategyError, EntropyFormatError):
+            except (CalipersWarning, UnsuitableError):
                 return None
 
     return measure_or_none

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from calipers.errors import (
     CalipersWarning,
-    ConfigurationError,
     ImportanceError,
     ImportanceUnsupportedError,
     NoStatisticsError,
+    UnsuitableError,
     WeightGoneError,
 )
 from calipers.kernels.search import search_range
@@ -104,12 +104,12 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         self._has_warned = False
         fmt = Format.of(self.args)
         if self.base_name != "weight":
-            raise ConfigurationError(
+            raise UnsuitableError(
                 f"{self.label()} looks at a whole weight at once. For activations and attention "
                 "states use 'histogram_mse', which finds the optimum over all data."
             )
         if self.options.signed_scale and not (fmt.kind == "int" and fmt.symmetric):
-            raise ConfigurationError(
+            raise UnsuitableError(
                 f"{self.label()}: signed_scale is for symmetric int formats, whose lowest code has "
                 f"no counterpart. Leave it out for {fmt.kind}{fmt.bits}."
             )
