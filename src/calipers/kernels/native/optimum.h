@@ -267,7 +267,7 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
 
   // The search
 
-  // Scales of one octave, divided by this, are tried first.
+  // How far apart in the table the scales are that are tried first: less than 2·W to an octave.
   std::int64_t coarse_stride(std::int64_t top) const {
     const std::int64_t octave = top - 1 - index_of(job.storable[top - 1] / 2);
     std::int64_t stride = 1;
