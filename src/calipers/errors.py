@@ -224,9 +224,9 @@ class FusedStatisticsError(CalipersError, AssertionError):
 class WeightGoneError(CalipersError, AssertionError):
     """A result that needs the weight, which a saved or merged observer does not have."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, problem: str) -> None:
         super().__init__(
-            f"{where} no longer has the weight it observed, which a report and a global scale "
+            f"{where} {problem} the weight it observed, which a report and a global scale "
             "shared with fused observers need. Call observer(weight) again."
         )
 

@@ -17,7 +17,8 @@ from calipers.numerics.scales import Window, halvable_from, magnitudes_of, stora
 _TILE = 1 << 22  # numbers worked on at once
 _TOGETHER = 32  # candidates tried at once
 _RESCORED = 8  # candidates of a sweep whose errors are summed anew
-_MOST_SWEPT = 2  # windows
+_MOST_SWEPT = 1 << 18  # values of a piece
+_MOST_SORTED = 1 << 25  # scales at which codes of one piece change, in torch
 _POLISHINGS = 20
 _ROUNDING = 1 + 1e-5  # more than sums in float32 are off
 
@@ -69,8 +70,8 @@ def best_scales(
     ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``min_vals`` and
     ``max_vals`` are its extrema, ``weights``, not negative, broadcasts with it. ``storable`` are
     the scales to choose from, ascending; ``None`` stands for every float, and asks for norm 2;
-    with a window per zero point, scales of 8 significant bits are tried then, and the best of each
-    piece is moved to where its codes err least, until they stay as they are.
+    with a window per zero point, or in pieces of more than 2¹⁸ values, scales of 8 significant bits
+    are tried then, and the best ones moved to where their codes err least, until those stay.
     NaN and Inf count as zero, which quantizes without error.
 
     >>> from calipers.numerics.formats import ScaleKind
@@ -94,12 +95,19 @@ def best_scales(
     shape = min_vals.shape
     low, high = (bound.reshape(-1).clamp(*end) for bound, end in _bounds(min_vals, max_vals))
     job = Job(pieces, low, high, fmt, windows, storable, norm, weights, keep)
-    if storable is None and len(windows) > _MOST_SWEPT:
+    if storable is None and not _can_be_swept(job):
         eight_bits = storable_scales(fmt, torch.bfloat16)
         found = _polished(job, _search(job._replace(storable=eight_bits)))
     else:
         found = _search(job)
     return Optimum(*(part.reshape(*shape, keep) for part in found))
+
+
+def _can_be_swept(job: Job) -> bool:
+    length = _length(job.pieces)
+    if native_for(job.pieces) is None and length * len(magnitudes_of(job.fmt)) > _MOST_SORTED:
+        return False
+    return len(job.windows) <= 2 and length <= _MOST_SWEPT
 
 
 def _search(job: Job) -> Optimum:
@@ -121,10 +129,10 @@ def _natively(kernels: ModuleType, job: Job) -> Optimum:
     values = as_grid(job.pieces, ordered=True)
     weights = None if job.weights is None else as_grid(job.weights, ordered=True)
     low, high = (bound.float().contiguous() for bound in (job.low, job.high))
-    windows = torch.tensor(job.windows)
-    best = torch.empty(len(low), job.keep)
-    window = torch.empty(len(low), job.keep, dtype=torch.int32)
-    errors = torch.empty(len(low), job.keep, dtype=torch.float64)
+    windows = torch.tensor(job.windows, dtype=torch.float32, device="cpu")
+    best = low.new_empty(len(low), job.keep)
+    window = low.new_empty(len(low), job.keep, dtype=torch.int32)
+    errors = low.new_empty(len(low), job.keep, dtype=torch.float64)
     threads = torch.get_num_threads()
     if job.storable is None:
         grid = magnitudes_of(job.fmt)
@@ -169,6 +177,11 @@ def _in_torch(job: Job) -> Optimum:
         part = job._replace(low=job.low[these].to(working), high=job.high[these].to(working))
         found.append(search(part, x, w))
     return Optimum(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _length(pieces: Tensor) -> int:
+    """Return how many values a piece has."""
+    return pieces.shape[0] * pieces.shape[-2:].numel()
 
 
 def _by_piece(pieces: Tensor) -> Tensor:
@@ -286,26 +299,43 @@ def _polished(job: Job, found: Optimum) -> Optimum:
     """Move each scale to the lowest point of its parabola, as long as that lowers the error."""
     by_piece = _by_piece(job.pieces)
     weights = None if job.weights is None else _by_piece(job.weights)
-    windows = torch.tensor(job.windows, dtype=torch.float64, device=by_piece.device)
     step = max(1, _TILE // (by_piece.shape[1] * job.keep))
+    parts = []
     for start in range(0, len(by_piece), step):
         these = slice(start, start + step)
-        x = by_piece[these].double().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1)
-        w = 1.0 if weights is None else weights[these].double().unsqueeze(1)
-        zero, low, high = windows[found.windows[these].long()][..., :3, None].unbind(-2)
+        scales, windows, errors = (part[these].clone() for part in found)
+        w = None if weights is None else weights[these]
+        lowest, errors = _lowest_points(job, by_piece[these], w, scales, windows)
         for _ in range(_POLISHINGS):
-            scales = found.scales[these]
-            divisors = scales.masked_fill(scales == 0, 1).double().unsqueeze(-1)
-            codes = (x / divisors + zero).clamp_(low, high)
-            codes = job.fmt.round_(codes).sub_(zero)
-            lowest = (w * x * codes).sum(-1) / (w * codes * codes).sum(-1)
-            lowest = lowest.to(scales.dtype)
-            errors = ((codes * lowest.double().unsqueeze(-1) - x).square_() * w).sum(-1)
-            better = (errors < found.errors[these]) & (lowest > 0)
+            further, new_errors = _lowest_points(job, by_piece[these], w, lowest, windows)
+            better = (new_errors < errors) & (lowest > 0)
             if not bool(better.any()):
                 break
-            scales[better], found.errors[these][better] = lowest[better], errors[better]
-    return found
+            scales = torch.where(better, lowest, scales)
+            errors = torch.where(better, new_errors, errors)
+            lowest = torch.where(better, further, scales)
+        errors, order = errors.sort(dim=1, stable=True)
+        parts.append((scales.gather(1, order), windows.gather(1, order), errors))
+    return Optimum(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _lowest_points(
+    job: Job, by_piece: Tensor, weights: Tensor | None, scales: Tensor, windows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return where the codes of each scale err least, and how much they err at the scale itself."""
+    ends = torch.tensor(job.windows, dtype=torch.float64, device=by_piece.device)
+    zero, low, high = ends[windows.long()][..., :3, None].unbind(-2)
+    divisors = scales.masked_fill(scales == 0, 1).double().unsqueeze(-1)
+    linear, quadratic, errors = torch.zeros(3, *scales.shape, dtype=torch.float64).to(scales.device)
+    for start in range(0, by_piece.shape[1], _TILE):
+        these = slice(start, start + _TILE)
+        x = by_piece[:, these].double().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1)
+        w = 1.0 if weights is None else weights[:, these].double().unsqueeze(1)
+        codes = job.fmt.round_((x / divisors + zero).clamp_(low, high)).sub_(zero)
+        linear += (w * x * codes).sum(-1)
+        quadratic += (w * codes * codes).sum(-1)
+        errors += ((codes * divisors - x).square_() * w).sum(-1)
+    return (linear / quadratic).nan_to_num(0.0, 0.0, 0.0).to(scales.dtype), errors
 
 
 def _steps(fmt: Format, end: float) -> tuple[Tensor, Tensor]:

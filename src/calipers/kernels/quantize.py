@@ -57,7 +57,7 @@ def _natively(kernels: ModuleType, job: Job) -> tuple[Tensor, Tensor]:
     observations, rows, columns = pieces.shape[0], *pieces.shape[-2:]
     count = shape.numel()
     by_piece = pieces.new_empty(count, observations, rows, columns)
-    errors = torch.empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
+    errors = pieces.new_empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
     kernels.quantize(
         grid,
         scale.detach().float().reshape(count).contiguous(),

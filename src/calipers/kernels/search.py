@@ -103,7 +103,8 @@ def _natively(
     best = _best_natively(kernels, search, factors, patience)
     low, high = search.pieces.new_empty(2, best.numel())
     threads = torch.get_num_threads()
-    kernels.scale_ranges(search.low, search.high, torch.tensor(factors), best, low, high, threads)
+    candidates = search.low.new_tensor(factors)
+    kernels.scale_ranges(search.low, search.high, candidates, best, low, high, threads)
     return low, high
 
 
@@ -115,13 +116,13 @@ def _best_natively(
     fmt, count = Format.of(search.args), search.low.numel()
     values = as_grid(search.pieces, ordered=search.weights is not None)
     weights = None if search.weights is None else _like(values, search.weights)
-    candidates = torch.tensor(factors)
+    candidates = search.low.new_tensor(factors)
     made = _scale_kind(search)
     stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
-    best = torch.zeros(count, dtype=torch.int32)
-    done = torch.zeros(count, dtype=torch.int32) if stop_after else None
-    least = torch.empty(count, dtype=torch.float64) if stop_after else None
-    improved = torch.zeros(len(factors), dtype=torch.uint8)
+    best = candidates.new_zeros(count, dtype=torch.int32)
+    done = candidates.new_zeros(count, dtype=torch.int32) if stop_after else None
+    least = candidates.new_empty(count, dtype=torch.float64) if stop_after else None
+    improved = candidates.new_zeros(len(factors), dtype=torch.uint8)
 
     def run(rows: slice) -> None:
         these = slice(rows.start * values.shape[2], rows.stop * values.shape[2])

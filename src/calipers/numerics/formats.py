@@ -64,11 +64,13 @@ class Format:
         """Every value of the grid in ascending order, without the second zero of floats."""
         if self.kind == "int":
             low, high = self.limits
-            return torch.arange(low, high + 1)
+            return torch.arange(low, high + 1, dtype=torch.float32, device="cpu")
         if self.bits == 4:
-            positive = torch.tensor(FP4_VALUES)
+            positive = torch.tensor(FP4_VALUES, dtype=torch.float32, device="cpu")
         else:
-            codes = torch.arange(0x7F, dtype=torch.uint8)  # 0x7F is NaN, the last one before is max
+            codes = torch.arange(
+                0x7F, dtype=torch.uint8, device="cpu"
+            )  # 0x7F is NaN, the last one before is max
             positive = codes.view(FP8_DTYPE).float()
         return torch.cat([-positive[1:].flip(0), positive])
 

@@ -54,7 +54,7 @@ def magnitudes_of(fmt: Format) -> Tensor:
     """
     if fmt.kind == "int":
         widest = -fmt.limits[0] if fmt.symmetric else fmt.limits[1] - fmt.limits[0]
-        return torch.arange(widest + 1)
+        return torch.arange(widest + 1, dtype=torch.float32, device="cpu")
     return fmt.values()[fmt.values() >= 0]
 
 
@@ -102,7 +102,8 @@ def storable_scales(
     if fmt.scale is ScaleKind.POWER_OF_TWO:
         lowest = -24 if dtype == torch.float16 else -127
         highest = 15 if dtype == torch.float16 else 127
-        return torch.arange(lowest, highest + 1, dtype=torch.float64).exp2().float()
+        exponents = torch.arange(lowest, highest + 1, dtype=torch.float64, device="cpu")
+        return exponents.exp2().float()
     stored = stored_scales(fmt, dtype)
     if stored is None or global_scale is None:
         return stored
@@ -133,7 +134,7 @@ def fine_scales(around: float) -> Tensor:
 def _positive(dtype: torch.dtype) -> Tensor:
     """Return all positive finite values of a small float type."""
     bits = torch.int8 if dtype.itemsize == 1 else torch.int16
-    codes = torch.arange(1, torch.iinfo(bits).max + 1, dtype=torch.int32).to(bits)
+    codes = torch.arange(1, torch.iinfo(bits).max + 1, dtype=torch.int32, device="cpu").to(bits)
     values = codes.view(dtype).float()
     return values[torch.isfinite(values)]
 

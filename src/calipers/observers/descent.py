@@ -7,6 +7,8 @@ others, until nothing changes. Each choice lowers the error, so that this ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
@@ -31,16 +33,19 @@ def choose_together(
     hessian = hessian.to(grid.device, torch.float32)
     scales, zeros = (part.reshape(*grid.shape[:2], -1).float() for part in (scales, zeros))
     chosen = torch.empty(grid.shape[:2], dtype=torch.int64, device=grid.device)
-    step = max(1, _TILE // (grid[0].numel() * scales.shape[-1]))
+    count = scales.shape[-1]
+    step = max(1, _TILE // (grid[0].numel() * count))
     for start in range(0, len(grid), step):
         these = slice(start, start + step)
-        x = grid[these].float().nan_to_num(0.0, 0.0, 0.0).unsqueeze(2)
-        x = x.expand(-1, -1, scales.shape[-1], -1, -1)
-        candidates = differences(x, scales[these], zeros[these], args)
+        whole = grid[these].unsqueeze(2).expand(-1, -1, count, -1, -1)
         if hessian.shape[-1] > grid.shape[-1]:
+            candidates = differences(whole.float(), scales[these], zeros[these], args)
             chosen[these] = _descend(candidates, hessian)
-        else:
-            chosen[these] = _forms(candidates, hessian).argmin(-1)
+            continue
+        errors = torch.zeros(scales[these].shape, dtype=torch.float64, device=grid.device)
+        for x in by_rows(whole):
+            errors += _forms(differences(x.float(), scales[these], zeros[these], args), hessian)
+        chosen[these] = errors.argmin(-1)
     return chosen.reshape(pieces.shape[1:-2])
 
 
@@ -54,15 +59,26 @@ def quadratic_error(
     total, step = 0.0, max(1, _TILE // grid[0].numel())
     for start in range(0, len(grid), step):
         these = slice(start, start + step)
-        x = grid[these].float().nan_to_num(0.0, 0.0, 0.0)
-        rows = differences(x, scales[these], zeros[these], args).transpose(1, 2).flatten(0, 1)
-        blocks = rows.reshape(len(rows), len(hessian), -1).transpose(0, 1)
-        total += float((torch.bmm(blocks, hessian) * blocks).sum(dtype=torch.float64))
+        for x in by_rows(grid[these]):
+            rows = differences(x.float(), scales[these], zeros[these], args)
+            rows = rows.transpose(1, 2).flatten(0, 1)
+            blocks = rows.reshape(len(rows), len(hessian), -1).transpose(0, 1)
+            total += float((torch.bmm(blocks, hessian) * blocks).sum(dtype=torch.float64))
     return total
 
 
+def by_rows(x: Tensor) -> Iterator[Tensor]:
+    """Cut the rows of pieces, the dimension before the last, into tiles."""
+    step = max(1, _TILE // max(1, x[..., :1, :].numel()))
+    return iter(torch.split(x, step, dim=-2))
+
+
 def differences(x: Tensor, scales: Tensor, zeros: Tensor, args: QuantizationArgs) -> Tensor:
-    """Return q−x of values whose last two dimensions are the rows and columns of a piece."""
+    """Return q−x of values whose last two dimensions are the rows and columns of a piece.
+
+    NaN and Inf count as zero, which quantizes without error.
+    """
+    x = x.nan_to_num(0.0, 0.0, 0.0)
     scales, zeros = (part.to(x)[..., None, None] for part in (scales, zeros))
     q = quantize_dequantize(x, scales, None if args.symmetric else zeros, Format.of(args))
     return q.sub_(x)

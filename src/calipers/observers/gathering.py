@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from calipers.observers.options import ObserverOptions
+
 
 class GathersInputs:
     """Sums up the inputs of a module by a hook, and leaves the sums on the module.
@@ -17,6 +19,7 @@ class GathersInputs:
     A subclass says which fields hold the sums, how they begin, and how an input goes into them.
     """
 
+    options: ObserverOptions
     _hook: RemovableHandle | None = None
 
     def gathered_fields(self) -> Iterable[str]:
@@ -52,7 +55,8 @@ class GathersInputs:
 
     def detach(self, module: torch.nn.Module) -> None:
         """Stop summing, and leave the sums on ``module``."""
-        if self._hook is not None and self._hook.id in module._forward_pre_hooks:
+        hook = None if self._hook is None else module._forward_pre_hooks.get(self._hook.id)
+        if getattr(hook, "__self__", None) is self:
             self._remove_hook()
             self._publish(module)
 
@@ -62,12 +66,17 @@ class GathersInputs:
         x = next(iter((*args, *kwargs.values())), None)
         x = x[0] if isinstance(x, tuple) and x else x
         if isinstance(x, Tensor) and x.numel():
+            if self.options.nonfinite == "ignore":
+                x = x[torch.isfinite(x).all(-1)]
             self.gather(x)
             self._publish(module)
 
     def _publish(self, module: torch.nn.Module) -> None:
         for name in self.gathered_fields():
-            setattr(module, name, getattr(self, name))
+            if hasattr(self, name):
+                setattr(module, name, getattr(self, name))
+            elif hasattr(module, name):  # forgotten meanwhile
+                delattr(module, name)
 
     def _remove_hook(self) -> None:
         if self._hook is not None:

@@ -98,6 +98,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._problem: Problem | None = None
+        self._seen_version: int | None = None
         # By global scale: what was worked out, so that fused observers need not do it again.
         self._solutions: dict[float, Solution] = {}
         self._sampled_errors: dict[float, float] = {}
@@ -135,7 +136,8 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
     def _block_width(self, columns: int) -> int:
         if self.args.strategy == QuantizationStrategy.BLOCK:
             return block_width(columns, self.args.block_structure[1])
-        return block_width(columns, self.args.group_size or columns)
+        group_size = self.args.group_size or 0
+        return block_width(columns, group_size if group_size > 0 else columns)
 
     # What is observed
 
@@ -144,8 +146,12 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         """Find the optimum; one that depends on fused observers is found when asked for."""
         low, high = self.extrema(observed)
         pieces = self.pieces(observed)
+        missing = self._observation.extrema.missing if self._observation else None
+        if missing is not None:  # pieces without any finite value are pieces of zeros
+            low, high = low.masked_fill(missing, 0), high.masked_fill(missing, 0)
         weights, hessian = self._usable_importance(pieces)
         self._forget_results()
+        self._seen_version = _version(pieces)
         self._problem = Problem(
             pieces.detach(),
             low,
@@ -157,7 +163,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
             shortlist=self.options.shortlist if hessian is not None else 1,
         )
         self.absorb(min_vals=low, max_vals=high)
-        if self._fused_observers:
+        if self._shares_global_scale:
             return
         global_scale = self._best_global_scale()
         solution = self._solved(global_scale)
@@ -232,7 +238,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
             return None
         if not self.has_statistics:
             raise NoStatisticsError(self.module_name)
-        if not self._fused_observers and "_global_scale" in self.fields():
+        if not self._shares_global_scale and "_global_scale" in self.fields():
             return self._global_scale.clone()
         return self._best_global_scale()
 
@@ -242,7 +248,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         if not self.has_statistics:
             raise NoStatisticsError(self.module_name)
         global_scale = self.get_global_scale()
-        if self._fused_observers or "_scale" not in self.fields():
+        if self._shares_global_scale or "_scale" not in self.fields():
             scale, zero_point, _ = self._solved(global_scale)
         else:
             scale, zero_point = self._scale, self._zero_point
@@ -275,9 +281,16 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         chosen = error_of(problem, qparams["scale"], qparams["zero_point"], global_scale)
         return Report(minmax, mse, chosen)
 
+    @property
+    def _shares_global_scale(self) -> bool:
+        grouped = self.args.strategy == QuantizationStrategy.TENSOR_GROUP
+        return grouped and bool(self._fused_observers)
+
     def _weight(self) -> Problem:
         if self._problem is None:
-            raise WeightGoneError(self.label())
+            raise WeightGoneError(self.label(), "no longer has")
+        if _version(self._problem.pieces) != self._seen_version:
+            raise WeightGoneError(self.label(), "cannot trust, since it was changed in place,")
         return self._problem
 
     def _solved(self, global_scale: Tensor | None) -> Solution:
@@ -314,5 +327,13 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         self._forget_results()
 
     def _forget_results(self) -> None:
+        for name in OptimalObserver.reductions:
+            if name in self.fields():
+                delattr(self, name)
         self._solutions.clear()
         self._sampled_errors.clear()
+
+
+def _version(weight: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; tensors made for inference do not know."""
+    return None if weight.is_inference() else weight._version

@@ -13,7 +13,7 @@ from calipers.kernels.optimum import Optimum, best_scales
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import safe_qparams
 from calipers.numerics.scales import fine_scales, storable_scales, stored_scales, windows_of
-from calipers.observers.descent import choose_together, differences, quadratic_error
+from calipers.observers.descent import by_rows, choose_together, differences, quadratic_error
 
 _TILE = 1 << 22  # numbers worked on at once
 
@@ -106,9 +106,9 @@ def error_of(
     total = 0.0
     for start in range(0, x.shape[1], step):
         these = slice(start, start + step)
-        values = x[:, these].double().nan_to_num(0.0, 0.0, 0.0)
-        part = differences(values, scales[these], zeros[these], problem.args)
-        total += float((part.abs().pow(problem.norm) * weights[:, these]).sum())
+        for values, w in zip(by_rows(x[:, these]), by_rows(weights[:, these]), strict=True):
+            part = differences(values.double(), scales[these], zeros[these], problem.args)
+            total += float((part.abs().pow(problem.norm) * w).sum())
     return total
 
 

@@ -24,8 +24,10 @@ struct Kept {
     }
     scales[at] = scale, windows[at] = window, errors[at] = error;
   }
-  // Where there are fewer candidates than places, the last one is repeated.
+  // Where there are fewer candidates than places, the last one is repeated; where there are none,
+  // the scale is zero.
   CALIPERS_INLINE void fill_up() {
+    if (!count) scales[0] = 0, windows[0] = 0, errors[0] = 0, count = 1;
     for (; count < size; count++) {
       scales[count] = scales[count - 1];
       windows[count] = windows[count - 1];

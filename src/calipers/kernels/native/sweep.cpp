@@ -118,7 +118,7 @@ class PieceSweep {
     return total;
   }
 
-  // The changes between two scales, the largest first. Leaves codes as they are at the lower one.
+  // The changes from here to a lower scale, the largest first.
   void gather(double to) {
     changes_.clear();
     for (std::size_t i = 0; i < values_.size(); i++)
@@ -140,7 +140,8 @@ class PieceSweep {
 
   void walk(std::int32_t window, double low, double high) {
     const Window& in = job_.windows[window];
-    double from = std::max(high * in.above, -low * in.below) * 1.0001;
+    // Below the second number, half of a scale need not be a float.
+    double from = std::max(std::max(high * in.above, -low * in.below) * 1.0001, 0x1p-125);
     set_codes(in, from);
     while (from > 1e-300 && clip(from) < std::max(kept_.worst(), 1e-300)) {
       const double most_changes = 4096 + values_.size() / 4.0;
