@@ -10,7 +10,6 @@ from exact import INT4, MXFP4, SHRINK, check_choice, exact_error
 from geometries import LAYOUTS, pieces
 
 from calipers.kernels import search
-from calipers.kernels.counts import count_values
 from calipers.kernels.extrema import extrema
 from calipers.kernels.search import search_range
 
@@ -171,7 +170,8 @@ class TestLongPiecesOf16Bits:
 
     def test_it_is_what_runs(self, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
         counted = []
-        monkeypatch.setattr(search, "count_values", lambda x: counted.append(1) or count_values(x))
+        count = search.distinct_values
+        monkeypatch.setattr(search, "distinct_values", lambda x: counted.append(1) or count(x))
         values = torch.randn(1, 1, 1, 600, 500)
         for dtype in (torch.float32, torch.bfloat16):
             low, high = extrema(values.to(dtype))[:2]
