@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from calipers.errors import CalipersWarning, ImportanceError
 from calipers.observers.options import ObserverOptions
+
+T = TypeVar("T")
+
+
+class ImportanceOptions(ObserverOptions):
+    """Options of an observer that needs to know the inputs."""
+
+    strict: bool = Field(default=False, description="unusable importance is an error")
 
 
 class GathersInputs:
@@ -19,7 +30,8 @@ class GathersInputs:
     A subclass says which fields hold the sums, how they begin, and how an input goes into them.
     """
 
-    options: ObserverOptions
+    options: ImportanceOptions
+    _has_warned = False
     _hook: RemovableHandle | None = None
 
     def gathered_fields(self) -> Iterable[str]:
@@ -59,6 +71,18 @@ class GathersInputs:
         if getattr(hook, "__self__", None) is self:
             self._remove_hook()
             self._publish(module)
+
+    def or_plain(self, make: Callable[[Tensor], T], pieces: Tensor) -> T | None:
+        """Make importance for the pieces of a weight; where it cannot be, warn once, or raise."""
+        try:
+            return make(pieces)
+        except ImportanceError as error:
+            if self.options.strict:
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"{error.reason} Falls back to plain error.", CalipersWarning, 3)
+            return None
 
     def _see_input(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

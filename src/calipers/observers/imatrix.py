@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
-from pydantic import Field
 from torch import Tensor
 
-from calipers.errors import CalipersWarning, ImportanceError, ImportanceUnsupportedError
+from calipers.errors import ImportanceError, ImportanceUnsupportedError
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.observers.base import Observer
-from calipers.observers.gathering import GathersInputs
+from calipers.observers.gathering import GathersInputs, ImportanceOptions
 from calipers.observers.mse import MemorylessMSEObserver
 from calipers.observers.options import Grid, Norm, SearchOptions, Shrink
 from calipers.statistics.moments import SquareSums
@@ -25,13 +23,12 @@ _SUPPORTED = (
 )
 
 
-class IMatrixOptions(SearchOptions):
+class IMatrixOptions(SearchOptions, ImportanceOptions):
     """Options of a coarse and wide search under importance. Patience 0 tries every candidate."""
 
     maxshrink: Shrink = 0.95
     grid: Grid = 20.0
     norm: Norm = 3.0
-    strict: bool = Field(default=False, description="unusable importance is an error")
 
     @property
     def steps(self) -> int:
@@ -55,8 +52,6 @@ class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
     Options = IMatrixOptions
     options: IMatrixOptions
 
-    _has_warned = False
-
     def gathered_fields(self) -> Iterable[str]:
         """Name the sums."""
         return SquareSums.reductions
@@ -72,15 +67,7 @@ class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
 
     def importance(self, pieces: Tensor) -> Tensor | None:
         """Return E[x²] of each column over its mean, or None where it cannot be used."""
-        try:
-            return self._usable_importance(pieces)
-        except ImportanceError as error:
-            if self.options.strict:
-                raise
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(f"{error.reason} Falls back to plain error.", CalipersWarning, 2)
-            return None
+        return self.or_plain(self._usable_importance, pieces)
 
     def _usable_importance(self, pieces: Tensor) -> Tensor | None:
         if self.base_name != "weight" or self.args.strategy not in _SUPPORTED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -13,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from calipers.errors import (
-    CalipersWarning,
     ImportanceError,
     ImportanceUnsupportedError,
     NoStatisticsError,
@@ -25,10 +23,10 @@ from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.qparams import safe_qparams
 from calipers.observers.base import Observer, QParamsDict
-from calipers.observers.gathering import GathersInputs
+from calipers.observers.gathering import GathersInputs, ImportanceOptions
 from calipers.observers.imatrix import checked_importance
 from calipers.observers.observation import in_pieces
-from calipers.observers.options import ObserverOptions, SearchOptions
+from calipers.observers.options import SearchOptions
 from calipers.observers.solving import Problem, Solution, error_of, solve
 from calipers.statistics.base import Reduction
 from calipers.statistics.hessian import BlockHessians, block_width, shrunk
@@ -41,7 +39,7 @@ _GLOBAL_FACTORS = (1.0, 0.875, 0.75, 0.625)
 _SAMPLE = 1 << 15  # pieces of a tensor by which a global scale is chosen
 
 
-class OptimalOptions(ObserverOptions):
+class OptimalOptions(ImportanceOptions):
     """What an optimum is."""
 
     importance: Literal["none", "imatrix", "hessian"] = Field(
@@ -50,7 +48,6 @@ class OptimalOptions(ObserverOptions):
     signed_scale: bool = Field(
         default=False, description="negative scales too (symmetric int), for the larger side"
     )
-    strict: bool = Field(default=False, description="unusable importance is an error")
     shortlist: Annotated[int, Field(ge=1, le=256)] = Field(
         default=16, description="candidates by E[x²] that are judged by E[x xᵀ]"
     )
@@ -102,7 +99,6 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         # By global scale: what was worked out, so that fused observers need not do it again.
         self._solutions: dict[float, Solution] = {}
         self._sampled_errors: dict[float, float] = {}
-        self._has_warned = False
         fmt = Format.of(self.args)
         if self.base_name != "weight":
             raise UnsuitableError(
@@ -174,15 +170,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
     def _usable_importance(self, pieces: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self.options.importance == "none":
             return None, None
-        try:
-            return self._importance(pieces)
-        except ImportanceError as error:
-            if self.options.strict:
-                raise
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(f"{error.reason} Falls back to plain error.", CalipersWarning, 2)
-            return None, None
+        return self.or_plain(self._importance, pieces) or (None, None)
 
     def _importance(self, pieces: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return what errors are weighed by, and blocks of the Hessian by piece."""
