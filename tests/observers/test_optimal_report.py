@@ -1,0 +1,101 @@
+"""Reports, and what an observer remembers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from data import nvfp4
+from weights import (
+    COLUMNS,
+    IMPORTANCES,
+    INT4,
+    SCALES,
+    arguments,
+    blocks_of,
+    build,
+    error,
+    gathered,
+    inputs,
+    layer,
+    normalized,
+    quadratic,
+)
+
+from calipers.errors import (
+    NonFiniteError,
+    WeightGoneError,
+)
+from calipers.observers import Observer
+from calipers.statistics.hessian import shrunk
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("importance", IMPORTANCES)
+@pytest.mark.parametrize("args", [INT4, arguments("channel", "fp8"), nvfp4(16)], ids=str)
+def test_report(args: QuantizationArgs, importance: str, dtype: torch.dtype) -> None:
+    linear, x = layer(dtype=dtype), inputs().to(dtype)
+    observer = gathered(linear, x, args, importance=importance)(linear.weight)
+    hessian = shrunk(blocks_of(x, COLUMNS), len(x))
+    found = []
+    for name in ("memoryless_minmax", "memoryless_mse"):
+        other = Observer.load_from_registry(name, base_name="weight", args=args)
+        found.append(other(linear.weight).get_qparams())
+    found.append(observer.get_qparams())
+    if importance == "hessian":
+        expected = [quadratic(linear.weight, qparams, args, hessian) for qparams in found]
+    else:
+        weights = normalized(x) if importance == "imatrix" else None
+        expected = [error(linear.weight, qparams, args, weights) for qparams in found]
+    report = observer.report()
+    assert list(report) == pytest.approx(expected, rel=1e-4)
+    assert report.chosen <= min(report.minmax, report.mse)
+
+
+def test_what_happens_to_the_weight_afterwards_changes_nothing() -> None:
+    for args in (INT4, nvfp4(16)):
+        linear = layer()
+        observer = build(args)(linear.weight)
+        before = observer.get_qparams()
+        linear.weight.fill_(9)
+        after = observer.get_qparams()
+        assert torch.equal(before["scale"].float(), after["scale"].float())
+
+
+def test_observing_twice_is_observing_the_last() -> None:
+    first, second = layer().weight, layer().weight * 3
+    observer = build()(first)(second)
+    assert torch.equal(observer.get_qparams()["scale"], build()(second).get_qparams()["scale"])
+    observer.reset()
+    with pytest.raises(WeightGoneError):
+        observer.report()
+    assert torch.equal(
+        observer(first).get_qparams()["scale"], build()(first).get_qparams()["scale"]
+    )
+
+
+def test_nonfinite_values_are_refused() -> None:
+    weight = layer().weight
+    weight[0, 3] = torch.nan
+    observer = build()
+    with pytest.raises(NonFiniteError, match="was given 1 non-finite value"):
+        observer(weight)
+    assert not observer.fields()
+
+
+@pytest.mark.parametrize("args", [INT4, arguments("channel", "int4_asym"), nvfp4(16)], ids=str)
+def test_nonfinite_values_can_be_left_out(args: QuantizationArgs) -> None:
+    weight = layer().weight
+    weight[0, 3] = weight[2, 40] = 0
+    expected = build(args)(weight).get_qparams()
+    weight[0, 3], weight[2, 40] = torch.nan, -torch.inf
+    found = build(args, nonfinite="ignore")(weight).get_qparams()
+    assert torch.equal(found["scale"].float(), expected["scale"].float())
+
+
+@pytest.mark.parametrize("args", [INT4, nvfp4(16), SCALES["mxfp4"]], ids=str)
+def test_float64(args: QuantizationArgs) -> None:
+    weight = layer(dtype=torch.float64).weight
+    qparams = build(args)(weight).get_qparams()
+    other = Observer.load_from_registry("memoryless_mse", base_name="weight", args=args)
+    assert error(weight, qparams, args) <= error(weight, other(weight).get_qparams(), args)
