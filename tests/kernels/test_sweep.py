@@ -1,0 +1,134 @@
+"""No float at all is a better scale than the one that is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brute
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from optima import INT4, Search, by_piece, eighteen, least_error
+from torch import Tensor
+
+from calipers.kernels.optimum import Optimum, best_scales
+from calipers.numerics.formats import Format
+from calipers.numerics.scales import windows_of
+
+
+def vertices(x: Tensor, w: Tensor, args: QuantizationArgs, sign: int) -> tuple[Tensor, Tensor]:
+    """The best scale of every stretch without a change of code, and Σ w·(x − g·s)² there."""
+    grid = torch.from_numpy(brute.grid_of(args))
+    middles = (grid[1:] + grid[:-1]) / 2
+    changes = (sign * x[:, None] / middles[middles != 0]).flatten()
+    changes = changes[changes > 0].unique()
+    ends = torch.cat([changes[:1] / 2, changes, changes[-1:] * 2])
+    inside = (ends[1:] + ends[:-1]) / 2
+    codes = grid[torch.bucketize(sign * x / inside[:, None], middles)]
+    lowest = (w * sign * x * codes).sum(1) / (w * codes * codes).sum(1)
+    lowest = torch.where(torch.isfinite(lowest), lowest, inside).clamp(ends[:-1], ends[1:])
+    return lowest, (w * (codes * lowest[:, None] - sign * x).square()).sum(1)
+
+
+def find_any(
+    x: Tensor, args: QuantizationArgs, signed: bool, weights: Tensor | None, keep: int = 1
+) -> Optimum:
+    fmt, ends = Format.of(args), (x.amin((0, -2, -1)), x.amax((0, -2, -1)))
+    options: dict[str, Any] = {"windows": windows_of(fmt, signed), "storable": None}
+    return best_scales(x, *ends, fmt, **options, weights=weights, keep=keep)
+
+
+SWEPT = ["int2", "int4", "int8", "int4_signed", "fp4", "fp8"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("fmt", SWEPT)
+def test_the_sweep_finds_the_lowest_vertex(fmt: str, weighted: bool, dtype: torch.dtype) -> None:
+    search, x = Search(fmt), eighteen(16, dtype)
+    weights = torch.linspace(0, 2, 16) ** 2 if weighted else None
+    found = find_any(x, search.args, search.signed, weights)
+    assert found.scales.dtype == torch.promote_types(dtype, torch.float32)
+    w = torch.ones(16) if weights is None else weights
+    for piece, values in enumerate(by_piece(x.double())):
+        scale, window, claim = (part.reshape(-1)[piece] for part in found)
+        if not values.any():
+            assert scale == 0
+            continue
+        least = min(
+            float(vertices(values, w.double(), search.args, sign)[1].min())
+            for sign in ((1, -1) if search.signed else (1,))
+        )
+        error = search.error(values, scale.double(), window, w)
+        # A scale is rounded to its dtype, by at most half a step.
+        limits = torch.finfo(found.scales.dtype)
+        half = max(float(scale) * limits.eps, limits.tiny * limits.eps) / 2
+        codes = (values / scale).abs().clamp(max=float(grid_end(search.args)))
+        slack = half**2 * float((w * codes.square()).sum())
+        slack += 1e-29 * float((w * values.square()).sum())  # float64 rounds too
+        assert error <= least * (1 + 1e-6) + 1.01 * slack, (piece, error, least)
+        assert float(claim) == pytest.approx(error, rel=1e-6, abs=1.01 * slack)
+
+
+def grid_end(args: QuantizationArgs) -> float:
+    return float(abs(brute.grid_of(args)).max())
+
+
+@pytest.mark.parametrize("fmt", SWEPT)
+def test_no_scale_by_chance_is_better_than_the_sweep(fmt: str) -> None:
+    search, x = Search(fmt), torch.randn(1, 6, 1, 1, 40)
+    found = find_any(x, search.args, search.signed, None)
+    for piece, values in enumerate(by_piece(x)):
+        scales = values.abs().max() * torch.rand(4000, dtype=torch.float64) ** 4 * 4
+        least = float(brute.all_errors(values, scales, search.args, signed=search.signed).min())
+        scale, window = found.scales.reshape(-1)[piece], found.windows.reshape(-1)[piece]
+        assert search.error(values, scale.double(), window, None) <= least
+
+
+@pytest.mark.parametrize("length", [1, 300, 5000])
+def test_lengths_of_a_sweep(length: int) -> None:
+    x = torch.randn(1, 1, 2, 1, length)
+    found = find_any(x, INT4, False, None)
+    for piece, values in enumerate(by_piece(x)):
+        around_best = found.scales.reshape(-1)[piece] * torch.linspace(0.8, 1.25, 300)
+        least = float(brute.errors(values, around_best, INT4).min())
+        error = float(brute.errors(values, found.scales.reshape(-1)[piece, None], INT4))
+        assert error <= least * (1 + 1e-9) + 1e-14
+
+
+@pytest.mark.parametrize("fmt", ["int3_asym", "int4_asym"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_float32_scales_with_zero_points(fmt: str, weighted: bool) -> None:
+    """At least as good as every scale of 8 bits, and what its codes cannot improve any more."""
+    search, x = Search(fmt), eighteen(16, torch.float32)
+    weights = torch.linspace(0, 2, 16) ** 2 if weighted else None
+    w = torch.ones(16).double() if weights is None else weights.double()
+    found = find_any(x, search.args, False, weights)
+    for piece, values in enumerate(by_piece(x)):
+        scale, window, claim = (part.reshape(-1)[piece].double() for part in found)
+        if not values.any():
+            continue
+        error = search.error(values, scale, window, weights)
+        total = float((w * values.double().square()).sum())
+        assert error <= least_error(search, values, weights) * (1 + 1e-6) + total * 2**-48
+        assert float(claim) == pytest.approx(error, rel=1e-5, abs=total * 2**-48)
+        zero = brute.zero_points(search.args)[int(window)]
+        low, high = brute.grid_of(search.args)[[0, -1]]
+        codes = (values.double() / scale + zero).round().clamp(low, high) - zero
+        best = (w * values * codes).sum() / (w * codes * codes).sum()
+        moved = float((w * (codes * best - values).square()).sum())
+        assert error <= moved * (1 + 1e-6) + total * 2**-46
+
+
+def test_other_norms_cannot_be_swept() -> None:
+    x, fmt = torch.randn(1, 1, 1, 1, 4), Format.of(INT4)
+    with pytest.raises(ValueError, match="Only squared errors can be minimized"):
+        best_scales(
+            x,
+            x.amin((0, -2, -1)),
+            x.amax((0, -2, -1)),
+            fmt,
+            windows=windows_of(fmt),
+            storable=None,
+            norm=2.4,
+        )
