@@ -1,0 +1,1 @@
+"""From data to parameters: what is watched, how data runs through a model, what was seen."""

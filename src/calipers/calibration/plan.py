@@ -1,0 +1,162 @@
+"""A plan: which tensor of which module is watched by which observer, before any tensor moves."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from rich.console import Console
+from rich.table import Table
+
+from calipers.numerics.formats import Format
+from calipers.numerics.layout import strategy_name
+from calipers.observers import Observer
+from calipers.observers.gathering import GathersInputs
+
+ModuleKind = Literal["linear", "kv_cache", "attention"]
+
+_MEMORYLESS = {
+    "minmax": "memoryless_minmax",
+    "static_minmax": "memoryless_minmax",
+    "mse": "memoryless_mse",
+}
+_ARGS_OF = {"weight": "weights", "output": "output_activations"}
+_TENSORS_OF: dict[ModuleKind, tuple[str, ...]] = {
+    "linear": ("weight", "input", "output"),
+    "kv_cache": ("k", "v"),
+    "attention": ("q", "k", "v"),
+}
+
+
+def args_for(scheme: QuantizationScheme | None, base_name: str) -> QuantizationArgs | None:
+    """Return how a scheme quantizes a tensor of its module, or None where it does not."""
+    found: QuantizationArgs | None = getattr(
+        scheme, _ARGS_OF.get(base_name, "input_activations"), None
+    )
+    return found
+
+
+def observer_for(base_name: str, args: QuantizationArgs) -> Observer | None:
+    """Build the observer that watches a tensor; None where its scale is found while it runs.
+
+    Weights are seen once: a moving average over them is their last value.
+
+    >>> str(observer_for("weight", QuantizationArgs(observer="minmax", symmetric=False)))
+    'MemorylessMinMaxObserver(weight, int8 per tensor, nonfinite=raise)'
+    """
+    if args.dynamic is True:
+        return None
+    if base_name == "weight":
+        name = args.observer or "memoryless_minmax"
+        name = _MEMORYLESS.get(Observer.get_value_from_registry(name).registered_name(), name)
+        averaging = {"averaging_constant"} & (args.observer_kwargs or {}).keys()
+        if averaging and name.startswith("memoryless"):
+            kwargs = {k: v for k, v in args.observer_kwargs.items() if k not in averaging}
+            args = args.model_copy(update={"observer_kwargs": kwargs})
+    else:
+        name = args.observer or "static_minmax"
+    return Observer.load_from_registry(name, base_name=base_name, args=args)
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor that is quantized: how, and by whom its range is found."""
+
+    module: str
+    base_name: str
+    args: QuantizationArgs
+
+    @cached_property
+    def _trial(self) -> Observer | None:
+        return observer_for(self.base_name, self.args)
+
+    @property
+    def observer(self) -> str | None:
+        """The name of the observer; None where the scale is found while the model runs."""
+        return None if self._trial is None else self._trial.registered_name()
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether data must run through the model before the range can be found."""
+        if self.base_name != "weight":
+            return self._trial is not None
+        return isinstance(self._trial, GathersInputs) and any(self._trial.gathered_fields())
+
+    @property
+    def format(self) -> str:
+        """The number format in short: ``int4``, ``fp8``, ``int4 asym``."""
+        fmt = Format.of(self.args)
+        return f"{fmt.kind}{fmt.bits}" + ("" if self.args.symmetric else " asym")
+
+    @property
+    def strategy(self) -> str:
+        """How the tensor is cut: ``channel``, ``group 128``, ``block 128x128``."""
+        cut = strategy_name(self.args)
+        if self.args.block_structure:
+            return f"{cut} " + "x".join(map(str, self.args.block_structure))
+        return f"{cut} {self.args.group_size}" if (self.args.group_size or 0) > 0 else cut
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """A module that is quantized, and the tensors of it that are."""
+
+    name: str
+    scheme: QuantizationScheme
+    kind: ModuleKind = "linear"
+
+    @cached_property
+    def tensors(self) -> tuple[PlannedTensor, ...]:
+        """The tensors of the module that the scheme quantizes."""
+        found = ((base, args_for(self.scheme, base)) for base in _TENSORS_OF[self.kind])
+        return tuple(PlannedTensor(self.name, base, args) for base, args in found if args)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe means for one model.
+
+    :param modules: what is quantized, in the order of the model
+    :param gathered: modules whose inputs are summed up for whoever comes later (IMatrixGatherer)
+    """
+
+    modules: tuple[PlannedModule, ...] = ()
+    gathered: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[PlannedTensor]:
+        """Go through all tensors."""
+        return (tensor for module in self.modules for tensor in module.tensors)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether any tensor needs data."""
+        return bool(self.gathered) or any(tensor.needs_data for tensor in self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the table as plain data."""
+        return [
+            {
+                "module": tensor.module,
+                "tensor": tensor.base_name,
+                "format": tensor.format,
+                "strategy": tensor.strategy,
+                "observer": tensor.observer or "dynamic",
+                "data": "yes" if tensor.needs_data else "no",
+            }
+            for tensor in self
+        ]
+
+    def table(self) -> str:
+        """Return the plan as text, one line a tensor."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("module", "tensor", "format", "strategy", "observer", "data"):
+            table.add_column(name, no_wrap=True)
+        for row in self.rows():
+            table.add_row(*row.values())
+        text = io.StringIO()
+        Console(file=text, width=1000).print(table)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

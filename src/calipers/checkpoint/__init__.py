@@ -1,0 +1,1 @@
+"""Checkpoints that transformers and vLLM load."""

@@ -1,0 +1,1 @@
+"""What a user writes, and what it means for a model."""
