@@ -289,6 +289,95 @@ class ImportanceUnsupportedError(ImportanceError, NotImplementedError):
     """Importance was demanded (strict) for a kind of tensor or strategy that has none."""
 
 
+class ChangedInputError(CalipersError, RuntimeError):
+    """A tensor that was changed in place while it was being shared."""
+
+    exit_code = 3
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} reads a tensor that other modules read too, and that one of them changes in "
+            "place before all have read it: it cannot be measured once for all. Pass "
+            "share_inputs=False to measure it for each of them."
+        )
+
+
+class RankFailedError(CalipersError, RuntimeError):
+    """Another process of the job raised an error."""
+
+    exit_code = 6
+
+    def __init__(self, rank: int, step: str, error: str) -> None:
+        super().__init__(f"Rank {rank} failed while {step}, so this process stops too. {error}")
+
+
+class RankLostError(CalipersError, RuntimeError):
+    """Another process of the job does not answer any more."""
+
+    exit_code = 6
+
+    def __init__(self, step: str, seconds: float, problem: str) -> None:
+        super().__init__(
+            f"Not all processes came to the end of {step} within {seconds:g} s: {problem} "
+            "Look at the output of that rank: it died, or it is much slower than the others."
+        )
+
+
+class UnseenModulesError(CalipersError, ValueError):
+    """Modules whose parameters need data that never reached them."""
+
+    exit_code = 4
+
+    def __init__(self, names: Sequence[str], shown: str, hint: str) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"{len(names)} module{'s' if len(names) != 1 else ''} saw no tokens: {shown}. {hint}"
+        )
+
+
+class NoDecoderLayersError(ConfigurationError):
+    """A model that has no stack of layers to go through one by one."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} has no ModuleList of layers, so it cannot be calibrated layer by layer. "
+            'Pass pipeline="basic".'
+        )
+
+
+class ModelLoadError(CalipersError, OSError):
+    """A model or tokenizer that cannot be loaded."""
+
+    exit_code = 2
+
+    def __init__(self, name: str, problem: str, what: str = "model") -> None:
+        super().__init__(
+            f"Cannot load a {what} from '{name}': {problem.strip().splitlines()[0]} Give the folder "
+            f"or the name of a Hugging Face {what}."
+        )
+
+
+class AlreadyQuantizedError(ConfigurationError):
+    """A model that somebody has quantized before."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is quantized already: its config has a quantization_config. Start from the "
+            "model in 16 or 32 bits."
+        )
+
+
+class NoDataError(ConfigurationError):
+    """A plan that needs data, and no data."""
+
+    def __init__(self, tensors: Sequence[str]) -> None:
+        super().__init__(
+            f"The recipe needs data for {len(tensors)} tensors (the first is {tensors[0]}), and no "
+            "dataset was given. Pass dataset=…, or choose dynamic activations and observers that "
+            "look at weights alone. plan.table() shows which tensors need data."
+        )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a sentence with the nearest known word, or nothing.
 

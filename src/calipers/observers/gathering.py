@@ -42,28 +42,35 @@ class GathersInputs:
         """Set the fields to what nothing amounts to."""
         raise NotImplementedError
 
-    def gather(self, x: Tensor) -> None:
-        """Take an input into the fields."""
+    def gather(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take an input into the fields; ``mask`` says which tokens count."""
         raise NotImplementedError
 
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the sums another observer left on ``module``, or start summing its inputs."""
-        names = list(self.gathered_fields())
-        if not names:
+        if self.take_over(module) or not self.can_gather(module):
             return
-        if all(hasattr(module, name) for name in names) and not self._are_being_gathered(module):
-            for name in names:
-                setattr(self, name, getattr(module, name))
-                delattr(module, name)
-            return
-        if not hasattr(module, "in_features"):
-            return
-        if not all(hasattr(self, name) for name in names):
+        if not all(hasattr(self, name) for name in self.gathered_fields()):
             channels: Any = module.in_features
             self.begin_gathering(channels)
         self._remove_hook()
         self._hook = module.register_forward_pre_hook(self._see_input, with_kwargs=True)
         self._publish(module)
+
+    def can_gather(self, module: torch.nn.Module) -> bool:
+        """Whether there is anything to sum up, and a number of channels is known."""
+        return any(self.gathered_fields()) and hasattr(module, "in_features")
+
+    def take_over(self, module: torch.nn.Module) -> bool:
+        """Take the sums that another observer left on ``module``, if it did."""
+        names = list(self.gathered_fields())
+        left = bool(names) and all(hasattr(module, name) for name in names)
+        if not left or self._are_being_gathered(module):
+            return False
+        for name in names:
+            setattr(self, name, getattr(module, name))
+            delattr(module, name)
+        return True
 
     def detach(self, module: torch.nn.Module) -> None:
         """Stop summing, and leave the sums on ``module``."""
@@ -90,10 +97,15 @@ class GathersInputs:
         x = next(iter((*args, *kwargs.values())), None)
         x = x[0] if isinstance(x, tuple) and x else x
         if isinstance(x, Tensor) and x.numel():
-            if self.options.nonfinite == "ignore":
-                x = x[torch.isfinite(x).all(-1)]
-            self.gather(x)
+            self.gather_input(x)
             self._publish(module)
+
+    def gather_input(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take an input into the fields, without its non-finite tokens if the options say so."""
+        if self.options.nonfinite == "ignore":
+            finite = torch.isfinite(x).all(-1)
+            x, mask = x[finite], None if mask is None else mask[finite]
+        self.gather(x, mask)
 
     def _publish(self, module: torch.nn.Module) -> None:
         for name in self.gathered_fields():

@@ -61,9 +61,9 @@ class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
         self._imatrix_sum = torch.zeros(channels, dtype=torch.float64)
         self._imatrix_count = torch.zeros((), dtype=torch.int64)
 
-    def gather(self, x: Tensor) -> None:
+    def gather(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Add the squares of an input."""
-        self.absorb_tokens(x)
+        self.absorb_tokens(x, mask)
 
     def importance(self, pieces: Tensor) -> Tensor | None:
         """Return E[x²] of each column over its mean, or None where it cannot be used."""

@@ -122,12 +122,12 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
         """Begin with sums of zero."""
         self.gather(torch.zeros(0, channels))
 
-    def gather(self, x: Tensor) -> None:
+    def gather(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Add an input to the sums."""
         if self.options.importance == "imatrix":
-            self.absorb_tokens(x)
+            self.absorb_tokens(x, mask)
         elif self.options.importance == "hessian":
-            self.absorb_outer(x, self._block_width(x.shape[-1]))
+            self.absorb_outer(x, self._block_width(x.shape[-1]), mask)
 
     def _block_width(self, columns: int) -> int:
         if self.args.strategy == QuantizationStrategy.BLOCK:

@@ -1,0 +1,241 @@
+"""From what the observers saw to the parameters of each tensor, over all processes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.calibration.coverage import Coverage, shortened
+from calipers.calibration.distributed import Crew
+from calipers.calibration.lifecycle import observe
+from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor
+from calipers.calibration.watching import WatchedModel
+from calipers.errors import CalipersWarning, UnseenModulesError
+from calipers.kernels.quantize import quantize_with_error
+from calipers.numerics.layout import Layout
+from calipers.observers import Observer, QParamsDict
+from calipers.observers.gathering import GathersInputs
+from calipers.statistics.sync import sync_statistics
+
+
+@dataclass
+class Findings:
+    """What calibration found.
+
+    :param plan: the plan, as it was carried out
+    :param qparams: (module, tensor) → its parameters
+    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param sums: module → the sums of its inputs that the plan wants left on it
+    """
+
+    plan: Plan
+    coverage: Coverage
+    qparams: dict[tuple[str, str], QParamsDict] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class Conclusions:
+    """Works out parameters module by module, as soon as their data has run through.
+
+    :param findings: where the results go
+    """
+
+    def __init__(self, watched: WatchedModel, findings: Findings, crew: Crew) -> None:
+        self._watched, self._findings, self._crew = watched, findings, crew
+
+    def conclude(self, names: Iterable[str]) -> None:
+        """Work out the parameters of some modules. All processes call this with the same names."""
+        names = list(dict.fromkeys(names))
+        modules = [module for module in self._watched.plan.modules if module.name in set(names)]
+        self._watched.finish()
+        self._count(names)
+        self._synchronise(names)
+        modules = self._settle_unseen(modules)
+        for name in set(names) & self._watched.gatherers.keys():
+            gatherer = self._watched.gatherers[name]
+            self._findings.sums[name] = _gathered(gatherer)
+        self._solve_activations(modules)
+        self._solve_weights(modules)
+
+    # What was seen
+
+    def _count(self, names: list[str]) -> None:
+        wanted = [name for name in names if self._watched.data_observers([name])]
+        everywhere = self._crew.share([self._watched.tokens(name) for name in wanted])
+        totals = [sum(counts) for counts in zip(*everywhere, strict=True)]
+        self._findings.coverage.tokens |= dict(zip(wanted, totals, strict=True))
+
+    def _synchronise(self, names: list[str]) -> None:
+        observers = self._watched.data_observers(names)
+        for work in sync_statistics(observers) if observers else []:
+            work.wait()
+
+    # What was not seen
+
+    def _settle_unseen(self, modules: list[PlannedModule]) -> list[PlannedModule]:
+        coverage = self._findings.coverage
+        unseen = [module for module in modules if coverage.tokens.get(module.name) == 0]
+        if not unseen:
+            return modules
+        helpless = [module.name for module in unseen if not self._can_settle(module)]
+        if helpless:
+            hint = _HINTS[coverage.policy]
+            raise UnseenModulesError(helpless, shortened(helpless), hint)
+        changed = {}
+        for module in unseen:
+            if coverage.policy == "weights_only":
+                changed[module.name] = _weights_only(module)
+                coverage.applied[module.name] = "weights only"
+            else:
+                self._learn_from_peers(module)
+                coverage.applied[module.name] = "largest range of its peers"
+            self._silence(module)
+        plan = self._findings.plan
+        everything = tuple(changed.get(module.name, module) for module in plan.modules)
+        self._findings.plan = replace(plan, modules=everything)
+        return [changed.get(module.name, module) for module in modules]
+
+    def _can_settle(self, module: PlannedModule) -> bool:
+        policy = self._findings.coverage.policy
+        if policy == "weights_only":
+            return module.scheme.weights is not None
+        return policy == "peers" and bool(self._findings.coverage.siblings(module.name))
+
+    def _learn_from_peers(self, module: PlannedModule) -> None:
+        siblings = self._findings.coverage.siblings(module.name)
+        for tensor in module.tensors:
+            observer = self._watched.observers.get((module.name, tensor.base_name))
+            peers = [self._watched.observers[name, tensor.base_name] for name in siblings]
+            if tensor.base_name != "weight" and observer is not None:
+                united = _united_range(tensor, peers)
+                self._watched.observers[module.name, tensor.base_name] = united
+            elif isinstance(observer, GathersInputs):
+                for name in observer.gathered_fields():
+                    setattr(observer, name, sum(getattr(peer, name) for peer in peers))
+
+    def _silence(self, module: PlannedModule) -> None:
+        """Without importance a weight is judged by plain error: coverage says it, once for all."""
+        observer: Any = self._watched.observers.get((module.name, "weight"))
+        if isinstance(observer, GathersInputs):
+            observer._has_warned = True
+
+    # Parameters
+
+    def _solve_activations(self, modules: list[PlannedModule]) -> None:
+        mine: dict[tuple[str, str], QParamsDict] = {}
+        with self._crew.step("working out the parameters of activations"):
+            for tensor in (tensor for module in modules for tensor in module.tensors):
+                observer = self._watched.observers.get((tensor.module, tensor.base_name))
+                if tensor.base_name != "weight" and observer and observer.has_statistics:
+                    mine[tensor.module, tensor.base_name] = observer.get_qparams()
+        # An observer that remembers its last value only differs from process to process.
+        for found in reversed(self._crew.share(mine)):
+            self._findings.qparams |= found
+
+    def _solve_weights(self, modules: list[PlannedModule]) -> None:
+        groups = self._weight_groups(modules)
+        mine: dict[tuple[str, str], QParamsDict] = {}
+        errors: dict[str, float] = {}
+        with self._crew.step("working out the parameters of weights"):
+            for group in self._crew.my_part(groups, self._size):
+                observe([self._watched.module(name) for name in group], "weight")
+                for name in group:
+                    observer = self._watched.observers[name, "weight"]
+                    mine[name, "weight"] = observer.get_qparams()
+                    weight: Any = self._watched.module(name).weight
+                    errors[name] = weight_error(weight, observer.args, mine[name, "weight"])
+                for name in group:
+                    self._watched.observers[name, "weight"].reset()
+        for found, error in self._crew.share((mine, errors)):
+            self._findings.qparams |= found
+            self._findings.errors |= error
+
+    def _weight_groups(self, modules: list[PlannedModule]) -> list[list[str]]:
+        """Put modules together whose weights share a global scale."""
+        names = {
+            self._watched.observers[module.name, "weight"]: module.name
+            for module in modules
+            if (module.name, "weight") in self._watched.observers
+        }
+        groups, done = [], set()
+        for observer in names:
+            if observer not in done:
+                group = [observer, *observer._fused_observers]
+                done.update(group)
+                groups.append([names[member] for member in names if member in group])
+        return groups
+
+    def _size(self, group: list[str]) -> int:
+        weights: list[Any] = [self._watched.module(name).weight for name in group]
+        return sum(weight.numel() for weight in weights)
+
+
+def weight_error(weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> float:
+    """Return ‖Q(W) − W‖ / ‖W‖; 0 for a weight of zeros.
+
+    >>> args = QuantizationArgs(num_bits=4)
+    >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
+    >>> weight_error(torch.tensor([[3.0, 4.0]]) + 0.25, args, found) ** 2 * (3.25**2 + 4.25**2)
+    0.125
+    """
+    pieces = Layout.of("weight", args).pieces(weight.detach())
+    shape = pieces.shape[1:-2]
+    scale = qparams["scale"].to(torch.promote_types(weight.dtype, torch.float32))
+    if qparams["global_scale"] is not None:
+        scale = scale / qparams["global_scale"]
+    zero_point = qparams["zero_point"].reshape(shape)
+    _, errors = quantize_with_error(pieces, scale.reshape(shape), zero_point, args)
+    norm = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
+    return math.sqrt(float(errors.sum())) / norm if norm else 0.0
+
+
+def report_coverage(coverage: Coverage) -> None:
+    """Warn of what a user must know."""
+    for sentence in coverage.sentences():
+        warnings.warn(sentence, CalipersWarning, stacklevel=3)
+
+
+def _weights_only(module: PlannedModule) -> PlannedModule:
+    keep = {"input_activations": None, "output_activations": None}
+    return replace(module, scheme=module.scheme.model_copy(update=keep, deep=True))
+
+
+def _united_range(tensor: PlannedTensor, peers: list[Observer]) -> Observer:
+    """Return an observer that has seen the largest range of others."""
+    args = tensor.args.model_copy(update={"observer_kwargs": {}})
+    united = Observer.load_from_registry("static_minmax", base_name=tensor.base_name, args=args)
+    ranges = [peer.get_range() for peer in peers]
+    united.absorb(
+        min_vals=reduce(torch.minimum, (low for low, _ in ranges)),
+        max_vals=reduce(torch.maximum, (high for _, high in ranges)),
+        observed_like=peers[0].observed_like,
+    )
+    return united
+
+
+def _gathered(observer: Observer) -> dict[str, Tensor]:
+    assert isinstance(observer, GathersInputs)
+    return {name: getattr(observer, name) for name in observer.gathered_fields()}
+
+
+_HINTS = {
+    "error": (
+        "Give more or other data, ignore these modules, or choose what to do without data: "
+        'on_unseen="weights_only" (their activations stay as they are) or, for experts, '
+        'on_unseen="peers" (the largest range among their siblings).'
+    ),
+    "weights_only": "They have no weights to fall back on. Give more or other data.",
+    "peers": (
+        "They have no siblings that saw any. Give more or other data, ignore these modules, or "
+        'pass on_unseen="weights_only".'
+    ),
+}

@@ -1,0 +1,110 @@
+"""How much each module has seen, and what becomes of those that saw nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+UnseenPolicy = Literal["error", "weights_only", "peers"]
+
+SCARCE = 0.1
+"""An expert that sees less than this part of its even share is reported."""
+
+_EXPERT = re.compile(r"^(?P<group>.*experts)\.(?P<index>\d+)\.(?P<rest>.+)$")
+
+
+def expert_family(name: str) -> tuple[str, str] | None:
+    """Return what the siblings of an expert's module have in common; None for other modules.
+
+    >>> expert_family("model.layers.0.mlp.experts.3.up_proj")
+    ('model.layers.0.mlp.experts', 'up_proj')
+    """
+    found = _EXPERT.match(name)
+    return (found["group"], found["rest"]) if found else None
+
+
+@dataclass
+class Coverage:
+    """Tokens seen by each module that needs data.
+
+    :param tokens: module → tokens
+    :param policy: what was to be done about modules that saw none
+    :param applied: modules the policy was applied to → what was done
+    """
+
+    policy: UnseenPolicy = "error"
+    tokens: dict[str, int] = field(default_factory=dict)
+    applied: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Modules that saw no token."""
+        return [name for name, count in self.tokens.items() if not count]
+
+    @property
+    def scarce(self) -> dict[str, float]:
+        """Experts that saw some, but less than a tenth of an even share → their part of it."""
+        families: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in self.tokens:
+            family = expert_family(name)
+            if family:
+                families[family].append(name)
+        shares = {}
+        for names in families.values():
+            even = sum(self.tokens[name] for name in names) / len(names)
+            shares |= {name: self.tokens[name] / even for name in names if self.tokens[name]}
+        return {name: share for name, share in shares.items() if share < SCARCE}
+
+    def siblings(self, name: str) -> list[str]:
+        """Return the experts beside one that have seen something."""
+        family = expert_family(name)
+        return [
+            other
+            for other, count in self.tokens.items()
+            if family and count and other != name and expert_family(other) == family
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {
+            "on_unseen": self.policy,
+            "tokens": self.tokens,
+            "unseen": self.unseen,
+            "scarce_experts": self.scarce,
+            "applied": self.applied,
+        }
+
+    def sentences(self) -> list[str]:
+        """Say what a user must know: who saw nothing, and who saw little."""
+        said = []
+        if self.unseen:
+            done = {self.applied.get(name, "nothing done") for name in self.unseen}
+            said.append(
+                f"{_count(self.unseen, 'module')} saw no tokens ({'; '.join(sorted(done))}): "
+                f"{shortened(self.unseen)}."
+            )
+        if self.scarce:
+            said.append(
+                f"{_count(self.scarce, 'module')} of experts saw less than {SCARCE:.0%} of an even "
+                f"share: {shortened(self.scarce)}. Give more data."
+            )
+        return said
+
+
+def shortened(names: Iterable[str], most: int = 5) -> str:
+    """List some names and count the rest.
+
+    >>> shortened(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _count(things: Iterable[str] | Mapping[str, Any], what: str) -> str:
+    number = len(list(things))
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -1,0 +1,71 @@
+"""A model gets its parameters, and from then on computes as if it were quantized."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
+from compressed_tensors.quantization import (
+    QuantizationScheme,
+    QuantizationStatus,
+    initialize_module_for_quantization,
+)
+
+from calipers.calibration.lifecycle import store_qparams
+from calipers.calibration.plan import Plan, PlannedModule
+from calipers.calibration.snapshot import unchanged_on_error
+from calipers.observers import QParamsDict
+
+QParams = Mapping[tuple[str, str], QParamsDict]
+"""(module, tensor) → its parameters."""
+
+
+def freeze(model: torch.nn.Module, plan: Plan, qparams: QParams) -> None:
+    """Give the modules of a plan their schemes and parameters, under the names of compressed-tensors.
+
+    The model then computes with fake quantization; if anything fails, it is left as it was.
+    """
+    schemes: dict[int, QuantizationScheme] = {}
+    with unchanged_on_error(model):
+        _untie(model, {planned.name for planned in plan.modules if planned.scheme.weights})
+        for planned in plan.modules:
+            scheme = schemes.setdefault(id(planned.scheme), copy.deepcopy(planned.scheme))
+            module = model.get_submodule(planned.name)
+            _prepare(model, module, planned, scheme)
+            for tensor in planned.tensors:
+                if (planned.name, tensor.base_name) in qparams:
+                    found = qparams[planned.name, tensor.base_name]
+                    store_qparams(module, tensor.base_name, found)
+            vars(module)["quantization_status"] = QuantizationStatus.FROZEN
+
+
+def _prepare(
+    model: torch.nn.Module,
+    module: torch.nn.Module,
+    planned: PlannedModule,
+    scheme: QuantizationScheme,
+) -> None:
+    """Let compressed-tensors create the parameters of a module and wrap its forward."""
+    if planned.kind == "attention":
+        initialize_hooked_attention(model, module)
+    elif planned.kind == "kv_cache":
+        initialize_hooked_kv_cache(model, module)
+    vars(module)["quantization_scheme"] = scheme
+    initialize_module_for_quantization(module, force_zero_point=planned.kind != "kv_cache")
+
+
+def _untie(model: Any, quantized: set[str]) -> None:
+    """Let the embedding and the head have a weight each, if one of them is quantized."""
+    if not hasattr(model, "get_input_embeddings"):
+        return
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None or embedding.weight is not head.weight:
+        return
+    names = {name for name, module in model.named_modules() if module in (embedding, head)}
+    if names & quantized:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config = copy.deepcopy(model.config)
+        model.config.get_text_config(decoder=True).tie_word_embeddings = False

@@ -1,0 +1,243 @@
+"""The life of one quantized module: it gets observers, is watched, gets its parameters, is frozen.
+
+These are the steps that calibration is made of, for those who want to take them one by one. A
+module comes with its ``quantization_scheme``, and with parameters to be set, from
+``initialize_module_for_quantization`` of compressed-tensors.
+
+>>> import torch
+>>> from compressed_tensors.quantization import (
+...     initialize_module_for_quantization, preset_name_to_scheme)
+>>> linear = torch.nn.Linear(4, 2)
+>>> initialize_module_for_quantization(linear, preset_name_to_scheme("FP8", ["Linear"]))
+>>> initialize_observer(linear, "weight"); initialize_observer(linear, "input")
+>>> calibrate_input_hook(linear, (torch.full((1, 4), 448.0),))
+>>> observe(linear, "weight"); update_qparams(linear, ["weight", "input"])
+>>> freeze_module_quantization(linear)
+>>> linear.input_scale, linear.quantization_status.value
+(Parameter containing: tensor([1.]), 'frozen')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from compressed_tensors.offload import update_offload_parameter
+from compressed_tensors.quantization import DynamicType, QuantizationStatus
+from torch import Tensor
+
+from calipers.calibration.masks import mask_for
+from calipers.calibration.plan import args_for, observer_for
+from calipers.calibration.sharing import Reader, SharedReading
+from calipers.errors import ConfigurationError, NonFiniteError, NoStatisticsError
+from calipers.observers import Observer, QParamsDict
+from calipers.observers.gathering import GathersInputs
+
+OBSERVED = ("weight", "input", "output", "q", "k", "v")
+"""What a module may have an observer for."""
+
+
+def initialize_observer(
+    module: torch.nn.Module, base_name: str, *, name: str = "", attach: bool = True
+) -> None:
+    """Give a module the observer its scheme asks for, as the submodule ``<base_name>_observer``.
+
+    :param name: what messages call the module
+    :param attach: whether the observer may register hooks of its own
+    """
+    args = args_for(getattr(module, "quantization_scheme", None), base_name)
+    observer = None if args is None else observer_for(base_name, args)
+    if observer is None:
+        return
+    observer.module_name = name
+    module.register_module(f"{base_name}_observer", observer)
+    if attach:
+        observer.attach(module)
+
+
+def observer_of(module: torch.nn.Module, base_name: str) -> Observer | None:
+    """Return the observer of a tensor of a module, if there is one."""
+    found = getattr(module, f"{base_name}_observer", None)
+    return found if isinstance(found, Observer) else None
+
+
+# Hooks. Each looks at a tensor and changes nothing.
+
+
+def calibrate_input_hook(
+    module: torch.nn.Module, args: Any, kwargs: dict[str, Any] | None = None
+) -> None:
+    """Show the input of a module to its observer: a forward-pre hook, with or without kwargs."""
+    _show(module, "input", _first_tensor((args, kwargs or {})))
+
+
+def calibrate_output_hook(module: torch.nn.Module, _args: Any, output: Any) -> None:
+    """Show the output of a module to its observer: a forward hook."""
+    _show(module, "output", _first_tensor(output))
+
+
+def calibrate_query_hook(module: torch.nn.Module, states: Tensor) -> None:
+    """Show queries, after their positions are put in, to the observer of an attention module."""
+    _show(module, "q", states)
+
+
+def calibrate_key_hook(module: torch.nn.Module, states: Tensor) -> None:
+    """Show keys, as they enter the cache, to the observer of an attention module."""
+    _show(module, "k", states)
+
+
+def calibrate_value_hook(module: torch.nn.Module, states: Tensor) -> None:
+    """Show values, as they enter the cache, to the observer of an attention module."""
+    _show(module, "v", states)
+
+
+def gather_importance_hook(
+    observer: GathersInputs, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Add the input of a module to the sums of an observer: a forward-pre hook, once bound to it."""
+    tensor = _first_tensor((args, kwargs))
+    if tensor is not None and tensor.numel():
+        assert isinstance(observer, Observer)
+        mask = mask_for(tensor, "input", observer.label())
+        _read(module, observer, Gatherer, tensor, mask)
+
+
+class Watcher(Reader):
+    """An observer as a reader of tensors."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.key: Hashable = str(sorted(observer.configuration().items()))
+        self.label = observer.label()
+
+    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
+        """Observe the tensor."""
+        self.observer(tensor, mask=mask)
+
+    def copy_from(self, other: Reader) -> None:
+        """Take over the fields of another observer."""
+        assert isinstance(other, Watcher)
+        self.observer.load_fields(other.observer.fields())
+
+
+class Gatherer(Reader):
+    """An observer of a weight as a reader of the inputs of its module."""
+
+    def __init__(self, observer: GathersInputs) -> None:
+        assert isinstance(observer, Observer)
+        self.observer = observer
+        self.fields = tuple(observer.gathered_fields())
+        shapes = tuple(value.shape for value in self._held().values())
+        self.key: Hashable = (self.fields, shapes, observer.options.nonfinite)
+        self.label = observer.label()
+
+    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
+        """Add the tensor to the sums."""
+        self.observer.gather_input(tensor, mask)
+        if not all(bool(torch.isfinite(value).all()) for value in self._held().values()):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise NonFiniteError(self.label, count, tensor.numel(), tensor.shape)
+
+    def copy_from(self, other: Reader) -> None:
+        """Take over the sums of another observer."""
+        assert isinstance(other, Gatherer)
+        for name, value in other._held().items():
+            setattr(self.observer, name, value.clone())
+
+    def _held(self) -> dict[str, Tensor]:
+        return {name: getattr(self.observer, name) for name in self.fields}
+
+
+def _read(
+    module: torch.nn.Module,
+    observer: Any,
+    reader: type[Watcher] | type[Gatherer],
+    tensor: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Measure a tensor, together with others if the module takes part in that."""
+    sharing: SharedReading | None = getattr(module, "_shared_reading", None)
+    if sharing is None:
+        reader(observer).measure(tensor, mask)
+    else:
+        sharing.read(observer, reader, tensor, mask)
+
+
+def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> None:
+    observer = observer_of(module, base_name)
+    if observer is None:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no observer for '{base_name}'. Call "
+            f"initialize_observer(module, '{base_name}') before the model runs."
+        )
+    if tensor is not None and tensor.numel():
+        mask = mask_for(tensor, base_name, observer.label())
+        _read(module, observer, Watcher, tensor, mask)
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    """Find the first tensor in the arguments or the result of a module."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return None
+    return next((found for item in value if (found := _first_tensor(item)) is not None), None)
+
+
+# Parameters
+
+
+def observe(module: torch.nn.Module | Iterable[torch.nn.Module], base_name: str) -> None:
+    """Show a tensor that a module holds, such as its weight, to its observer."""
+    for each in _modules(module):
+        observer = observer_of(each, base_name)
+        if observer is not None:
+            observer(getattr(each, base_name))
+
+
+def update_qparams(
+    module: torch.nn.Module | Iterable[torch.nn.Module], base_name: str | Iterable[str]
+) -> None:
+    """Work out the parameters of tensors from what their observers saw, and store them."""
+    names = [base_name] if isinstance(base_name, str) else list(base_name)
+    for each in _modules(module):
+        for name in names:
+            observer = observer_of(each, name)
+            if observer is None:
+                continue
+            if not observer.has_statistics:
+                raise NoStatisticsError(observer.label())
+            store_qparams(each, name, observer.get_qparams())
+
+
+def store_qparams(module: torch.nn.Module, base_name: str, qparams: QParamsDict) -> None:
+    """Copy parameters into those that the module has."""
+    args = args_for(module.quantization_scheme, base_name)  # type: ignore[arg-type]
+    local = args is not None and args.dynamic == DynamicType.LOCAL
+    for suffix, value in qparams.items():
+        if value is None or (local and suffix != "global_scale"):
+            continue
+        assert isinstance(value, Tensor)
+        parameter = getattr(module, f"{base_name}_{suffix}", None)
+        if parameter is not None:
+            value = value.reshape(parameter.shape)
+            update_offload_parameter(module, f"{base_name}_{suffix}", value)
+
+
+def freeze_module_quantization(module: torch.nn.Module) -> None:
+    """Take the observers away; the parameters stay. For use with ``model.apply``."""
+    if getattr(module, "quantization_scheme", None) is None:
+        return
+    for base_name in OBSERVED:
+        observer = observer_of(module, base_name)
+        if observer is not None:
+            observer.detach(module)
+            delattr(module, f"{base_name}_observer")
+    module.quantization_status = QuantizationStatus.FROZEN  # type: ignore[assignment]
+
+
+def _modules(given: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:
+    return [given] if isinstance(given, torch.nn.Module) else given

@@ -1,0 +1,93 @@
+"""How data runs through a model: not at all, through the whole, or layer by layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from calipers.calibration.distributed import Crew
+from calipers.calibration.progress import Progress
+from calipers.calibration.watching import WatchedModel
+
+Batch = Mapping[str, Tensor]
+
+
+class Batches(Protocol):
+    """Batches that can be gone through more than once."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that count."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a pipeline works with.
+
+    :param conclude: works out the parameters of the modules with these names
+    :param device: where the model, or the layer at work, computes
+    """
+
+    watched: WatchedModel
+    conclude: Callable[[Iterable[str]], None]
+    crew: Crew
+    progress: Progress
+    device: torch.device
+
+    @property
+    def names(self) -> list[str]:
+        """The modules of the plan."""
+        planned = [module.name for module in self.watched.plan.modules]
+        return list(dict.fromkeys([*planned, *self.watched.plan.gathered]))
+
+
+def run_datafree(run: Run) -> None:
+    """Conclude from the weights alone."""
+    run.conclude(run.names)
+
+
+def run_basic(run: Run, batches: Batches) -> None:
+    """Run each batch through the whole model."""
+    model, head = run.watched.model, _head_is_idle(run.watched)
+    with run.crew.step("calibration"), run.progress.tokens(batches.num_tokens) as advance:
+        for index, batch in enumerate(batches):
+            mask = batch.get("attention_mask")
+            with run.watched.batch(index, mask):
+                call_model(model, moved(batch, run.device), skip_head=head)
+            advance(batch["input_ids"].numel() if mask is None else int(mask.sum()))
+    run.conclude(run.names)
+
+
+def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> None:
+    """Run a batch without a cache and, where the model can, without logits that nobody needs."""
+    accepted = inspect.signature(model.forward).parameters
+    kwargs: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1 if skip_head else 0}
+    wanted = {name: value for name, value in kwargs.items() if name in accepted}
+    model(**batch, **wanted)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a structure with its tensors on a device."""
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        value = dict(value)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _head_is_idle(watched: WatchedModel) -> bool:
+    """Whether nothing is to be learned from the output layer."""
+    find = getattr(watched.model, "get_output_embeddings", lambda: None)
+    head = find()
+    if head is None:
+        return False
+    names = [name for name, module in watched.model.named_modules() if module is head]
+    return not watched.data_observers(names)

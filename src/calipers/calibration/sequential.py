@@ -1,0 +1,199 @@
+"""One decoder layer at a time, for models larger than the device that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from compressed_tensors.offload import OffloadCache, disable_offloading
+from torch import Tensor
+
+from calipers.calibration.pipelines import Batch, Batches, Run, call_model, moved
+from calipers.calibration.snapshot import left_as_found
+from calipers.errors import NoDecoderLayersError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def run_sequential(run: Run, batches: Batches) -> None:
+    """Run all batches through one layer after another.
+
+    Only the layer at work is on the device. Between layers the hidden states of all batches are kept
+    where the batches are; the parameters of a layer are worked out as soon as its data is through.
+    """
+    layers = decoder_layers(run.watched.model)
+    stack = LayerStack(run, list(layers.values()))
+    inside = {prefix: _within(run.names, prefix) for prefix in layers}
+    outside = [name for name in run.names if not any(name in names for names in inside.values())]
+    with run.crew.step("embedding the data"):
+        stack.enter(batches)
+    # What lies before the layers has seen its data by now; what lies behind them has not.
+    seen = run.crew.share([name for name in outside if run.watched.tokens(name)])
+    before = [name for name in outside if any(name in names for names in seen)]
+    run.conclude(before)
+    for number, prefix in enumerate(run.progress.layers(list(layers))):
+        with onloaded([layers[prefix]], run.device):
+            with run.crew.step(f"calibrating {prefix}"):
+                stack.run_layer(number)
+            run.conclude(inside[prefix])
+    behind = [name for name in outside if name not in before]
+    if run.watched.data_observers(behind):
+        with run.crew.step("calibrating what comes after the layers"):
+            stack.leave(batches)
+    run.conclude(behind)
+
+
+def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Find the stack of layers that a model consists of: name → layer, in order."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    stacks = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module)
+    ]
+    named = [(n, m) for n, m in stacks if all(type(layer).__name__ in classes for layer in m)]
+    if not (named or stacks):
+        raise NoDecoderLayersError(type(model).__name__)
+    name, stack = max(named or stacks, key=lambda found: len(found[1]))
+    return {f"{name}.{index}": layer for index, layer in enumerate(stack)}
+
+
+class LayerStack:
+    """The layers of a model, with what goes into the next of them for each batch."""
+
+    def __init__(self, run: Run, layers: Sequence[torch.nn.Module]) -> None:
+        self._run, self._layers = run, layers
+        self._hidden: list[Tensor] = []
+        self._masks: list[Tensor | None] = []
+        self._calls: list[list[Call]] = []
+        self._returns_tuple = False
+
+    def enter(self, batches: Batches) -> None:
+        """Run what comes before the layers, and note what each layer is called with."""
+        with self._rest_onloaded(), _own_forwards(self._layers):
+            for index, batch in enumerate(batches):
+                if index == 0:
+                    self._returns_tuple = self._learn_result(batch)
+                calls: list[Call] = []
+                for layer in self._layers:
+                    vars(layer)["forward"] = self._noting(calls, batch["input_ids"].device)
+                with self._run.watched.batch(index, batch.get("attention_mask")):
+                    self._start(batch)
+                self._calls.append(calls)
+                self._masks.append(batch.get("attention_mask"))
+
+    def run_layer(self, number: int) -> None:
+        """Run all batches through a layer."""
+        layer, device = self._layers[number], self._run.device
+        for index, hidden in enumerate(self._hidden):
+            args, kwargs = moved(self._calls[index][number], device)
+            with self._run.watched.batch(index, self._masks[index]):
+                result = layer(hidden.to(device), *args, **kwargs)
+            result = result[0] if isinstance(result, tuple) else result
+            self._hidden[index] = result.to(hidden.device)
+
+    def leave(self, batches: Batches) -> None:
+        """Run what comes behind the layers."""
+        with self._rest_onloaded(), _own_forwards(self._layers):
+            for index, batch in enumerate(batches):
+                final = self._hidden[index].to(self._run.device)
+                for layer in self._layers:
+                    vars(layer)["forward"] = lambda *_, final=final, **__: self._as_result(final)
+                with self._run.watched.batch(index, self._masks[index]):
+                    call_model(self._run.watched.model, moved(batch, self._run.device))
+
+    def _noting(self, calls: list[Call], home: torch.device) -> Callable[..., Any]:
+        """Return what stands for a layer: it notes the call and hands the hidden states on."""
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not calls:
+                self._hidden.append(hidden_states.to(home))
+            calls.append((args, kwargs))
+            if len(calls) == len(self._layers):
+                raise _ReachedEnd
+            return self._as_result(hidden_states)
+
+        return forward
+
+    def _start(self, batch: Batch) -> None:
+        with suppress(_ReachedEnd):
+            call_model(self._run.watched.model, moved(batch, self._run.device))
+
+    def _as_result(self, hidden: Tensor) -> Any:
+        return (hidden,) if self._returns_tuple else hidden
+
+    def _learn_result(self, batch: Batch) -> bool:
+        """Find out whether a layer returns its hidden states in a tuple, unseen by observers."""
+        first = self._layers[0]
+        calls: list[Call] = []
+        with torch.no_grad(), left_as_found(self._run.watched.model):
+            for module in self._run.watched.model.modules():
+                module._forward_pre_hooks.clear()
+                module._forward_hooks.clear()
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                calls.append((args, kwargs))
+                raise _ReachedEnd
+
+            own = vars(first).get("forward")
+            vars(first)["forward"] = forward
+            self._start(batch)
+            del vars(first)["forward"]
+            if own is not None:
+                vars(first)["forward"] = own
+            args, kwargs = calls[0]
+            with onloaded([first], self._run.device):
+                return isinstance(first(*args, **kwargs), tuple)
+
+    @contextmanager
+    def _rest_onloaded(self) -> Iterator[None]:
+        """Have everything on the device but the layers."""
+        within = {module for layer in self._layers for module in layer.modules()}
+        rest = [m for m in self._run.watched.model.modules() if m not in within]
+        with onloaded(rest, self._run.device, recurse=False):
+            yield
+
+
+@contextmanager
+def onloaded(
+    modules: Iterable[torch.nn.Module], device: torch.device, *, recurse: bool = True
+) -> Iterator[None]:
+    """Have the tensors of modules on a device; afterwards they are where, and what, they were."""
+    with ExitStack() as stack:
+        originals = []
+        for module in (m for each in modules for m in (each.modules() if recurse else [each])):
+            if isinstance(module._parameters, OffloadCache):
+                stack.enter_context(disable_offloading())
+                continue
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.device != device:
+                    originals.append((tensor, tensor.data))
+                    tensor.data = tensor.data.to(device)
+        try:
+            yield
+        finally:
+            for tensor, data in originals:
+                tensor.data = data
+
+
+@contextmanager
+def _own_forwards(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Bring the forward of each layer back in the end."""
+    own = [vars(layer).get("forward") for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                vars(layer)["forward"] = forward
+
+
+class _ReachedEnd(Exception):  # noqa: N818
+    """The last layer was called: the rest of the model need not run."""
+
+
+def _within(names: Iterable[str], prefix: str) -> list[str]:
+    return [name for name in names if name == prefix or name.startswith(f"{prefix}.")]

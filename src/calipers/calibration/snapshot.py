@@ -1,0 +1,72 @@
+"""A model as it was found, and back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Snapshot:
+    """Remembers every attribute, parameter, submodule and hook of every module of a model.
+
+    No tensor is copied: what changes a tensor in place is not undone.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    >>> before = Snapshot(model)
+    >>> model[0].note, model[0].weight = "hello", None
+    >>> before.restore()
+    >>> hasattr(model[0], "note"), model[0].weight.shape
+    (False, torch.Size([2, 2]))
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._attention = _attention_of(model)
+        self._modules = {module: dict(vars(module)) for module in model.modules()}
+        # Handles of hooks refer to the very dictionary the hook is in: its contents are restored.
+        self._contents = {
+            id(value): (value, value.copy())
+            for attributes in self._modules.values()
+            for value in attributes.values()
+            if isinstance(value, (dict, set, list))
+        }
+
+    def restore(self) -> None:
+        """Bring the model back."""
+        for value, content in self._contents.values():
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        for module, attributes in self._modules.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+        if _attention_of(self._model) != self._attention:
+            set_attention: Any = self._model.set_attn_implementation
+            set_attention(self._attention)
+
+
+@contextmanager
+def left_as_found(model: torch.nn.Module) -> Iterator[None]:
+    """Bring the model back when the block is left, by whichever way."""
+    before = Snapshot(model)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def unchanged_on_error(model: torch.nn.Module) -> Iterator[None]:
+    """Bring the model back when the block is left by an exception."""
+    before = Snapshot(model)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
+def _attention_of(model: torch.nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)

@@ -1,0 +1,166 @@
+"""A model under observation: hooks exist between entering and leaving a ``with``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from compressed_tensors.modeling import (
+    initialize_hooked_attention,
+    initialize_hooked_kv_cache,
+    register_key_hook,
+    register_query_hook,
+    register_value_hook,
+)
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+from typing_extensions import Self
+
+from calipers.calibration import lifecycle
+from calipers.calibration.masks import token_mask
+from calipers.calibration.plan import Plan, PlannedModule
+from calipers.calibration.sharing import SharedReading
+from calipers.calibration.snapshot import Snapshot
+from calipers.errors import NonFiniteError
+from calipers.observers import IMatrixMSEObserver, Observer, fuse_weight_observers
+from calipers.observers.gathering import GathersInputs
+
+
+class WatchedModel:
+    """A model whose tensors are observed as a plan says.
+
+    Within a ``with`` the modules have observers and hooks; afterwards the model is as it was found,
+    also after an exception. The observers stay with this object. What the model computes is the
+    same with and without them.
+
+    :param share_inputs: whether a tensor that several modules read is measured once for all
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, *, share_inputs: bool = True) -> None:
+        self.model, self.plan = model, plan
+        self.observers: dict[tuple[str, str], Observer] = {}
+        self.gatherers: dict[str, Observer] = {}
+        self._sharing = SharedReading() if share_inputs else None
+        self._before: Snapshot | None = None
+
+    def __enter__(self) -> Self:
+        self._before = Snapshot(self.model)
+        try:
+            for planned in self.plan.modules:
+                self._watch(planned)
+            for name in self.plan.gathered:
+                self._gather(name)
+            fuse_weight_observers(self.model)
+        except BaseException:
+            self._before.restore()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._before is not None
+        self._before.restore()
+
+    @contextmanager
+    def batch(self, index: int, mask: Tensor | None = None) -> Iterator[None]:
+        """Let one batch run through the model, or through a part of it.
+
+        :param mask: which tokens count, shape (batch, sequence); None for all
+        """
+        try:
+            with torch.no_grad(), token_mask(mask):
+                yield
+                if self._sharing is not None:
+                    self._sharing.settle()
+        except NonFiniteError as error:
+            error.args = (f"{error} It was batch {index}, the first one with such values.",)
+            raise
+
+    def finish(self) -> None:
+        """Let every observer know what was measured for it."""
+        if self._sharing is not None:
+            self._sharing.finish()
+
+    def module(self, name: str) -> torch.nn.Module:
+        """Return a module by its name."""
+        return self.model.get_submodule(name)
+
+    def tokens(self, name: str) -> int:
+        """Return the number of tokens that the observer that saw least of a module has seen."""
+        seen = [
+            _gathered_tokens(observer) if base == "weight" else observer.num_observed_tokens
+            for (module, base), observer in self.observers.items()
+            if module == name and (base != "weight" or _gathers(observer))
+        ]
+        if name in self.gatherers:
+            seen.append(_gathered_tokens(self.gatherers[name]))
+        return min(seen, default=0)
+
+    def data_observers(self, names: Iterable[str]) -> list[Observer]:
+        """Return the observers of some modules that learn from data, in the order of the plan."""
+        wanted = set(names)
+        found = [
+            observer
+            for (module, base), observer in self.observers.items()
+            if module in wanted and (base != "weight" or _gathers(observer))
+        ]
+        return found + [gatherer for name, gatherer in self.gatherers.items() if name in wanted]
+
+    def _watch(self, planned: PlannedModule) -> None:
+        module = self.module(planned.name)
+        vars(module).update(
+            quantization_scheme=planned.scheme,
+            quantization_enabled=False,
+            _shared_reading=self._sharing,
+        )
+        if planned.kind == "attention":
+            initialize_hooked_attention(self.model, module)
+        elif planned.kind == "kv_cache":
+            initialize_hooked_kv_cache(self.model, module)
+        for tensor in planned.tensors:
+            base_name = tensor.base_name
+            lifecycle.initialize_observer(module, base_name, name=planned.name, attach=False)
+            observer = lifecycle.observer_of(module, base_name)
+            if observer is not None:
+                self.observers[planned.name, base_name] = observer
+                _register(module, base_name, observer)
+
+    def _gather(self, name: str) -> None:
+        """Sum up the inputs of a module for whoever comes later."""
+        module = self.module(name)
+        args = QuantizationArgs(num_bits=8, strategy="channel")
+        observer = IMatrixMSEObserver("weight", args)
+        observer.module_name = name
+        vars(module)["_shared_reading"] = self._sharing
+        self.gatherers[name] = observer
+        _register(module, "weight", observer)
+
+
+def _register(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
+    """Register the hook that shows the observer what it needs to see."""
+    if base_name == "input":
+        module.register_forward_pre_hook(lifecycle.calibrate_input_hook, with_kwargs=True)
+    elif base_name == "output":
+        module.register_forward_hook(lifecycle.calibrate_output_hook)
+    elif base_name == "q":
+        register_query_hook(module, lifecycle.calibrate_query_hook)
+    elif base_name == "k":
+        register_key_hook(module, lifecycle.calibrate_key_hook)
+    elif base_name == "v":
+        register_value_hook(module, lifecycle.calibrate_value_hook)
+    elif isinstance(observer, GathersInputs) and not observer.take_over(module):
+        if observer.can_gather(module):
+            observer.begin_gathering(module.in_features)  # type: ignore[arg-type]
+            hook = partial(lifecycle.gather_importance_hook, observer)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _gathers(observer: Observer) -> bool:
+    return isinstance(observer, GathersInputs) and any(observer.gathered_fields())
+
+
+def _gathered_tokens(observer: Observer) -> int:
+    assert isinstance(observer, GathersInputs)
+    counts = [name for name in observer.gathered_fields() if name.endswith("_count")]
+    return min((int(getattr(observer, name, 0)) for name in counts), default=0)

@@ -1,0 +1,142 @@
+"""Loading a model: into memory, or so that each tensor stays on disk until it is needed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from compressed_tensors.offload import offload_module
+from compressed_tensors.offload.cache.disk import DiskCache
+from safetensors import safe_open
+from torch import Tensor
+
+from calipers.errors import AlreadyQuantizedError, ModelLoadError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(
+    model: PreTrainedModel | str | Path,
+    *,
+    trust_remote_code: bool = False,
+    on_disk_for: torch.device | None = None,
+) -> PreTrainedModel:
+    """Return the model that was given, or load it from a folder or by its name.
+
+    :param on_disk_for: leave the weights on disk and read each when it is needed on this device;
+        where the files do not hold the weights as the model does, they are loaded all the same
+    """
+    if not isinstance(model, (str, Path)):
+        _refuse_quantized(model.config, type(model).__name__)
+        return model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = str(model)
+    if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        raise ModelLoadError(name, "there is no config.json in it")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        _refuse_quantized(config, name)
+        if on_disk_for is not None and Path(name).is_dir():
+            lazy = _left_on_disk(Path(name), config, on_disk_for, trust_remote_code)
+            if lazy is not None:
+                return lazy
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name, dtype="auto", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, AlreadyQuantizedError):
+            raise
+        raise ModelLoadError(name, str(error)) from error
+    return loaded.eval()
+
+
+def load_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+    model: PreTrainedModel,
+    *,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that was given, or load it; by default the one beside the model."""
+    if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    name = str(tokenizer or getattr(model.config, "_name_or_path", ""))
+    if tokenizer is None and not _has_tokenizer(name):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelLoadError(name, str(error), what="tokenizer") from error
+    return loaded
+
+
+def _has_tokenizer(name: str) -> bool:
+    """Whether a folder, or a name on the hub, may have one."""
+    if not name:
+        return False
+    return any(Path(name).glob("*token*")) if Path(name).is_dir() else not Path(name).exists()
+
+
+def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise AlreadyQuantizedError(name)
+
+
+def _left_on_disk(
+    folder: Path, config: PreTrainedConfig, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel | None:
+    """Build a model whose weights stay in the files of ``folder``; None if they cannot."""
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.integrations.accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    files = _tensor_files(folder)
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype, trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    model.config._name_or_path = str(folder)
+    if get_model_conversion_mapping(model, add_legacy=False) or not files:
+        return None
+    parameters = dict(model.named_parameters())
+    if not parameters.keys() <= files.keys():
+        return None
+    for name, parameter in parameters.items():
+        _note_file(parameter, files[name], name)
+    storage = tempfile.TemporaryDirectory(prefix="calipers-")
+    weakref.finalize(model, storage.cleanup)
+    for module in model.modules():
+        offload_module(module, device, "disk", offload_dir=storage.name)
+    return model.eval()
+
+
+def _note_file(parameter: Tensor, file: Path, name: str) -> None:
+    DiskCache.index[parameter] = {
+        "safetensors_file": str(file),
+        "weight_name": name,
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+    }
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        where: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in where.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    with safe_open(single, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)

@@ -1,0 +1,226 @@
+"""From a model, a recipe and data to a quantized checkpoint, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from calipers.calibration.concluding import Conclusions, Findings, report_coverage
+from calipers.calibration.coverage import Coverage, UnseenPolicy
+from calipers.calibration.data import Batches, calibration_batches
+from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew
+from calipers.calibration.experts import fused_experts, unfuse_experts
+from calipers.calibration.freezing import freeze
+from calipers.calibration.pipelines import Run, run_basic, run_datafree
+from calipers.calibration.plan import Plan
+from calipers.calibration.progress import Progress
+from calipers.calibration.sequential import onloaded, run_sequential
+from calipers.calibration.snapshot import unchanged_on_error
+from calipers.calibration.watching import WatchedModel
+from calipers.checkpoint.reader import load_model, load_tokenizer
+from calipers.checkpoint.writer import check_output, write_checkpoint
+from calipers.errors import NoDataError
+from calipers.recipes import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PipelineChoice = Literal["auto", "datafree", "basic", "sequential"]
+
+
+@dataclass(frozen=True)
+class OneshotResult:
+    """What ``oneshot`` did.
+
+    :param model: the frozen model: it computes with fake quantization
+    :param plan: what was quantized, how, and by which observers
+    :param coverage: how many tokens each module saw
+    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param output_dir: where the checkpoint is, if one was asked for
+    """
+
+    model: PreTrainedModel
+    plan: Plan
+    coverage: Coverage
+    errors: Mapping[str, float]
+    recipe: Recipe
+    output_dir: Path | None = None
+
+
+def oneshot(
+    model: PreTrainedModel | str | Path,
+    recipe: Any,
+    dataset: Any = None,
+    *,
+    output_dir: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    num_calibration_samples: int = 512,
+    max_seq_length: int = 2048,
+    batch_size: int = 1,
+    packing: bool | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    text_column: str | None = None,
+    pipeline: PipelineChoice = "auto",
+    device: torch.device | str | None = None,
+    on_unseen: UnseenPolicy = "error",
+    calibrate_all_experts: bool = False,
+    share_inputs: bool = True,
+    overwrite: bool = False,
+    max_shard_size: str = "5GB",
+    trust_remote_code: bool = False,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    progress: bool | None = None,
+) -> OneshotResult:
+    """Quantize a model as a recipe says, and write a checkpoint that transformers and vLLM load.
+
+    A model given as an object is changed: afterwards it is frozen. If anything fails, it is left as
+    it was, and no output is left. Under ``torchrun`` every process calls this with the same
+    arguments; each takes its share of the data and of the work, and the first one writes.
+
+    :param model: a transformers model, or the path or name to load one from
+    :param recipe: a file, a YAML string, a preset such as ``"W4A16"``, or modifiers
+    :param dataset: a file (text, JSONL, Parquet), texts, token ids, a ``datasets`` object or a
+        DataLoader; needed if the plan needs data
+    :param output_dir: where the checkpoint goes; None writes nothing
+    :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
+    :param packing: whether samples are joined and cut to equal length, so that nothing is padded
+    :param pipeline: ``datafree``, ``basic`` (the whole model), ``sequential`` (layer by layer), or
+        ``auto``
+    :param device: where the model computes; by default where it is
+    :param on_unseen: what becomes of modules that no token reached: ``error``, ``weights_only`` or
+        ``peers``
+    :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
+    :param share_inputs: whether a tensor that several modules read is measured once for all
+    :param overwrite: whether an existing checkpoint is replaced
+    :param timeout: how long a process waits for the others at the end of a step
+    :param progress: whether to show a progress bar; None: if a person looks at standard error
+    """
+    if output_dir is not None:
+        check_output(output_dir, overwrite)
+    parsed = load_recipe(recipe)
+    crew = Crew(timeout)
+    place = None if device is None else torch.device(device)
+    with crew.step("loading the model"):
+        lazily = pipeline == "sequential" and crew.world_size == 1
+        loaded = load_model(
+            model,
+            trust_remote_code=trust_remote_code,
+            on_disk_for=(place or torch.device("cpu")) if lazily else None,
+        )
+        words = load_tokenizer(tokenizer, loaded, trust_remote_code=trust_remote_code)
+    place = place or loaded.device
+    batches_of = partial(
+        calibration_batches,
+        dataset,
+        words,
+        num_samples=num_calibration_samples,
+        max_seq_length=max_seq_length,
+        batch_size=batch_size,
+        packing=packing,
+        shuffle=shuffle,
+        seed=seed,
+        text_column=text_column,
+        rank=crew.rank,
+        world_size=crew.world_size,
+        vocab_size=getattr(loaded.config.get_text_config(), "vocab_size", None),
+    )
+    with unchanged_on_error(loaded):
+        with crew.step("planning"):
+            plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
+            chosen = _choose_pipeline(pipeline, plan, loaded, place)
+            if chosen != "datafree" and dataset is None:
+                raise NoDataError(_wanting(plan))
+            batches = batches_of() if chosen != "datafree" else None
+        watched = WatchedModel(loaded, plan, share_inputs=share_inputs)
+        findings = Findings(plan, Coverage(on_unseen))
+        with watched:
+            conclusions = Conclusions(watched, findings, crew)
+            run = Run(watched, conclusions.conclude, crew, Progress(progress), place)
+            _PIPELINES[chosen](run, batches)
+        if crew.rank == 0:
+            report_coverage(findings.coverage)
+        freeze(loaded, findings.plan, findings.qparams)
+        for name, sums in findings.sums.items():
+            vars(loaded.get_submodule(name)).update(sums)
+        with crew.step("writing the checkpoint"):
+            if output_dir is not None and crew.rank == 0:
+                write_checkpoint(
+                    loaded,
+                    output_dir,
+                    recipe=parsed.to_yaml(),
+                    tokenizer=words,
+                    notes=_notes(findings, chosen, batches),
+                    overwrite=overwrite,
+                    max_shard_size=max_shard_size,
+                )
+    written = None if output_dir is None else Path(output_dir)
+    return OneshotResult(
+        loaded, findings.plan, findings.coverage, findings.errors, parsed, written
+    )
+
+
+def plan_for(
+    model: torch.nn.Module, recipe: Recipe, *, calibrate_all_experts: bool = False
+) -> Plan:
+    """Compile a recipe for a model, whose fused experts become modules where it quantizes them."""
+    fused = {name: module for name, module in fused_experts(model).items() if recipe.wants(name)}
+    unfuse_experts(model, fused)
+    plan = recipe.compile(model)
+    named = [*(module.name for module in plan.modules), *plan.gathered]
+    for name, module in fused.items():
+        if any(other.startswith(f"{name}.") for other in named):
+            vars(model.get_submodule(name))["calibrate_all_experts"] = calibrate_all_experts
+        else:
+            model.set_submodule(name, module)
+    return plan
+
+
+def _choose_pipeline(
+    choice: PipelineChoice, plan: Plan, model: PreTrainedModel, device: torch.device
+) -> str:
+    if choice == "datafree" and plan.needs_data:
+        raise NoDataError(_wanting(plan))
+    if not plan.needs_data:
+        return "datafree"
+    if choice != "auto":
+        return choice
+    if device.type == "cpu" or model.device == device:
+        return "basic"
+    free, _ = torch.accelerator.get_memory_info(device)
+    return "basic" if model.get_memory_footprint() < 0.8 * free else "sequential"
+
+
+def _wanting(plan: Plan) -> list[str]:
+    """Name the tensors that need data."""
+    tensors = [f"{tensor.module}.{tensor.base_name}" for tensor in plan if tensor.needs_data]
+    return [*tensors, *(f"{name}.input" for name in plan.gathered)]
+
+
+def _run_basic_on_device(run: Run, batches: Batches) -> None:
+    with onloaded([run.watched.model], run.device):
+        run_basic(run, batches)
+
+
+_PIPELINES: dict[str, Callable[[Run, Any], None]] = {
+    "datafree": lambda run, _: run_datafree(run),
+    "basic": _run_basic_on_device,
+    "sequential": run_sequential,
+}
+
+
+def _notes(findings: Findings, pipeline: str, batches: Batches | None) -> dict[str, Any]:
+    """Return what the checkpoint says about how it was made."""
+    return {
+        "pipeline": pipeline,
+        "samples": 0 if batches is None else batches.num_samples,
+        "tokens": 0 if batches is None else batches.num_tokens,
+        "coverage": findings.coverage.as_dict(),
+        "weight_errors": findings.errors,
+    }
