@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calipers.errors import CalipersError, CalipersWarning
+    from calipers.modifiers import IMatrixGatherer, QuantizationModifier
     from calipers.observers import (
         Observer,
         QParamsDict,
@@ -21,28 +22,37 @@ if TYPE_CHECKING:
         fuse_weight_observers,
         get_observer_token_count,
     )
+    from calipers.recipes import Recipe, load_recipe
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CalipersError",
     "CalipersWarning",
+    "IMatrixGatherer",
     "Observer",
     "QParamsDict",
+    "QuantizationModifier",
+    "Recipe",
     "__version__",
     "flatten_for_calibration",
     "fuse_weight_observers",
     "get_observer_token_count",
+    "load_recipe",
 ]
 
 _HOMES = {
     "CalipersError": "calipers.errors",
     "CalipersWarning": "calipers.errors",
+    "IMatrixGatherer": "calipers.modifiers",
     "Observer": "calipers.observers",
     "QParamsDict": "calipers.observers",
+    "QuantizationModifier": "calipers.modifiers",
+    "Recipe": "calipers.recipes",
     "flatten_for_calibration": "calipers.observers",
     "fuse_weight_observers": "calipers.observers",
     "get_observer_token_count": "calipers.observers",
+    "load_recipe": "calipers.recipes",
 }
 
 

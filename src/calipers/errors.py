@@ -86,15 +86,9 @@ class DivisibilityError(LayoutError):
     """A group size that does not divide the dimension it cuts."""
 
     def __init__(self, strategy: str, base_name: str, size: int, group_size: int) -> None:
-        divisors = [d for d in (16, 32, 64, 96, 128, 256) if size % d == 0]
-        hint = (
-            f"Group sizes that divide it: {_listing(map(str, divisors))}"
-            if divisors
-            else ("Use strategy 'channel', or ignore this module")
-        )
         super().__init__(
             f"Strategy '{strategy}' needs group_size to divide the last dimension of "
-            f"'{base_name}': {size} is not divisible by {group_size}. {hint}."
+            f"'{base_name}': {size} is not divisible by {group_size}. {_sizes_that_divide(size)}."
         )
 
 
@@ -169,6 +163,7 @@ class UnknownOptionError(ConfigurationError):
 
     def __init__(self, owner: str, option: str, known: Iterable[str]) -> None:
         known = sorted(known)
+        self.option = option
         super().__init__(
             f"Unknown option '{option}' for observer '{owner}'.{did_you_mean(option, known)} "
             f"Options: {_listing(known)}."
@@ -375,6 +370,82 @@ class NoDataError(ConfigurationError):
             f"The recipe needs data for {len(tensors)} tensors (the first is {tensors[0]}), and no "
             "dataset was given. Pass dataset=…, or choose dynamic activations and observers that "
             "look at weights alone. plan.table() shows which tensors need data."
+
+
+class RecipeError(ConfigurationError):
+    """A recipe that cannot be read, or that does not make sense.
+
+    :param problem: what is wrong, without the place
+    :param path: the keys that lead to it, as far as they are known
+    :param source: the file, or another word for where the recipe comes from
+    :param line: the line in it
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: Iterable[str | int] = (),
+        source: str | None = None,
+        line: int | None = None,
+    ) -> None:
+        self.problem = problem
+        self.path = tuple(path)
+        place = [*([source] if source else []), *([f"line {line}"] if line else [])]
+        super().__init__(f"{', '.join(place)}: {problem}" if place else problem)
+
+
+class UnmatchedPatternError(RecipeError):
+    """A pattern that matches nothing in the model it is meant for."""
+
+
+class ClaimError(RecipeError):
+    """Two modifiers that both want to quantize one tensor."""
+
+    def __init__(self, tensor: str, first: str, second: str) -> None:
+        super().__init__(
+            f"Both {first} and {second} quantize '{tensor}'. A tensor is quantized once: narrow "
+            "the targets of one of them, or add the module to its ignore list."
+        )
+
+
+class AlreadyQuantizedError(RecipeError):
+    """A recipe for modules that are quantized already."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__(
+            f"{_counted(modules)} already quantized (has a quantization_scheme). Start from the "
+            "unquantized model, or ignore these modules."
+        )
+
+
+class UnfitError(RecipeError):
+    """A tensor that cannot be quantized as the recipe says."""
+
+    def __init__(self, module: str, base_name: str, problem: object) -> None:
+        super().__init__(f"Module '{module}', {base_name}: {problem}")
+
+
+class ModulesDivisibilityError(DivisibilityError):
+    """Modules whose sizes the groups or blocks of the recipe do not divide."""
+
+    SHOWN: ClassVar[int] = 5
+
+    def __init__(self, offenders: Sequence[tuple[str, str, int, int]]) -> None:
+        lines = [
+            f"  {module}, {base_name}: {size} is not divisible by {group_size}. "
+            f"{_sizes_that_divide(size)}."
+            for module, base_name, size, group_size in offenders[: self.SHOWN]
+        ]
+        if len(offenders) > self.SHOWN:
+            lines.append(f"  and {len(offenders) - self.SHOWN} more")
+        count = len(offenders)
+        LayoutError.__init__(
+            self,
+            f"The group or block size of the recipe does not divide {count} "
+            f"tensor{'s' if count > 1 else ''}:\n"
+            + "\n".join(lines)
+            + "\nChoose another group_size, or ignore these modules.",
         )
 
 
@@ -384,9 +455,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("minmaxx", ["mse", "minmax"])
     " Did you mean 'minmax'?"
     """
-    nearest = difflib.get_close_matches(word.lower(), list(known), n=1)
-    return f" Did you mean '{nearest[0]}'?" if nearest else ""
+    by_lower = {each.lower(): each for each in known}
+    nearest = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
+    return f" Did you mean '{by_lower[nearest[0]]}'?" if nearest else ""
 
 
 def _listing(words: Iterable[str]) -> str:
     return ", ".join(words)
+
+
+def _counted(names: Sequence[str], shown: int = 5) -> str:
+    listed = ", ".join(f"'{name}'" for name in names[:shown])
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{listed}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def _sizes_that_divide(size: int) -> str:
+    divisors = [d for d in (16, 32, 64, 96, 128, 256) if size % d == 0]
+    if divisors:
+        return f"Group sizes that divide it: {_listing(map(str, divisors))}"
+    return "Use strategy 'channel', or ignore this module"

@@ -1,0 +1,129 @@
+"""What all modifiers have in common: typed, frozen, and clear about what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from calipers.errors import RecipeError, did_you_mean
+
+Path = tuple[str | int, ...]
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+"""Names of modules, names of classes, and regular expressions after ``re:``; or one of them."""
+
+
+class Modifier(BaseModel):
+    """A step of a recipe. Its fields are the keys that a recipe may give it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise self._explain(error) from None
+
+    @classmethod
+    def known_keys(cls, path: Path) -> Iterable[str]:
+        """Return the keys allowed at a path inside the modifier."""
+        return [] if path else list(cls.model_fields)
+
+    def label(self) -> str:
+        """Return how messages call this modifier."""
+        return type(self).__name__
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the modifier as plain data, as a recipe would give it."""
+        return plain_fields(self)
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> RecipeError:
+        """Put the first problem that pydantic found into the words of the user."""
+        problems = list(_flat(error))
+        unknown = [each for each in problems if each[1]["type"] == "extra_forbidden"]
+        path, problem = (unknown or problems)[0]
+        text, path = cls._problem(path, problem)
+        return RecipeError(text, path=path)
+
+    @classmethod
+    def _problem(cls, path: Path, problem: Mapping[str, Any]) -> tuple[str, Path]:
+        where = ".".join(map(str, (cls.__name__, *path)))
+        owner = ".".join(map(str, (cls.__name__, *path[:-1])))
+        if problem["type"] == "extra_forbidden":
+            known = list(cls.known_keys(path[:-1]))
+            word = str(path[-1])
+            return (
+                f"unknown key '{word}' in {owner}.{did_you_mean(word, known)} "
+                f"Allowed: {', '.join(known)}.",
+                path,
+            )
+        if problem["type"] == "missing":
+            return f"{owner} needs the key '{path[-1]}'.", path[:-1]
+        if problem["type"] == "value_error":
+            cause = problem["ctx"]["error"]
+            if isinstance(cause, RecipeError):
+                place = f"{where}: " if path else ""
+                return f"{place}{cause.problem}", (*path, *cause.path)
+            hint = (cause.option,) if hasattr(cause, "option") else ()
+            return f"{where}: {_sentence(str(cause))}", (*path, *hint)
+        message = problem["msg"].replace("Input should", "must")
+        return f"{where} {message}, got {problem['input']!r}.", path
+
+
+def plain_fields(model: BaseModel) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, as plain data.
+
+    >>> class Spoon(Modifier):
+    ...     size: int = 1
+    ...     targets: Patterns = ()
+    >>> plain_fields(Spoon(targets="Linear"))
+    {'targets': ['Linear']}
+    """
+    fields = type(model).model_fields
+    given = {name: getattr(model, name) for name in fields}
+    return {
+        name: to_plain(value)
+        for name, value in given.items()
+        if value is not None and value != fields[name].get_default(call_default_factory=True)
+    }
+
+
+def to_plain(value: Any) -> Any:
+    """Turn a value of a field into what YAML can hold."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, BaseModel):
+        return value.to_data() if hasattr(value, "to_data") else plain_fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(each) for each in value]
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    return str(value)
+
+
+def _flat(error: ValidationError, before: Path = ()) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Go through all problems; a validator may have met some inside the value it read."""
+    for problem in error.errors():
+        path = (*before, *problem["loc"])
+        inner = problem.get("ctx", {}).get("error")
+        if isinstance(inner, ValidationError):
+            yield from _flat(inner, path)
+        else:
+            yield path, problem
+
+
+def _sentence(text: str) -> str:
+    """Keep the first line, and end it with a full stop."""
+    line = text.splitlines()[0] if text else "is not valid"
+    return line if line.endswith((".", "?")) else f"{line}."

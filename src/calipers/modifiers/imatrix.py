@@ -1,0 +1,39 @@
+"""The modifier that gathers what the importance of weights is made of."""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.utils.match import match_named_modules
+
+from calipers.errors import UnmatchedPatternError
+from calipers.modifiers.base import Modifier, Patterns
+from calipers.modifiers.matching import Unmatched, check_patterns, what_there_is
+
+
+class IMatrixGatherer(Modifier):
+    """Sums the squares of the inputs of Linear modules during calibration.
+
+    The sums stay on the modules as ``_imatrix_sum`` and ``_imatrix_count``, where a later
+    ``imatrix_mse`` or ``optimal`` observer finds them.
+
+    :param targets: names of modules, names of classes, or ``re:`` patterns
+    :param ignore: the same, for what is left out
+    :param unmatched: what happens if one of them matches nothing
+    """
+
+    targets: Patterns = ("Linear",)
+    ignore: Patterns = ()
+    unmatched: Unmatched = "error"
+
+    def gathered_modules(self, model: torch.nn.Module) -> list[str]:
+        """Return the names of the modules whose inputs are summed, in the model's order."""
+        check_patterns(model, f"{self.label()}.targets", self.targets, self.unmatched)
+        check_patterns(model, f"{self.label()}.ignore", self.ignore, self.unmatched)
+        matched = match_named_modules(model, self.targets, self.ignore)
+        found = [name for name, module in matched if isinstance(module, torch.nn.Linear)]
+        if not found and self.unmatched == "error":
+            raise UnmatchedPatternError(
+                f"{self.label()} finds no Linear module in {type(model).__name__}. "
+                f"{what_there_is(model)}"
+            )
+        return found

@@ -1,0 +1,312 @@
+"""The modifier that quantizes: which modules, in which format, watched by which observers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    is_cached_attention_module,
+)
+from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
+from compressed_tensors.utils.match import is_narrow_match, match_named_modules, match_targets
+from pydantic import model_validator
+from typing_extensions import Self
+
+from calipers.calibration.plan import ModuleKind, PlannedModule
+from calipers.errors import CalipersWarning, ConfigurationError, RecipeError, UnmatchedPatternError
+from calipers.modifiers.base import Modifier, Path, Patterns, to_plain
+from calipers.modifiers.choices import (
+    ARGS_FIELDS,
+    Args,
+    Choice,
+    Choices,
+    Groups,
+    ObserverChoice,
+    ObserverChoices,
+    SchemeChoice,
+    args_to_data,
+    build_scheme,
+    preset,
+    scheme_to_data,
+)
+from calipers.modifiers.matching import Unmatched, check_patterns, report, what_there_is
+
+_DEFAULT_TARGETS = ("Linear",)
+_ALONE = {"weights": "weight_observer", "input": "input_observer", "output": "output_observer"}
+_SHORT = {"weights": "weights", "input_activations": "input", "output_activations": "output"}
+_DEFAULT_OBSERVERS = {
+    "weights": "memoryless_minmax",
+    "input_activations": "static_minmax",
+    "output_activations": "static_minmax",
+}
+
+
+class QuantizationModifier(Modifier):
+    """Quantizes the targets of a model that are not ignored.
+
+    What is quantized how is said once: by ``scheme`` (a preset's name, presets with their targets,
+    or an explicit scheme), by ``config_groups``, or by ``weights``, ``input_activations`` and
+    ``output_activations``; and beside it, or alone, ``kv_cache_scheme``.
+
+    :param targets: names of modules, names of classes, or ``re:`` patterns
+    :param ignore: the same, for what stays as it is
+    :param unmatched: what happens if one of them matches nothing
+
+    >>> modifier = QuantizationModifier(scheme="W4A16", ignore="lm_head", weight_observer="mse")
+    >>> modifier.schemes["group_0"].weights.observer
+    'mse'
+    """
+
+    targets: Patterns = _DEFAULT_TARGETS
+    ignore: Patterns = ()
+    scheme: SchemeChoice = None
+    config_groups: Groups = None
+    weights: Args | None = None
+    input_activations: Args | None = None
+    output_activations: Args | None = None
+    kv_cache_scheme: Args | None = None
+    weight_observer: Choice | None = None
+    input_observer: Choice | None = None
+    output_observer: Choice | None = None
+    activation_observer: Choice | None = None
+    observer: Choices | None = None
+    unmatched: Unmatched = "error"
+
+    @classmethod
+    def known_keys(cls, path: Path) -> Iterable[str]:
+        """Return the keys allowed at a path inside the modifier."""
+        if not path:
+            return list(cls.model_fields)
+        if path[-1] in (*ARGS_FIELDS, "kv_cache_scheme") and path != ("observer", "weights"):
+            return list(QuantizationArgs.model_fields)
+        if path[-1] == "observer":
+            return list(ObserverChoices.model_fields)
+        return list(QuantizationScheme.model_fields)
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Self:
+        ways = [name for name in ("scheme", "config_groups") if getattr(self, name) is not None]
+        explicit = [name for name in ARGS_FIELDS if getattr(self, name) is not None]
+        if len(ways) + bool(explicit) > 1:
+            raise RecipeError(
+                f"QuantizationModifier has {_both([*ways, *explicit])}: they say the same thing "
+                "twice. Keep one way: 'scheme', 'config_groups', or weights and activations.",
+                path=(([*ways, *explicit])[1],),
+            )
+        if not ways and not explicit and self.kv_cache_scheme is None:
+            raise RecipeError(
+                "QuantizationModifier does not say how to quantize. Give it a 'scheme' such as "
+                "W4A16, 'config_groups', 'weights' and activations, or a 'kv_cache_scheme'."
+            )
+        self._check_targets()
+        self._check_observers()
+        self._unobserved()  # refuses what compressed-tensors refuses
+        return self
+
+    def _check_targets(self) -> None:
+        own = isinstance(self.scheme, dict) or self.config_groups is not None
+        own = own or bool(isinstance(self.scheme, QuantizationScheme) and self.scheme.targets)
+        if own and self.targets != _DEFAULT_TARGETS:
+            raise RecipeError(
+                "QuantizationModifier.targets has no meaning here: the schemes name their own "
+                "targets. Leave it out.",
+                path=("targets",),
+            )
+        for name, scheme in (self.config_groups or {}).items():
+            if not scheme.targets:
+                raise RecipeError(
+                    f"QuantizationModifier.config_groups.{name} needs the key 'targets'.",
+                    path=("config_groups", name),
+                )
+
+    def _check_observers(self) -> None:
+        for short in _ALONE:
+            if len(list(self._choices(short))) > 1:
+                names = [key for key, _ in self._choices(short)]
+                raise RecipeError(
+                    f"QuantizationModifier has {_both(names)}: both choose the observer of "
+                    f"'{short}'. Keep one.",
+                    path=(names[1].split(".")[0],),
+                )
+        if not isinstance(self.scheme, str | dict):
+            for scheme in self._unobserved().values():
+                self._check_one_observer(scheme)
+
+    def _check_one_observer(self, scheme: QuantizationScheme) -> None:
+        for field, short in _SHORT.items():
+            args, choice = getattr(scheme, field), self._choice(short)
+            if choice and args and args.observer and choice.put_into(args) != args:
+                key = next(key for key, _ in self._choices(short))
+                raise RecipeError(
+                    f"QuantizationModifier.{key} chooses '{choice.name}', but '{field}' names the "
+                    f"observer '{args.observer}' itself. Keep one.",
+                    path=(key.split(".")[0],),
+                )
+
+    @property
+    def schemes(self) -> dict[str, QuantizationScheme]:
+        """The schemes by the names of their groups, with their targets and observers."""
+        return {name: self._observed(scheme) for name, scheme in self._unobserved().items()}
+
+    def planned_modules(self, model: torch.nn.Module) -> list[PlannedModule]:
+        """Say which modules of a model this modifier quantizes, and how; in the model's order."""
+        by_target = {t: scheme for scheme in self.schemes.values() for t in scheme.targets}
+        check_patterns(model, f"{self.label()}.targets", by_target, self.unmatched)
+        check_patterns(model, f"{self.label()}.ignore", self.ignore, self.unmatched)
+        self._warn_of_idle_observers(by_target.values())
+        matched = list(match_named_modules(model, by_target, self.ignore))
+        planned = []
+        for name, module in matched:
+            target = match_targets(name, module, by_target)[0]
+            kind = _kind(model, name, module, target)
+            if kind is not None and _quantizes(by_target[target]):
+                planned.append(PlannedModule(name, self._fit(name, kind, by_target[target]), kind))
+        self._check_useful(model, by_target, [name for name, _ in matched])
+        return planned + list(self._cached(model))
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the modifier as plain data, as a recipe would give it."""
+        data: dict[str, Any] = {}
+        if not isinstance(self.scheme, dict) and self.config_groups is None:
+            data["targets"] = list(self.targets)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if value not in (None, ()) and name not in ("targets", "unmatched"):
+                data[name] = _plain(value)
+        if data.get("targets") and isinstance(self.scheme, QuantizationScheme):
+            data = {k: v for k, v in data.items() if k != "targets" or not self.scheme.targets}
+        return data if self.unmatched == "error" else {**data, "unmatched": self.unmatched}
+
+    def _unobserved(self) -> dict[str, QuantizationScheme]:
+        if self.config_groups is not None:
+            return self.config_groups
+        if isinstance(self.scheme, str):
+            return {"group_0": preset(self.scheme, self.targets)}
+        if isinstance(self.scheme, dict):
+            named = enumerate(self.scheme.items())
+            return {f"group_{index}": preset(name, targets) for index, (name, targets) in named}
+        if isinstance(self.scheme, QuantizationScheme):
+            targets = self.scheme.targets or list(self.targets)
+            return {"group_0": self.scheme.model_copy(update={"targets": targets})}
+        given = {name: getattr(self, name) for name in ARGS_FIELDS}
+        if not any(given.values()):
+            return {}
+        return {"group_0": build_scheme({"targets": list(self.targets), **given})}
+
+    def _observed(self, scheme: QuantizationScheme) -> QuantizationScheme:
+        """Return a copy in which every observer is named; dynamic arguments need none."""
+        chosen = {}
+        for field, short in _SHORT.items():
+            args: QuantizationArgs | None = getattr(scheme, field)
+            if args is None or args.dynamic is True:
+                continue
+            choice = self._choice(short)
+            if choice is None and args.observer is None:
+                kwargs = args.observer_kwargs or {}
+                choice = ObserverChoice(name=_DEFAULT_OBSERVERS[field], options=kwargs)
+            if choice is not None:
+                chosen[field] = choice.put_into(args)
+        copy: QuantizationScheme = scheme.model_copy(deep=True).model_copy(update=chosen)
+        return copy
+
+    def _choices(self, short: str) -> Iterator[tuple[str, ObserverChoice]]:
+        """Go through the keys that choose the observer of weights, input or output."""
+        alone = getattr(self, _ALONE[short])
+        if alone is not None:
+            yield _ALONE[short], alone
+        if short != "weights" and self.activation_observer is not None:
+            yield "activation_observer", self.activation_observer
+        together = None if self.observer is None else getattr(self.observer, short)
+        if together is not None:
+            yield f"observer.{short}", together
+
+    def _choice(self, short: str) -> ObserverChoice | None:
+        return next((choice for _, choice in self._choices(short)), None)
+
+    def _warn_of_idle_observers(self, schemes: Iterable[QuantizationScheme]) -> None:
+        """Tell of a chosen observer that nothing will use."""
+        used: set[str] = set()
+        for scheme in schemes:
+            for field, short in _SHORT.items():
+                args = getattr(scheme, field)
+                if args is not None and args.dynamic is not True:
+                    used |= {key for key, _ in self._choices(short)}
+        for key in {key for short in _ALONE for key, _ in self._choices(short)} - used:
+            warnings.warn(
+                f"{self.label()}.{key} has no effect: what it would watch is not quantized, or is "
+                "dynamic (its scale is found while the model runs).",
+                CalipersWarning,
+                3,
+            )
+
+    def _fit(self, name: str, kind: ModuleKind, scheme: QuantizationScheme) -> QuantizationScheme:
+        if kind == "attention" and (scheme.weights or scheme.output_activations):
+            raise ConfigurationError(
+                f"'{name}' is an attention module: a scheme for it has input_activations only, "
+                "which quantize q, k and v. To quantize weights, target its Linear modules."
+            )
+        return scheme
+
+    def _check_useful(
+        self, model: torch.nn.Module, targets: Iterable[str], matched: list[str]
+    ) -> None:
+        """Refuse targets that match, but nothing that can be quantized."""
+        modules = {name: model.get_submodule(name) for name in matched}
+        for target in targets:
+            found = {n: m for n, m in modules.items() if match_targets(n, m, [target])}
+            if found and not any(_kind(model, n, m, target) for n, m in found.items()):
+                classes = sorted({type(module).__name__ for module in found.values()})
+                report(
+                    f"{self.label()}.targets: '{target}' matches only {', '.join(classes)}. "
+                    "Linear and Embedding modules can be quantized, and attention modules "
+                    "that a pattern matches without their parts.",
+                    self.unmatched,
+                )
+
+    def _cached(self, model: torch.nn.Module) -> Iterator[PlannedModule]:
+        if self.kv_cache_scheme is None:
+            return
+        scheme = QuantizationScheme(
+            targets=list(KV_CACHE_TARGETS),
+            input_activations=self.kv_cache_scheme.model_copy(deep=True),
+        )
+        found = [n for n, module in model.named_modules() if is_cached_attention_module(module)]
+        if not found:
+            raise UnmatchedPatternError(
+                f"{self.label()}.kv_cache_scheme: {type(model).__name__} has no attention module "
+                f"with a cache. {what_there_is(model)}"
+            )
+        yield from (PlannedModule(name, scheme, "kv_cache") for name in found)
+
+
+def _kind(
+    model: torch.nn.Module, name: str, module: torch.nn.Module, target: str
+) -> ModuleKind | None:
+    if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+        return "linear"
+    if is_cached_attention_module(module) and is_narrow_match(model, target, name, module):
+        return "attention"
+    return None
+
+
+def _quantizes(scheme: QuantizationScheme) -> bool:
+    return any(getattr(scheme, field) is not None for field in ARGS_FIELDS)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, QuantizationArgs):
+        return args_to_data(value)
+    if isinstance(value, QuantizationScheme):
+        return scheme_to_data(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return to_plain(value)
+
+
+def _both(names: list[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)

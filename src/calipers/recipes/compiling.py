@@ -1,0 +1,143 @@
+"""From the modifiers of a recipe to a plan: every claim settled, every tensor checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from compressed_tensors.quantization import QuantizationScheme
+
+from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor, args_for
+from calipers.errors import (
+    AlreadyQuantizedError,
+    CalipersError,
+    ClaimError,
+    ModulesDivisibilityError,
+    UnfitError,
+    UnmatchedPatternError,
+)
+from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from calipers.modifiers.matching import what_there_is
+from calipers.numerics.layout import Layout
+
+Named = Sequence[tuple[str, Modifier]]
+
+_FIELDS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
+
+
+def compile_modifiers(named: Named, model: torch.nn.Module) -> Plan:
+    """Merge what the modifiers want of a model.
+
+    :param named: the modifiers, each with what messages call it
+    """
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    claims = _Claims()
+    gathered: set[str] = set()
+    for label, modifier in named:
+        if isinstance(modifier, QuantizationModifier):
+            for module in modifier.planned_modules(model):
+                claims.add(label, module)
+        elif isinstance(modifier, IMatrixGatherer):
+            gathered.update(modifier.gathered_modules(model))
+    modules = sorted(claims.modules(), key=lambda module: order[module.name])
+    if not modules and not gathered:
+        raise UnmatchedPatternError(
+            f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
+            f"quantized matches. {what_there_is(model)}"
+        )
+    _check(model, modules)
+    return Plan(tuple(modules), tuple(sorted(gathered, key=order.__getitem__)))
+
+
+class _Claims:
+    """Who quantizes which tensor."""
+
+    def __init__(self) -> None:
+        self._owners: dict[tuple[str, str], str] = {}
+        self._modules: dict[str, PlannedModule] = {}
+
+    def add(self, label: str, module: PlannedModule) -> None:
+        """Take a claim; a tensor that is claimed already is an error."""
+        for tensor in module.tensors:
+            key = (module.name, tensor.base_name)
+            if key in self._owners:
+                raise ClaimError(".".join(key), self._owners[key], label)
+            self._owners[key] = label
+        known = self._modules.get(module.name)
+        self._modules[module.name] = module if known is None else _merged(known, module)
+
+    def modules(self) -> list[PlannedModule]:
+        """Return the modules, each with all that is claimed of it."""
+        return list(self._modules.values())
+
+
+def _merged(one: PlannedModule, other: PlannedModule) -> PlannedModule:
+    """Join the claims of two modifiers on different tensors of one Linear module."""
+    assert one.kind == other.kind == "linear"
+    args = {
+        field: args_for(one.scheme, base) or args_for(other.scheme, base)
+        for base, field in _FIELDS.items()
+    }
+    same = one.scheme.targets == other.scheme.targets
+    targets = list(one.scheme.targets) if same else [one.name]
+    fmt = one.scheme.format or other.scheme.format
+    return PlannedModule(one.name, QuantizationScheme(targets=targets, format=fmt, **args))
+
+
+def _check(model: torch.nn.Module, planned: Sequence[PlannedModule]) -> None:
+    """Refuse tensors that cannot be quantized as planned."""
+    quantized = [
+        each.name
+        for each in planned
+        if getattr(model.get_submodule(each.name), "quantization_scheme", None) is not None
+    ]
+    if quantized:
+        raise AlreadyQuantizedError(quantized)
+    indivisible: list[tuple[str, str, int, int]] = []
+    for each in planned:
+        module = model.get_submodule(each.name)
+        for tensor in each.tensors:
+            _check_tensor(module, tensor)
+            indivisible.extend(_indivisible(module, tensor))
+    if indivisible:
+        raise ModulesDivisibilityError(indivisible)
+
+
+def _check_tensor(module: torch.nn.Module, tensor: PlannedTensor) -> None:
+    args, base_name = tensor.args, tensor.base_name
+    if base_name == "weight" and args.dynamic:
+        problem: object = "a weight does not change while the model runs. Set 'dynamic: false'."
+    elif base_name == "input" and isinstance(module, torch.nn.Embedding):
+        problem = "the input of an Embedding is token ids. Quantize its weights only."
+    elif args.strategy == "token" and not args.dynamic:
+        problem = "strategy 'token' has a scale for each token. Set 'dynamic: true'."
+    else:
+        problem = _refusal(tensor)
+    if problem is not None:
+        raise UnfitError(tensor.module, base_name, problem)
+
+
+def _refusal(tensor: PlannedTensor) -> CalipersError | None:
+    """Return what the layout or the observer has against the tensor."""
+    try:
+        Layout.of(tensor.base_name, tensor.args)
+        _ = tensor.observer
+    except CalipersError as error:
+        return error
+    return None
+
+
+def _indivisible(
+    module: torch.nn.Module, tensor: PlannedTensor
+) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the tensor with its size and that of its groups, if they do not fit."""
+    if tensor.base_name in ("q", "k", "v"):
+        return
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    is_linear = isinstance(module, torch.nn.Linear)
+    size = weight.shape[0] if tensor.base_name == "output" and is_linear else weight.shape[-1]
+    blocks = tensor.args.block_structure
+    group_size = blocks[1] if blocks else tensor.args.group_size or 0
+    if group_size > 0 and size % group_size:
+        yield tensor.module, tensor.base_name, size, group_size

@@ -1,0 +1,135 @@
+"""YAML and JSON as plain data, with the line of every key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from calipers.errors import RecipeError
+
+Path = tuple[str | int, ...]
+
+_MOST_ENTRIES = 100_000
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain data, and where it was read from.
+
+    :param source: how messages call the file or text; None for data that was not read
+    :param lines: the line of each key and item, by the path that leads to it
+    """
+
+    data: Any
+    source: str | None = None
+    lines: Mapping[Path, int] = field(default_factory=dict)
+
+    def line_of(self, path: Path) -> int | None:
+        """Return the line of a key, or of the nearest one around it."""
+        if path in self.lines:
+            return self.lines[path]
+        if path:
+            inside = (at for at in self.lines if at[: len(path) - 1] == path[:-1])
+            found = [self.lines[at] for at in inside if len(at) > len(path) and at[-1] == path[-1]]
+            return found[0] if found else self.line_of(path[:-1])
+        return None
+
+    def error(self, problem: str, path: Path = ()) -> RecipeError:
+        """Make the error that says where a problem is."""
+        return RecipeError(problem, path=path, source=self.source, line=self.line_of(path))
+
+
+def read_document(text: str, source: str) -> Document:
+    """Read YAML or JSON. Only plain data is built; a key that stands twice is an error.
+
+    >>> read_document("a:\\n  b: 1", "recipe").lines
+    {('a',): 1, ('a', 'b'): 2}
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        walk = _Walk(loader, source)
+        return Document(None if node is None else walk.build(node, ()), source, walk.lines)
+    except yaml.YAMLError as error:
+        data = _as_json(text)
+        if data is not None:
+            return Document(data, source)
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or "cannot be read"
+        line = None if mark is None else mark.line + 1
+        raise RecipeError(f"this is no YAML: {problem}.", source=source, line=line) from None
+    finally:
+        loader.dispose()
+
+
+class _Walk:
+    """Builds data from the nodes of YAML and notes their lines on the way."""
+
+    def __init__(self, loader: yaml.SafeLoader, source: str) -> None:
+        self.lines: dict[Path, int] = {}
+        self._loader = loader
+        self._source = source
+        self._open: set[int] = set()
+
+    def build(self, node: yaml.Node, path: Path) -> Any:
+        """Return the data of a node."""
+        if isinstance(node, yaml.ScalarNode):
+            return self._loader.construct_object(node)
+        if id(node) in self._open:
+            raise self._error("an anchor contains itself.", node)
+        if len(self.lines) > _MOST_ENTRIES:
+            raise self._error(f"more than {_MOST_ENTRIES} entries.", node)
+        self._open.add(id(node))
+        try:
+            return self._collection(node, path)
+        finally:
+            self._open.remove(id(node))
+
+    def _collection(self, node: yaml.Node, path: Path) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            return [self._at(item, item, (*path, i)) for i, item in enumerate(node.value)]
+        assert isinstance(node, yaml.MappingNode)
+        self._refuse_doubles(node)
+        self._loader.flatten_mapping(node)
+        # What is merged in by "<<" comes first, so that a key of the mapping itself wins.
+        return {self._key(k): self._at(v, k, (*path, self._key(k))) for k, v in node.value}
+
+    def _at(self, node: yaml.Node, place: yaml.Node, path: Path) -> Any:
+        self.lines[path] = place.start_mark.line + 1
+        return self.build(node, path)
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise self._error("a key must be a word, not a list or a mapping.", node)
+        return str(self._loader.construct_object(node))
+
+    def _refuse_doubles(self, node: yaml.MappingNode) -> None:
+        seen: dict[str, int] = {}
+        for key, place in self._own_keys(node):
+            if key in seen:
+                raise self._error(
+                    f"the key '{key}' stands twice, first in line {seen[key]}. Keep one; several "
+                    "modifiers of one kind are given as a list.",
+                    place,
+                )
+            seen[key] = place.start_mark.line + 1
+
+    def _own_keys(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge":
+                yield self._key(key), key
+
+    def _error(self, problem: str, node: yaml.Node) -> RecipeError:
+        return RecipeError(problem, source=self._source, line=node.start_mark.line + 1)
+
+
+def _as_json(text: str) -> Any:
+    """Read what YAML refuses and JSON allows, such as tabs."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -1,0 +1,263 @@
+"""Recipes: stages of modifiers, from YAML, JSON, plain data or objects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+import yaml
+
+from calipers.calibration.plan import Plan
+from calipers.errors import RecipeError, did_you_mean
+from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from calipers.modifiers.choices import preset_name
+from calipers.recipes.compiling import compile_modifiers
+from calipers.recipes.reading import Document, Path, read_document
+
+MODIFIERS: Mapping[str, type[Modifier]] = {
+    "QuantizationModifier": QuantizationModifier,
+    "IMatrixGatherer": IMatrixGatherer,
+}
+"""The modifiers that a recipe can name."""
+
+_NEAREST = (
+    " The nearest is QuantizationModifier with "
+    "'weight_observer: {name: optimal, importance: hessian}'."
+)
+_FOREIGN = {
+    "GPTQModifier": _NEAREST,
+    "AWQModifier": "",
+    "AutoRoundModifier": "",
+    "SmoothQuantModifier": "",
+    "SparseGPTModifier": "",
+    "QuIPModifier": "",
+    "SpinQuantModifier": "",
+    "WandaPruningModifier": "",
+}
+_SUFFIXES = (".yaml", ".yml", ".json")
+_DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Modifiers that work together, under a name."""
+
+    name: str
+    modifiers: tuple[Modifier, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do with a model, in order.
+
+    >>> recipe = load_recipe("modifiers: {QuantizationModifier: {scheme: W8A8}}")
+    >>> print(recipe.to_yaml(), end="")
+    default_stage:
+      default_modifiers:
+        QuantizationModifier:
+          targets:
+          - Linear
+          scheme: W8A8
+    """
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def modifiers(self) -> tuple[Modifier, ...]:
+        """All modifiers, in order."""
+        return tuple(modifier for stage in self.stages for modifier in stage.modifiers)
+
+    def compile(self, model: torch.nn.Module) -> Plan:
+        """Say what this recipe means for a model; the model is only looked at."""
+        named = [
+            (f"{modifier.label()} (number {number} of stage '{stage.name}')", modifier)
+            for stage in self.stages
+            for number, modifier in enumerate(stage.modifiers, 1)
+        ]
+        return compile_modifiers(named, model)
+
+    def to_yaml(self) -> str:
+        """Write the recipe so that :func:`load_recipe` reads it back."""
+        data = {
+            f"{stage.name}_stage": {f"{stage.name}_modifiers": _written(stage.modifiers)}
+            for stage in self.stages
+        }
+        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def load_recipe(source: Any) -> Recipe:
+    """Make a recipe.
+
+    :param source: a recipe, a modifier, a list of such, plain data, the path of a YAML or JSON
+        file, its text, or the name of a preset such as ``W4A16`` (all Linear modules but lm_head)
+    """
+    if isinstance(source, Recipe):
+        return source
+    if isinstance(source, Modifier):
+        return Recipe((Stage(_DEFAULT, (source,)),))
+    if isinstance(source, Mapping):
+        return _from_document(Document(dict(source)))
+    if isinstance(source, list | tuple):
+        return _joined(source)
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_path(source)):
+        return _from_file(FilePath(source))
+    if isinstance(source, str):
+        return _from_text(source)
+    raise RecipeError(
+        f"A recipe is a path, YAML, a mapping, a modifier or a list of modifiers, got {source!r}."
+    )
+
+
+def _joined(sources: Iterable[Any]) -> Recipe:
+    """Put recipes one after the other; modifiers that stand side by side share a stage."""
+    stages: list[Stage] = []
+    side_by_side = False
+    for each in _flat(sources):
+        alone = isinstance(each, Modifier)
+        if alone and side_by_side:
+            stages[-1] = replace(stages[-1], modifiers=(*stages[-1].modifiers, each))
+        else:
+            stages.extend(load_recipe(each).stages)
+        side_by_side = alone
+    return _checked(stages, Document(None))
+
+
+def _flat(sources: Iterable[Any]) -> Iterator[Any]:
+    for each in sources:
+        if isinstance(each, list | tuple):
+            yield from _flat(each)
+        else:
+            yield each
+
+
+def _is_path(text: str) -> bool:
+    return "\n" not in text and (text.lower().endswith(_SUFFIXES) or os.path.isfile(text))
+
+
+def _from_file(path: FilePath) -> Recipe:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise RecipeError(f"The recipe '{path}' cannot be read: {reason}.") from None
+    return _from_document(read_document(text, str(path)))
+
+
+def _from_text(text: str) -> Recipe:
+    document = read_document(text, "recipe")
+    if isinstance(document.data, str):
+        return _from_preset(document.data)
+    return _from_document(document)
+
+
+def _from_preset(name: str) -> Recipe:
+    try:
+        scheme = preset_name(name)
+    except RecipeError as error:
+        raise RecipeError(
+            f"'{name}' is neither a file, nor YAML with stages or modifiers, nor the name of a "
+            f"preset: {error.problem}"
+        ) from None
+    return load_recipe(QuantizationModifier(scheme=scheme, ignore=("lm_head",), unmatched="ignore"))
+
+
+def _from_document(document: Document) -> Recipe:
+    stages: list[Stage] = []
+    for key, body in _mapping(document, document.data, (), "A recipe").items():
+        if key.endswith("_stage") and key != "_stage":
+            stages.append(_stage(document, key, body))
+        elif _is_group(key):
+            stages.append(Stage(_DEFAULT, tuple(_modifiers(document, body, (key,)))))
+        else:
+            raise document.error(_unknown_key(key, "the recipe", ["<name>_stage"]), (key,))
+    return _checked(stages, document)
+
+
+def _stage(document: Document, key: str, body: Any) -> Stage:
+    found: list[Modifier] = []
+    for group, inner in _mapping(document, body, (key,), f"'{key}'").items():
+        if not _is_group(group):
+            raise document.error(
+                _unknown_key(group, f"'{key}'", ["<name>_modifiers"]), (key, group)
+            )
+        found.extend(_modifiers(document, inner, (key, group)))
+    return Stage(key.removesuffix("_stage"), tuple(found))
+
+
+def _is_group(key: str) -> bool:
+    return key == "modifiers" or (key.endswith("_modifiers") and key != "_modifiers")
+
+
+def _unknown_key(key: str, owner: str, shapes: list[str]) -> str:
+    if key in MODIFIERS:
+        return f"'{key}' stands directly in {owner}. Put it under 'modifiers:'."
+    words = {
+        shape.replace("<name>", name) for shape in shapes for name in ("quantization", _DEFAULT)
+    }
+    hint = did_you_mean(key, ["modifiers", *sorted(words)])
+    return f"unknown key '{key}' in {owner}.{hint} Allowed: {', '.join([*shapes, 'modifiers'])}."
+
+
+def _modifiers(document: Document, body: Any, path: Path) -> Iterator[Modifier]:
+    """Go through the modifiers of a group: a mapping, or a list of mappings with one key each."""
+    if isinstance(body, Modifier):
+        yield body
+    elif isinstance(body, list | tuple):
+        for index, each in enumerate(body):
+            yield from _modifiers(document, each, (*path, index))
+    else:
+        for name, fields in _mapping(document, body, path, f"'{path[-1]}'").items():
+            yield _modifier(document, name, fields, (*path, name))
+
+
+def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifier:
+    if name not in MODIFIERS:
+        raise document.error(_unknown_modifier(name), path)
+    given = {} if fields is None else _mapping(document, fields, path, f"'{name}'")
+    try:
+        return MODIFIERS[name](**given)
+    except RecipeError as error:
+        raise document.error(error.problem, (*path, *error.path)) from None
+
+
+def _unknown_modifier(name: str) -> str:
+    known = f"Modifiers: {', '.join(MODIFIERS)}."
+    if name in _FOREIGN:
+        return f"Calipers does not have '{name}'.{_FOREIGN[name]} {known}"
+    return f"unknown modifier '{name}'.{did_you_mean(name, MODIFIERS)} {known}"
+
+
+def _mapping(document: Document, data: Any, path: Path, what: str) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise document.error(f"{what} must be a mapping, got {_shown(data)}.", path)
+    return {str(key): value for key, value in data.items()}
+
+
+def _shown(data: Any) -> str:
+    return "nothing" if data is None else repr(data)[:80]
+
+
+def _checked(stages: list[Stage], document: Document) -> Recipe:
+    """Give every stage a name of its own; a recipe without modifiers is refused."""
+    if not any(stage.modifiers for stage in stages):
+        raise document.error(f"The recipe has no modifiers. There are: {', '.join(MODIFIERS)}.")
+    named: dict[str, Stage] = {}
+    for stage in stages:
+        name, number = stage.name, 1
+        while name in named:
+            number += 1
+            name = f"{stage.name}_{number}"
+        named[name] = replace(stage, name=name)
+    return Recipe(tuple(named.values()))
+
+
+def _written(modifiers: tuple[Modifier, ...]) -> Any:
+    """Return modifiers as a mapping, or as a list where one kind occurs twice."""
+    pairs = [(type(modifier).__name__, modifier.to_data()) for modifier in modifiers]
+    if len({name for name, _ in pairs}) == len(pairs):
+        return dict(pairs)
+    return [{name: data} for name, data in pairs]
