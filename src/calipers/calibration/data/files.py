@@ -1,0 +1,188 @@
+"""Files of records: where each record stands, so that an error can say it, and how it is read."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from calipers.calibration.data.records import columns_of
+from calipers.errors import (
+    BrokenJsonError,
+    DataFileError,
+    DataFileMissingError,
+    EmptyDataError,
+    MissingPackageError,
+    NotTextError,
+)
+
+LARGEST_TEXT = 64 * 2**20
+"""How many bytes of a text file are read; calibration rarely uses a tenth of what they hold."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Records that can be read in any order.
+
+    :param records: the records
+    :param label: what a record is called in messages, before its number
+    :param numbers: the number of each record, where it is not its position
+    :param one_document: whether the only record is one long text, of which samples are pieces
+    :param notes: what the user should know about what was read
+    """
+
+    records: Sequence[Any]
+    label: str
+    numbers: Sequence[int] | None = None
+    one_document: bool = False
+    notes: tuple[str, ...] = ()
+
+    def place(self, index: int) -> str:
+        """Return where a record stands, in words."""
+        return f"{self.label} {index if self.numbers is None else self.numbers[index]}"
+
+
+def import_extra(module: str, what: str) -> Any:
+    """Import what only some kinds of data need."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise MissingPackageError(what, module.partition(".")[0]) from None
+
+
+def open_file(path: Path, text_column: str | None) -> Rows:
+    """Return the records of a file, by the ending of its name."""
+    # os.path.exists says no to names that are too long, as a text in place of a path is.
+    if not os.path.exists(path):
+        raise DataFileMissingError(_shortened(str(path)))
+    if path.stat().st_size == 0:
+        raise EmptyDataError(f"The data file '{path}'")
+    readers = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_file}
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return parquet_file(path, text_column)
+    return readers.get(suffix, text_file)(path)
+
+
+def text_file(path: Path) -> Rows:
+    """Return a text file as one document."""
+    with path.open("rb") as file:
+        data = file.read(LARGEST_TEXT)
+    notes: tuple[str, ...] = ()
+    if (size := path.stat().st_size) > LARGEST_TEXT:
+        data = _whole_characters(data)
+        notes = (
+            f"Only the first {LARGEST_TEXT >> 20} MiB of '{path}' ({size >> 20} MiB) are read; "
+            "of a .jsonl file, samples are taken from everywhere.",
+        )
+    text = _decoded(data, f"The data file '{path}'", 0)
+    return Rows([text], f"'{path}', document", one_document=True, notes=notes)
+
+
+class JsonLines(Sequence[Any]):
+    """The records of a file with one JSON value per line, each read when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.numbers = array("Q")
+        self._offsets = array("Q")
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self.numbers.append(number)
+                    self._offsets.append(offset)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read one record."""
+        offset = self._offsets[index]
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            line = file.readline()
+        where = f"'{self._path}', line {self.numbers[index]}"
+        try:
+            return json.loads(_decoded(line, where, offset))
+        except json.JSONDecodeError as error:
+            raise BrokenJsonError(where, f"{error.msg} at column {error.colno}") from None
+
+
+def json_lines(path: Path) -> Rows:
+    """Return a file with one JSON value per line."""
+    lines = JsonLines(path)
+    return Rows(lines, f"'{path}', line", numbers=lines.numbers)
+
+
+def json_file(path: Path) -> Rows:
+    """Return a JSON file: a list of records, a single one, or in truth one per line."""
+    text = _decoded(path.read_bytes(), f"The data file '{path}'", 0)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return json_lines(path)
+        where = f"'{path}', line {error.lineno}"
+        raise BrokenJsonError(where, f"{error.msg} at column {error.colno}") from None
+    return Rows(value if isinstance(value, list) else [value], f"'{path}', record")
+
+
+def parquet_file(path: Path, text_column: str | None) -> Rows:
+    """Return the rows of a Parquet file; only the columns that are used are read."""
+    parquet = import_extra("pyarrow.parquet", "a Parquet file")
+    label = f"'{path}', row"
+    try:
+        with parquet.ParquetFile(path) as file:
+            first = next(file.iter_batches(batch_size=1), None)
+            if not first:
+                return Rows([], label)
+            columns = columns_of(first.to_pylist()[0], text_column, f"{label} 0")
+            table = file.read(columns=list(columns))
+    except import_module("pyarrow").ArrowInvalid as error:
+        problem = f"is not a Parquet file: {str(error).splitlines()[0].rstrip('.')}"
+        raise DataFileError(str(path), problem, "Write it again, or correct its name") from None
+    return Rows(_TableRows(table), label)
+
+
+class _TableRows(Sequence[Any]):
+    """The rows of an Arrow table, as dicts."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def _decoded(data: bytes, where: str, offset: int) -> str:
+    """Return bytes as text; ``offset`` is where they begin in their file."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise NotTextError(where, data[error.start], offset + error.start) from None
+    if (zero := data.find(b"\0")) >= 0:
+        raise NotTextError(where, 0, offset + zero)
+    return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Return bytes without a character that was cut off at their end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    decoder.decode(data)
+    pending = len(decoder.getstate()[0])
+    return data[: len(data) - pending]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,63 @@
+"""Batches that the user made: checked, counted, and passed on as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from calipers.calibration.data.padding import Batch
+from calipers.calibration.data.records import check_ids, whole_numbers
+from calipers.errors import AllPaddingError, BatchError
+
+
+def checked(batches: Iterable[Any], num_samples: int, vocab_size: int | None) -> Iterator[Batch]:
+    """Go through a user's batches until there are enough rows."""
+    rows = 0
+    for index, given in enumerate(batches):
+        batch = _as_batch(given, f"Batch {index}", vocab_size)
+        batch = _first_rows(batch, num_samples - rows)
+        rows += len(batch["input_ids"])
+        yield batch
+        if rows >= num_samples:
+            return
+
+
+def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
+    if not isinstance(given, Mapping):
+        given = {"input_ids": given}
+    if "input_ids" not in given:
+        raise BatchError(where, f"has no input_ids (it has: {', '.join(map(str, given))})")
+    ids = _matrix(given["input_ids"], where, "input_ids")
+    check_ids(ids, where, vocab_size)
+    mask = torch.ones_like(ids)
+    if given.get("attention_mask") is not None:
+        mask = _matrix(given["attention_mask"], where, "attention_mask")
+    if mask.shape != ids.shape:
+        shapes = f"{tuple(ids.shape)} and an attention_mask of shape {tuple(mask.shape)}"
+        raise BatchError(where, f"has input_ids of shape {shapes}")
+    if not mask.any():
+        raise AllPaddingError(where, mask.shape)
+    others = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    return {**others, "input_ids": ids, "attention_mask": mask}
+
+
+def _matrix(value: Any, where: str, name: str) -> torch.Tensor:
+    mask_like = isinstance(value, torch.Tensor) and name == "attention_mask"
+    found = (value != 0).to(torch.int64).cpu() if mask_like else whole_numbers(value)
+    if found is None or found.ndim != 2:
+        shape = getattr(value, "shape", None)
+        what = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
+        kind = "" if found is not None else ", not of whole numbers"
+        raise BatchError(where, f"has {name} of {what}{kind}")
+    return found.to(torch.int64)
+
+
+def _first_rows(batch: Batch, count: int) -> Batch:
+    """The first rows of a batch; all of it where a tensor has no rows to choose from."""
+    rows = len(batch["input_ids"])
+    if rows <= count or any(not v.ndim or len(v) != rows for v in batch.values()):
+        return batch
+    first = {key: value[:count] for key, value in batch.items()}
+    return first if first["attention_mask"].any() else batch

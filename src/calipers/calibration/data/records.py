@@ -1,0 +1,202 @@
+"""One record → its token ids: which columns hold the text, chats, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from calipers.errors import (
+    ChatTemplateError,
+    NoTokenizerError,
+    RecordError,
+    TextColumnError,
+    TokenIdError,
+)
+
+_COLUMNS = (
+    ("input_ids", "attention_mask"),
+    ("input_ids",),
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("text",),
+    ("content",),
+    ("prompt",),
+)
+_ROLES = {"human": "user", "gpt": "assistant"}
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+def columns_of(record: Mapping[str, Any], text_column: str | None, where: str) -> tuple[str, ...]:
+    """Return the columns of a record that make up its text, chat or token ids.
+
+    >>> columns_of({"prompt": "1 + 1 =", "response": " 2", "id": "a"}, None, "line 1")
+    ('prompt', 'response')
+    """
+    if text_column is not None:
+        if text_column not in record:
+            raise TextColumnError(where, text_column, record)
+        return (text_column,)
+    if {*record} == {"role", "content"}:
+        raise RecordError(where, "is a single message of a chat; put the chat in a list: [chat]")
+    for columns in _COLUMNS:
+        if all(column in record for column in columns):
+            return columns
+    texts = [column for column, value in record.items() if isinstance(value, str)]
+    if len(texts) != 1:
+        raise TextColumnError(where, None, record)
+    return (texts[0],)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns records into token ids.
+
+    :param tokenizer: for text and chats; token ids need none
+    :param columns: which columns of a record to read, where records have columns
+    :param vocab_size: how many tokens the model knows, if that is known
+    """
+
+    tokenizer: Any = None
+    columns: tuple[str, ...] = ()
+    vocab_size: int | None = None
+
+    @classmethod
+    def of(
+        cls, first: tuple[str, Any], tokenizer: Any, text_column: str | None, vocab_size: int | None
+    ) -> Reader:
+        """Make the reader of records of which the first, with its place, shows the columns."""
+        place, record = first
+        listed = isinstance(record, Mapping)
+        columns = columns_of(record, text_column, place) if listed else ()
+        return cls(tokenizer, columns, vocab_size)
+
+    @property
+    def separator(self) -> int | None:
+        """The token that ends a text, if there is one."""
+        return special_id(self.tokenizer, "eos_token_id", self.vocab_size)
+
+    def token_ids(self, record: Any, where: str) -> torch.Tensor:
+        """Return the token ids of a record, (tokens,) int64; none for an empty one."""
+        if isinstance(record, Mapping):
+            record = self._value(record, where)
+        if isinstance(record, str):
+            ids = self._tokenized(record, where) if record.strip() else _NOTHING
+        elif _is_chat(record):
+            ids = self._tokenized(self._chat_text(record, where), where, special=False)
+        else:
+            ids = _as_ids(record, where)
+        check_ids(ids, where, self.vocab_size)
+        return ids.to(torch.int64)
+
+    def _value(self, record: Mapping[str, Any], where: str) -> Any:
+        columns = self.columns or columns_of(record, None, where)
+        values = [record.get(column) for column in columns]
+        for column, value in zip(columns, values, strict=True):
+            if value is None:
+                raise RecordError(where, f"has nothing in '{column}' (it has: {', '.join(record)})")
+        if len(values) == 1:
+            return values[0]
+        if columns[0] == "input_ids":
+            return _counted(*(_as_ids(value, where) for value in values), where)
+        if all(isinstance(value, str) for value in values):
+            return "".join(map(str, values))
+        if all(_is_chat(value) for value in values):
+            return [message for chat in values for message in chat or ()]
+        kinds = " and ".join(type(value).__name__ for value in values)
+        raise RecordError(where, f"has {' and '.join(columns)} of types {kinds}")
+
+    def _tokenized(self, text: str, where: str, *, special: bool = True) -> torch.Tensor:
+        if self.tokenizer is None:
+            raise NoTokenizerError(where)
+        found = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return torch.tensor(found, dtype=torch.int64)
+
+    def _chat_text(self, chat: Iterable[Mapping[str, Any]], where: str) -> str:
+        if self.tokenizer is None:
+            raise NoTokenizerError(where)
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ChatTemplateError(where, "the tokenizer has no chat template")
+        messages = [_message(message, where) for message in chat]
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # templates are programs of others: anything can come
+            problem = f"the chat template refused it: {error}"
+            raise ChatTemplateError(where, problem.rstrip(".")) from error
+
+
+def special_id(tokenizer: Any, name: str, vocab_size: int | None) -> int | None:
+    """Return a special token of a tokenizer, if it has one that the model knows."""
+    found = getattr(tokenizer, name, None)
+    known = isinstance(found, int) and found >= 0 and (vocab_size is None or found < vocab_size)
+    return found if known else None
+
+
+def check_ids(ids: torch.Tensor, where: str, vocab_size: int | None) -> None:
+    """Refuse token ids that are not in the vocabulary."""
+    wrong = ids < 0
+    if vocab_size is not None:
+        wrong = wrong | (ids >= vocab_size)
+    if wrong.any():
+        problem = f"has the token id {int(ids[wrong][0])} at {_position(wrong)}"
+        raise TokenIdError(where, problem, vocab_size)
+
+
+def whole_numbers(value: Any) -> torch.Tensor | None:
+    """Return a list or an array as a tensor of integers, or None where it is none."""
+    try:
+        tensor = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    integral = not tensor.is_floating_point() and not tensor.is_complex()
+    return tensor if integral and tensor.dtype != torch.bool else None
+
+
+def _position(wrong: torch.Tensor) -> str:
+    """The first wrong place in words: a position, or row and position in a batch."""
+    *row, position = wrong.nonzero()[0].tolist()
+    return (f"row {row[0]}, " if row else "") + f"position {position}"
+
+
+def _as_ids(value: Any, where: str) -> torch.Tensor:
+    kind = type(value).__name__
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+        raise RecordError(where, f"is of type {kind}")
+    if getattr(value, "ndim", 1) != 1:
+        raise RecordError(where, f"is a {kind} of shape {tuple(value.shape)}")
+    if not len(value):
+        return _NOTHING
+    ids = whole_numbers(value)
+    if ids is None or ids.ndim != 1:
+        raise RecordError(where, f"is a {kind} of {_element_kind(value)}, not of whole numbers")
+    return ids
+
+
+def _element_kind(value: Any) -> str:
+    kinds = {str(getattr(element, "dtype", type(element).__name__)) for element in value}
+    return " and ".join(sorted(kinds))
+
+
+def _counted(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
+    """Token ids without padding."""
+    if ids.shape != mask.shape:
+        raise RecordError(where, f"has {len(ids)} input_ids and an attention_mask of {len(mask)}")
+    return ids[mask != 0]
+
+
+def _is_chat(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return listed and len(value) > 0 and all(isinstance(message, Mapping) for message in value)
+
+
+def _message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A message with role and content; the other habit, from and value, is translated."""
+    if "from" in message and "value" in message:
+        return {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
+    if "role" not in message:
+        raise RecordError(where, f"has a message without a role (it has: {', '.join(message)})")
+    return message
