@@ -1,0 +1,163 @@
+"""config.json: the model's own, and how its checkpoint is quantized."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import compressed_tensors
+from compressed_tensors.base import (
+    COMPRESSION_VERSION_NAME,
+    QUANTIZATION_CONFIG_NAME,
+    QUANTIZATION_METHOD,
+    QUANTIZATION_METHOD_NAME,
+    SPARSITY_CONFIG_NAME,
+    TRANSFORM_CONFIG_NAME,
+)
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.utils.match import is_match, match_targets
+from torch import nn
+from transformers import PreTrainedModel
+
+from calipers.checkpoint.compression import module_format, scheme_of
+from calipers.checkpoint.names import stored_module_names
+from calipers.checkpoint.source import source_folder
+from calipers.checkpoint.state import own_modules
+from calipers.checkpoint.ties import tied_names
+
+# What calibration may change, under each of the names that models have for it.
+_PATCHED = (
+    ("tie_word_embeddings",),
+    ("torch_dtype", "dtype"),
+    ("num_experts", "num_local_experts", "moe_num_experts"),
+)
+
+
+def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what goes into config.json."""
+    config = model_config(model)
+    quantization = quantization_config(model)
+    if quantization is not None:
+        config[QUANTIZATION_CONFIG_NAME] = quantization
+    return config
+
+
+def model_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the model's config: the original file where there is one, brought up to date."""
+    folder = source_folder(model)
+    if folder is None:
+        return _serialized(model)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop(QUANTIZATION_CONFIG_NAME, None)
+    text, now = (each.get("text_config", each) for each in (config, model.config.to_dict()))
+    now |= {"dtype": _dtype(model), "tie_word_embeddings": _ties(model)}
+    for keys in _PATCHED:
+        value = next((now[key] for key in keys if now.get(key) is not None), None)
+        if value is not None:
+            text[next((key for key in keys if key in text), keys[-1])] = value
+    return config
+
+
+def _serialized(model: PreTrainedModel) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    config.pop(QUANTIZATION_CONFIG_NAME, None)
+    config |= {"architectures": [type(model).__name__], "dtype": _dtype(model)}
+    if not _ties(model):
+        config.get("text_config", config)["tie_word_embeddings"] = False
+    return config
+
+
+def _dtype(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _ties(model: PreTrainedModel) -> bool:
+    """Whether the embeddings are tied, whatever the config says: quantizing one unties them."""
+    said = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    return bool(said and tied_names(model))
+
+
+class _NamesInMemory:
+    """A model of which only the modules are seen, so that their names are not translated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named_modules = model.named_modules
+
+
+def quantization_config(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Return how the checkpoint is quantized; None if it is not. No scheme is changed."""
+    found = QuantizationConfig.from_pretrained(_NamesInMemory(model))
+    if found is None:
+        return None
+    config: QuantizationConfig = found.model_copy(deep=True)
+    _set_formats(model, config)
+    _set_targets(model, config)
+    config.quantization_status = QuantizationStatus.COMPRESSED
+    # Readers that build the model as transformers does ask by the names in memory, others by
+    # those on disk.
+    stored = stored_module_names(model, config.ignore or [])
+    config.ignore = list(dict.fromkeys(name for pair in stored.items() for name in pair[::-1]))
+    transform = getattr(model, TRANSFORM_CONFIG_NAME, None)
+    return {
+        COMPRESSION_VERSION_NAME: compressed_tensors.__version__,
+        QUANTIZATION_METHOD_NAME: QUANTIZATION_METHOD,
+        SPARSITY_CONFIG_NAME: {},
+        TRANSFORM_CONFIG_NAME: {} if transform is None else transform.model_dump(mode="json"),
+        **config.model_dump(mode="json", exclude={"quant_method"}),
+    }
+
+
+def _set_formats(model: nn.Module, config: QuantizationConfig) -> None:
+    formats = set()
+    pending = dict(config.config_groups)
+    for _, module in own_modules(model):
+        scheme = scheme_of(module)
+        if scheme is None:
+            continue
+        formats.add(module_format(module, scheme))
+        for name in [name for name, group in pending.items() if group == scheme]:
+            pending.pop(name).format = module_format(module, scheme)
+    formats.discard(CompressionFormat.dense)
+    several = len(formats) > 1
+    only = next(iter(formats), CompressionFormat.dense)
+    config.format = CompressionFormat.mixed_precision.value if several else only.value
+
+
+def _set_targets(model: PreTrainedModel, config: QuantizationConfig) -> None:
+    """Name the modules one by one where the targets of the groups would not find their own."""
+    wanted = dict(_groups_of_modules(model, config))
+    if all(
+        _group_by_targets(name, module, config) == wanted.get(name)
+        for name, module in own_modules(model)
+        if isinstance(module, (nn.Linear, nn.Embedding))
+    ):
+        return
+    stored = stored_module_names(model, wanted)
+    for group_name, group in config.config_groups.items():
+        names = [name for name, its_group in wanted.items() if its_group == group_name]
+        group.targets = list(dict.fromkeys(n for name in names for n in (name, stored[name])))
+
+
+def _groups_of_modules(
+    model: PreTrainedModel, config: QuantizationConfig
+) -> Iterator[tuple[str, str]]:
+    plain = {
+        name: group.model_copy(update={"format": None})
+        for name, group in config.config_groups.items()
+    }
+    for name, module in own_modules(model):
+        scheme = scheme_of(module)
+        if scheme is not None and isinstance(module, (nn.Linear, nn.Embedding)):
+            scheme = scheme.model_copy(update={"format": None})
+            yield name, next(key for key, group in plain.items() if group == scheme)
+
+
+def _group_by_targets(name: str, module: nn.Module, config: QuantizationConfig) -> str | None:
+    """Return the group that a reader of the config takes for a module."""
+    owner = {t: key for key, group in config.config_groups.items() for t in group.targets}
+    if is_match(name, module, config.ignore or []):
+        return None
+    matched = match_targets(name, module, owner)
+    return owner[matched[0]] if matched else None

@@ -1,0 +1,148 @@
+"""The names that tensors have on disk, which for some models are not those in memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """Where each tensor of a model goes.
+
+    :param renamed: the name on disk of each tensor that is stored as it is
+    :param converted: names of tensors that transformers converts together, by any one of them
+    """
+
+    renamed: Mapping[str, str]
+    converted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def stored_names(model: PreTrainedModel, names: Iterable[str]) -> StoredNames:
+    """Find the names on disk of all tensors of a model, by the model's own conversions."""
+    experts = _expert_names(model)
+    renamings, converters = _reverse_transforms(conversions_of(model))
+    renamed: dict[str, str] = {}
+    groups: dict[str, list[str]] = defaultdict(list)
+    # Some renamings wait for another name to come first: this order is the one they are made for.
+    for name in sorted(names, key=dot_natural_key):
+        module, _, tensor = name.rpartition(".")
+        if module in experts:
+            renamed[name] = f"{experts[module]}.{tensor}"
+            continue
+        stored, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        if pattern is None:
+            renamed[name] = stored
+        else:
+            groups[stored].append(name)
+    converted = {name: tuple(group) for group in groups.values() for name in group}
+    return StoredNames(renamed, converted)
+
+
+def stored_module_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return the names on disk of modules."""
+    weights = {f"{name}.weight": name for name in names}
+    stored = stored_names(model, weights).renamed
+    return {name: stored.get(w, w).removesuffix(".weight") for w, name in weights.items()}
+
+
+def converted_back(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Convert tensors into those that the original layout holds instead, with their names."""
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return converted
+
+
+def conversions_of(model: PreTrainedModel) -> list[WeightTransform]:
+    """Return the conversions that were used to load the model, or would be."""
+    used = getattr(model, "_weight_conversions", None)
+    return _default_conversions(model) if used is None else list(used)
+
+
+def _default_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    # Whether the original had a prefix is known only from loading it.
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in known if not isinstance(transform, PrefixChange)]
+
+
+def _reverse_transforms(
+    conversions: list[WeightTransform],
+) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    reverse = [transform.reverse_transform() for transform in reversed(conversions)]
+    return (
+        [transform for transform in reverse if isinstance(transform, WeightRenaming)],
+        [transform for transform in reverse if isinstance(transform, WeightConverter)],
+    )
+
+
+def _expert_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return the names on disk of the projections of experts that are modules of their own.
+
+    The model's conversions speak of fused experts only. So a fused tensor that holds nothing but
+    the number of each expert and projection is converted, and the numbers read from the result.
+    """
+    marks: dict[str, torch.Tensor] = {}
+    modules: list[str] = []
+    for name, count in _unfused_experts(model).items():
+        first = len(modules)
+        modules += [f"{name}.{i}.{part}" for i in range(count) for part in _PROJECTIONS]
+        numbers = torch.arange(first, len(modules)).view(count, len(_PROJECTIONS), 1)
+        marks[f"{name}.gate_up_proj"] = numbers[:, :2].expand(-1, -1, 2).contiguous()
+        marks[f"{name}.down_proj"] = numbers[:, 2:].expand(-1, -1, 2).contiguous()
+    if not marks:
+        return {}
+    for conversions in (conversions_of(model), _default_conversions(model)):
+        found = _read_marks(_revert(model, conversions, marks), modules)
+        if len(found) == len(modules):
+            return found
+    return {}
+
+
+def _unfused_experts(model: PreTrainedModel) -> dict[str, int]:
+    found = {}
+    for name, module in model.named_modules():
+        experts = dict(module.named_children())
+        if experts and all(
+            key == str(i) and all(hasattr(expert, part) for part in _PROJECTIONS)
+            for i, (key, expert) in enumerate(experts.items())
+        ):
+            found[name] = len(experts)
+    return found
+
+
+def _revert(
+    model: PreTrainedModel, conversions: list[WeightTransform], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    shadow: Any = copy(model)
+    # Not by setattr, which would register modules; the copy has its own __dict__.
+    shadow.__dict__["_weight_conversions"] = conversions
+    return converted_back(shadow, tensors)
+
+
+def _read_marks(converted: Mapping[str, torch.Tensor], modules: list[str]) -> dict[str, str]:
+    """Return the modules whose mark came out alone, as the weight of a layer."""
+    found = {}
+    for stored, mark in converted.items():
+        numbers = set(mark.flatten().tolist())
+        if len(numbers) == 1 and stored.endswith(".weight"):
+            found[modules[numbers.pop()]] = stored.removesuffix(".weight")
+    return found

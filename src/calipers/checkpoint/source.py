@@ -1,0 +1,27 @@
+"""Where a model came from: the files beside its weights."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
+
+
+def source_folder(model: PreTrainedModel) -> Path | None:
+    """Return the folder, given or cached, that holds the config.json the model was loaded from.
+
+    Nothing is downloaded.
+    """
+    name = getattr(model.config, "_name_or_path", "")
+    if not name:
+        return None
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    with suppress(ValueError):  # not a name that a model on the hub could have
+        revision = getattr(model.config, "_commit_hash", None)
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return None

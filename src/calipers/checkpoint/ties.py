@@ -1,0 +1,47 @@
+"""Tensors that are one with another one: only that is stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from compressed_tensors.quantization.utils import is_module_quantized
+from transformers import PreTrainedModel
+
+from calipers.checkpoint.state import join, offloaded_tensors, owner_of, read_tensor
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return each tensor that is a tied copy, with the one that is stored in its place."""
+    tensors = offloaded_tensors(model)
+    return {
+        copy: source
+        for copy, source in _declared_ties(model, tensors)
+        if source in tensors and _is_tied(model, tensors, copy, source)
+    }
+
+
+def _declared_ties(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for prefix, module in model.named_modules():
+        for copy, source in (getattr(module, "_tied_weights_keys", None) or {}).items():
+            pattern = re.compile(join(re.escape(prefix), copy))
+            for name in filter(pattern.fullmatch, names):
+                yield name, join(prefix, source)
+
+
+def _is_tied(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], copy: str, source: str
+) -> bool:
+    if any(is_module_quantized(owner_of(model, name)) for name in (copy, source)):
+        return False
+    one, other = tensors[copy], tensors[source]
+    if one is other:
+        return True
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if one.device.type != "meta" and one.data_ptr() == other.data_ptr():
+        return True
+    # Offloading makes two tensors of one. They are still tied if the model says so.
+    said = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    return bool(said) and torch.equal(read_tensor(model, copy), read_tensor(model, source))
