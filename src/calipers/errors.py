@@ -347,12 +347,12 @@ class ModelLoadError(CalipersError, OSError):
 
     def __init__(self, name: str, problem: str, what: str = "model") -> None:
         super().__init__(
-            f"Cannot load a {what} from '{name}': {problem.strip().splitlines()[0]} Give the folder "
-            f"or the name of a Hugging Face {what}."
+            f"Cannot load a {what} from '{name}': {problem.strip().splitlines()[0]} Give the "
+            f"folder or the name of a Hugging Face {what}."
         )
 
 
-class AlreadyQuantizedError(ConfigurationError):
+class QuantizedModelError(ConfigurationError):
     """A model that somebody has quantized before."""
 
     def __init__(self, name: str) -> None:
@@ -370,6 +370,7 @@ class NoDataError(ConfigurationError):
             f"The recipe needs data for {len(tensors)} tensors (the first is {tensors[0]}), and no "
             "dataset was given. Pass dataset=…, or choose dynamic activations and observers that "
             "look at weights alone. plan.table() shows which tensors need data."
+        )
 
 
 class RecipeError(ConfigurationError):
@@ -446,6 +447,7 @@ class ModulesDivisibilityError(DivisibilityError):
             f"tensor{'s' if count > 1 else ''}:\n"
             + "\n".join(lines)
             + "\nChoose another group_size, or ignore these modules.",
+        )
 
 
 class DataError(CalipersError, ValueError):
@@ -613,6 +615,7 @@ class MissingPackageError(DataError, ImportError):
         super().__init__(
             f"Reading {what} needs the package {package}, which is not installed. "
             "Install it with: pip install 'calipers[data]'"
+        )
 
 
 class CheckpointError(CalipersError):
@@ -691,6 +694,29 @@ class StoredLayoutError(CheckpointError, ValueError):
             f"'{tensor}' is quantized, but checkpoints of this model hold it in another shape, "
             f"into which transformers converts {_listing(together)}. Quantized tensors cannot be "
             "converted. Add the module to 'ignore'."
+        )
+
+
+class FusedExpertsError(CalipersError, NotImplementedError):
+    """Experts in stacked parameters that cannot be told apart faithfully."""
+
+    exit_code = 3
+
+    def __init__(self, where: str, module_class: str, problem: str) -> None:
+        super().__init__(
+            f"The experts of '{where}' ({module_class}) are stacked in one parameter and cannot be "
+            f"turned into Linear layers: {problem}. "
+            'To quantize the rest of the model, leave them out: ignore: ["re:.*experts.*"].'
+        )
+
+
+class MaskShapeError(LayoutError):
+    """A mask whose tokens are not those of the tensor that is watched."""
+
+    def __init__(self, where: str, mask: tuple[int, ...], tensor: tuple[int, ...]) -> None:
+        super().__init__(
+            f"{where}: the mask of shape {mask} does not say which tokens of the tensor of shape "
+            f"{tensor} count. Use batch_size=1 or pack the data, so that there is no padding."
         )
 
 

@@ -23,8 +23,9 @@ from calipers.calibration.progress import Progress
 from calipers.calibration.sequential import onloaded, run_sequential
 from calipers.calibration.snapshot import unchanged_on_error
 from calipers.calibration.watching import WatchedModel
+from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer
-from calipers.checkpoint.writer import check_output, write_checkpoint
+from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import NoDataError
 from calipers.recipes import Recipe, load_recipe
 
@@ -161,9 +162,7 @@ def oneshot(
                     max_shard_size=max_shard_size,
                 )
     written = None if output_dir is None else Path(output_dir)
-    return OneshotResult(
-        loaded, findings.plan, findings.coverage, findings.errors, parsed, written
-    )
+    return OneshotResult(loaded, findings.plan, findings.coverage, findings.errors, parsed, written)
 
 
 def plan_for(
@@ -194,7 +193,8 @@ def _choose_pipeline(
     if device.type == "cpu" or model.device == device:
         return "basic"
     free, _ = torch.accelerator.get_memory_info(device)
-    return "basic" if model.get_memory_footprint() < 0.8 * free else "sequential"
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return "basic" if size < 0.8 * free else "sequential"
 
 
 def _wanting(plan: Plan) -> list[str]:

@@ -52,7 +52,7 @@ class Coverage:
             family = expert_family(name)
             if family:
                 families[family].append(name)
-        shares = {}
+        shares: dict[str, float] = {}
         for names in families.values():
             even = sum(self.tokens[name] for name in names) / len(names)
             shares |= {name: self.tokens[name] / even for name in names if self.tokens[name]}

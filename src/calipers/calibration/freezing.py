@@ -24,9 +24,10 @@ QParams = Mapping[tuple[str, str], QParamsDict]
 
 
 def freeze(model: torch.nn.Module, plan: Plan, qparams: QParams) -> None:
-    """Give the modules of a plan their schemes and parameters, under the names of compressed-tensors.
+    """Give the modules of a plan their schemes and parameters.
 
-    The model then computes with fake quantization; if anything fails, it is left as it was.
+    They have the names that compressed-tensors uses. The model then computes with fake
+    quantization; if anything fails, it is left as it was.
     """
     schemes: dict[int, QuantizationScheme] = {}
     with unchanged_on_error(model):

@@ -95,7 +95,7 @@ def calibrate_value_hook(module: torch.nn.Module, states: Tensor) -> None:
 def gather_importance_hook(
     observer: GathersInputs, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Add the input of a module to the sums of an observer: a forward-pre hook, once bound to it."""
+    """Add the input of a module to the sums of an observer: bound to it, a forward-pre hook."""
     tensor = _first_tensor((args, kwargs))
     if tensor is not None and tensor.numel():
         assert isinstance(observer, Observer)
@@ -215,7 +215,7 @@ def update_qparams(
 
 def store_qparams(module: torch.nn.Module, base_name: str, qparams: QParamsDict) -> None:
     """Copy parameters into those that the module has."""
-    args = args_for(module.quantization_scheme, base_name)  # type: ignore[arg-type]
+    args = args_for(module.quantization_scheme, base_name)
     local = args is not None and args.dynamic == DynamicType.LOCAL
     for suffix, value in qparams.items():
         if value is None or (local and suffix != "global_scale"):
@@ -236,7 +236,7 @@ def freeze_module_quantization(module: torch.nn.Module) -> None:
         if observer is not None:
             observer.detach(module)
             delattr(module, f"{base_name}_observer")
-    module.quantization_status = QuantizationStatus.FROZEN  # type: ignore[assignment]
+    module.quantization_status = QuantizationStatus.FROZEN
 
 
 def _modules(given: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:

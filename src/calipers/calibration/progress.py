@@ -43,9 +43,7 @@ class Progress:
     def _bars(self, *middle: ProgressColumn) -> Bars:
         columns = (TextColumn("{task.description}"), BarColumn(), *middle)
         console = Console(stderr=True)
-        return Bars(
-            *columns, TimeRemainingColumn(), console=console, disable=not self._shown
-        )
+        return Bars(*columns, TimeRemainingColumn(), console=console, disable=not self._shown)
 
 
 class _TokenRate(ProgressColumn):

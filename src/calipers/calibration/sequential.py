@@ -20,7 +20,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def run_sequential(run: Run, batches: Batches) -> None:
     """Run all batches through one layer after another.
 
-    Only the layer at work is on the device. Between layers the hidden states of all batches are kept
+    Only the layer at work is on the device. Between layers the hidden states of all batches are
     where the batches are; the parameters of a layer are worked out as soon as its data is through.
     """
     layers = decoder_layers(run.watched.model)

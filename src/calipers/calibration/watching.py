@@ -149,11 +149,16 @@ def _register(module: torch.nn.Module, base_name: str, observer: Observer) -> No
         register_key_hook(module, lifecycle.calibrate_key_hook)
     elif base_name == "v":
         register_value_hook(module, lifecycle.calibrate_value_hook)
-    elif isinstance(observer, GathersInputs) and not observer.take_over(module):
-        if observer.can_gather(module):
-            observer.begin_gathering(module.in_features)  # type: ignore[arg-type]
-            hook = partial(lifecycle.gather_importance_hook, observer)
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+    elif isinstance(observer, GathersInputs):
+        _register_gathering(module, observer)
+
+
+def _register_gathering(module: torch.nn.Module, observer: GathersInputs) -> None:
+    if observer.take_over(module) or not observer.can_gather(module):
+        return
+    observer.begin_gathering(module.in_features)  # type: ignore[arg-type]
+    hook = partial(lifecycle.gather_importance_hook, observer)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _gathers(observer: Observer) -> bool:

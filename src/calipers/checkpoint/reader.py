@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.offload import offload_module
 from compressed_tensors.offload.cache.disk import DiskCache
+from compressed_tensors.utils import patch_attr
 from safetensors import safe_open
 from torch import Tensor
 
-from calipers.errors import AlreadyQuantizedError, ModelLoadError
+from calipers.errors import ModelLoadError, QuantizedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -50,10 +53,11 @@ def load_model(
             name, dtype="auto", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, AlreadyQuantizedError):
+        if isinstance(error, QuantizedModelError):
             raise
         raise ModelLoadError(name, str(error)) from error
-    return loaded.eval()
+    loaded.eval()  # type: ignore[no-untyped-call]
+    return loaded
 
 
 def load_tokenizer(
@@ -88,7 +92,7 @@ def _has_tokenizer(name: str) -> bool:
 
 def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise AlreadyQuantizedError(name)
+        raise QuantizedModelError(name)
 
 
 def _left_on_disk(
@@ -97,12 +101,10 @@ def _left_on_disk(
     """Build a model whose weights stay in the files of ``folder``; None if they cannot."""
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.integrations.accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
 
     files = _tensor_files(folder)
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    with _parameters_without_memory():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=config.dtype, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
@@ -118,7 +120,25 @@ def _left_on_disk(
     weakref.finalize(model, storage.cleanup)
     for module in model.modules():
         offload_module(module, device, "disk", offload_dir=storage.name)
-    return model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Let parameters have a shape and no values; buffers, which no file holds, are computed."""
+    register = torch.nn.Module.register_parameter
+
+    def without_memory(
+        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+    ) -> None:
+        if parameter is not None:
+            empty = parameter.detach().to("meta")
+            parameter = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    with patch_attr(torch.nn.Module, "register_parameter", without_memory):
+        yield
 
 
 def _note_file(parameter: Tensor, file: Path, name: str) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
+import torch
+from compressed_tensors.utils.match import is_match
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from calipers.errors import RecipeError, did_you_mean
@@ -36,6 +38,15 @@ class Modifier(BaseModel):
     def known_keys(cls, path: Path) -> Iterable[str]:
         """Return the keys allowed at a path inside the modifier."""
         return [] if path else list(cls.model_fields)
+
+    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the patterns of what is meant, and of what is not."""
+        raise NotImplementedError
+
+    def aims_at(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether a module of this name is meant."""
+        targets, ignore = self.aimed_at()
+        return bool(is_match(name, module, targets)) and not is_match(name, module, ignore)
 
     def label(self) -> str:
         """Return how messages call this modifier."""

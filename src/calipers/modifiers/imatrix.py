@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from compressed_tensors.utils.match import match_named_modules
 
@@ -24,6 +26,10 @@ class IMatrixGatherer(Modifier):
     targets: Patterns = ("Linear",)
     ignore: Patterns = ()
     unmatched: Unmatched = "error"
+
+    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the patterns of what is meant, and of what is not."""
+        return self.targets, self.ignore
 
     def gathered_modules(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the modules whose inputs are summed, in the model's order."""

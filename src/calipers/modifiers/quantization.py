@@ -153,6 +153,10 @@ class QuantizationModifier(Modifier):
         """The schemes by the names of their groups, with their targets and observers."""
         return {name: self._observed(scheme) for name, scheme in self._unobserved().items()}
 
+    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the patterns of what is meant, and of what is not."""
+        return [t for scheme in self._unobserved().values() for t in scheme.targets], self.ignore
+
     def planned_modules(self, model: torch.nn.Module) -> list[PlannedModule]:
         """Say which modules of a model this modifier quantizes, and how; in the model's order."""
         by_target = {t: scheme for scheme in self.schemes.values() for t in scheme.targets}

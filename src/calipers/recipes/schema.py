@@ -80,6 +80,12 @@ class Recipe:
         ]
         return compile_modifiers(named, model)
 
+    def wants(self, experts: str) -> bool:
+        """Whether it aims at Linear layers that the experts of this name would have, if unfused."""
+        layer = torch.nn.Linear(1, 1, device="meta")
+        names = [f"{experts}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        return any(modifier.aims_at(name, layer) for modifier in self.modifiers for name in names)
+
     def to_yaml(self) -> str:
         """Write the recipe so that :func:`load_recipe` reads it back."""
         data = {
