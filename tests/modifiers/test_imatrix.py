@@ -28,5 +28,5 @@ def test_no_linear_module() -> None:
 
 
 def test_unknown_keys() -> None:
-    with pytest.raises(RecipeError, match="unknown key 'ignored' in IMatrixGatherer.*'ignore'"):
+    with pytest.raises(RecipeError, match=r"unknown key 'ignored' in IMatrixGatherer.*'ignore'"):
         IMatrixGatherer(ignored=["lm_head"])
