@@ -22,7 +22,7 @@ from calipers.errors import (
     UnsupportedFormatError,
     did_you_mean,
 )
-from calipers.modifiers.base import Patterns, to_plain
+from calipers.modifiers.base import Path, Patterns, to_plain
 from calipers.numerics.formats import Format
 from calipers.observers import Observer
 from calipers.observers.options import ObserverOptions, parse_options
@@ -128,10 +128,10 @@ def read_scheme_choice(value: Any) -> str | dict[str, tuple[str, ...]] | Quantiz
         return preset_name(value)
     if not isinstance(value, Mapping) or set(value) & set(QuantizationScheme.model_fields):
         return read_scheme(value)
-    return {preset_name(str(name)): _targets(each) for name, each in value.items()}
+    return {preset_name(str(name), (name,)): _targets(each) for name, each in value.items()}
 
 
-def preset_name(name: str) -> str:
+def preset_name(name: str, path: Path = ()) -> str:
     """Return the name of a preset as compressed-tensors spells it.
 
     >>> preset_name("w4a16")
@@ -141,7 +141,8 @@ def preset_name(name: str) -> str:
     if key not in PRESET_SCHEMES:
         raise RecipeError(
             f"unknown scheme '{name}'.{did_you_mean(name, PRESET_SCHEMES)} "
-            f"Presets: {', '.join(sorted(PRESET_SCHEMES))}."
+            f"Presets: {', '.join(sorted(PRESET_SCHEMES))}.",
+            path=path,
         )
     return key
 
@@ -233,9 +234,9 @@ def _check_words(given: Mapping[str, Any]) -> None:
         value = given.get(key)
         known = [str(word.value) for word in words]
         if isinstance(value, str) and value.lower() not in known:
+            hint = did_you_mean(value, known)
             raise RecipeError(
-                f"unknown {key} '{value}'.{did_you_mean(value, known)} Allowed: {', '.join(known)}.",
-                path=(key,),
+                f"unknown {key} '{value}'.{hint} Allowed: {', '.join(known)}.", path=(key,)
             )
     size = given.get("group_size")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):

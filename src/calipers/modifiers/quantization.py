@@ -37,6 +37,7 @@ from calipers.modifiers.choices import (
 from calipers.modifiers.matching import Unmatched, check_patterns, report, what_there_is
 
 _DEFAULT_TARGETS = ("Linear",)
+_PASSED_OVER = ("bypass_divisibility_checks", "requires_calibration_data")
 _ALONE = {"weights": "weight_observer", "input": "input_observer", "output": "output_observer"}
 _SHORT = {"weights": "weights", "input_activations": "input", "output_activations": "output"}
 _DEFAULT_OBSERVERS = {
@@ -87,6 +88,18 @@ class QuantizationModifier(Modifier):
         if path[-1] == "observer":
             return list(ObserverChoices.model_fields)
         return list(QuantizationScheme.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pass_over(cls, given: Any) -> Any:
+        """Pass over what llm-compressor writes into every recipe, and the plan knows better."""
+        if given.get("bypass_divisibility_checks"):
+            raise RecipeError(
+                "Groups that do not divide a weight cannot be written. Choose another group_size, "
+                "or ignore the modules.",
+                path=("bypass_divisibility_checks",),
+            )
+        return {key: value for key, value in given.items() if key not in _PASSED_OVER}
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:
@@ -240,7 +253,7 @@ class QuantizationModifier(Modifier):
                 args = getattr(scheme, field)
                 if args is not None and args.dynamic is not True:
                     used |= {key for key, _ in self._choices(short)}
-        for key in {key for short in _ALONE for key, _ in self._choices(short)} - used:
+        for key in sorted({key for short in _ALONE for key, _ in self._choices(short)} - used):
             warnings.warn(
                 f"{self.label()}.{key} has no effect: what it would watch is not quantized, or is "
                 "dynamic (its scale is found while the model runs).",

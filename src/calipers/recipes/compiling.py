@@ -109,8 +109,6 @@ def _check_tensor(module: torch.nn.Module, tensor: PlannedTensor) -> None:
         problem: object = "a weight does not change while the model runs. Set 'dynamic: false'."
     elif base_name == "input" and isinstance(module, torch.nn.Embedding):
         problem = "the input of an Embedding is token ids. Quantize its weights only."
-    elif args.strategy == "token" and not args.dynamic:
-        problem = "strategy 'token' has a scale for each token. Set 'dynamic: true'."
     else:
         problem = _refusal(tensor)
     if problem is not None:

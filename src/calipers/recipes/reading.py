@@ -14,6 +14,8 @@ from calipers.errors import RecipeError
 Path = tuple[str | int, ...]
 
 _MOST_ENTRIES = 100_000
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_ENUM_TAG = "tag:yaml.org,2002:python/object/apply:compressed_tensors.quantization."
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class _Walk:
         """Return the data of a node."""
         if isinstance(node, yaml.ScalarNode):
             return self._loader.construct_object(node)
+        if node.tag not in _PLAIN_TAGS:
+            return self._word(node)
         if id(node) in self._open:
             raise self._error("an anchor contains itself.", node)
         if len(self.lines) > _MOST_ENTRIES:
@@ -97,6 +101,15 @@ class _Walk:
         self._loader.flatten_mapping(node)
         # What is merged in by "<<" comes first, so that a key of the mapping itself wins.
         return {self._key(k): self._at(v, k, (*path, self._key(k))) for k, v in node.value}
+
+    def _word(self, node: yaml.Node) -> Any:
+        """Return the word of an enum as llm-compressor writes it; refuse all other tags."""
+        value = node.value
+        is_word = isinstance(value, list) and len(value) == 1
+        if node.tag.startswith(_ENUM_TAG) and is_word and isinstance(value[0], yaml.ScalarNode):
+            return self._loader.construct_object(value[0])
+        name = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise self._error(f"the tag '{name}' is refused: a recipe holds plain data only.", node)
 
     def _at(self, node: yaml.Node, place: yaml.Node, path: Path) -> Any:
         self.lines[path] = place.start_mark.line + 1
