@@ -18,9 +18,7 @@ from calipers.errors import CalipersWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
-DOCUMENTS = st.lists(
-    st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=30
-)
+DOCUMENTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=30)
 
 
 def rows(batches: Batches) -> list[list[int]]:
