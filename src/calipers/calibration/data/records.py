@@ -102,7 +102,8 @@ class Reader:
         if len(values) == 1:
             return values[0]
         if columns[0] == "input_ids":
-            return _counted(*(_as_ids(value, where) for value in values), where)
+            ids, mask = (_as_ids(value, where) for value in values)
+            return _counted(ids, mask, where)
         if all(isinstance(value, str) for value in values):
             return "".join(map(str, values))
         if all(_is_chat(value) for value in values):

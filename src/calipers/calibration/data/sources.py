@@ -63,7 +63,7 @@ def open_source(
     """
     if isinstance(dataset, (str, os.PathLike)):
         path = Path(dataset)
-        if path.is_dir():
+        if os.path.isdir(path):  # no, where a name is too long
             return open_source(_saved_dataset(path), seed=seed, text_column=text_column)
         return _from_rows(open_file(path, text_column), f"The data file '{path}'", seed)
     if isinstance(dataset, Mapping):
