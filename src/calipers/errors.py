@@ -289,6 +289,29 @@ class ImportanceUnsupportedError(ImportanceError, NotImplementedError):
     """Importance was demanded (strict) for a kind of tensor or strategy that has none."""
 
 
+class FusedExpertsError(CalipersError, NotImplementedError):
+    """Experts in stacked parameters that cannot be told apart faithfully."""
+
+    exit_code = 3
+
+    def __init__(self, where: str, module_class: str, problem: str) -> None:
+        super().__init__(
+            f"The experts of '{where}' ({module_class}) are stacked in one parameter and cannot be "
+            f"turned into Linear layers: {problem}. "
+            'To quantize the rest of the model, leave them out: ignore: ["re:.*experts.*"].'
+        )
+
+
+class MaskShapeError(LayoutError):
+    """A mask whose tokens are not those of the tensor that is watched."""
+
+    def __init__(self, where: str, mask: tuple[int, ...], tensor: tuple[int, ...]) -> None:
+        super().__init__(
+            f"{where}: the mask of shape {mask} does not say which tokens of the tensor of shape "
+            f"{tensor} count. Use batch_size=1 or pack the data, so that there is no padding."
+        )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a sentence with the nearest known word, or nothing.
 
