@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor, nn
 
 from calipers.calibration.experts import UnfusedExperts, fused_experts, unfuse_experts
 from calipers.calibration.masks import current_mask, token_mask
 from calipers.errors import FusedExpertsError
+from calipers.observers import Observer
 
 EXPERTS, HIDDEN, INNER, TOKENS = 6, 16, 24, 11
 MODELS = Path(transformers.__file__).parent / "models"
@@ -267,6 +269,52 @@ def test_unfused_experts_can_be_copied() -> None:
 def test_weights_on_meta_need_no_memory() -> None:
     own = unfused(fused_module("MixtralExperts").to("meta"))
     assert all(p.is_meta for p in own.parameters())
+
+
+def test_shared_experts_stay_shared() -> None:
+    module = fused_module("MixtralExperts")
+    model = nn.ModuleDict({"a": module, "b": nn.Sequential(module)})
+    assert unfuse_experts(model) == ["a", "b.0"]
+    assert isinstance(model["a"], UnfusedExperts)
+    assert model["a"] is model.get_submodule("b.0")
+
+
+def test_a_trial_is_no_forward_pass() -> None:
+    module, calls = Handmade(), []
+    module.register_forward_hook(lambda *_: calls.append("hook"))
+    with token_mask(torch.tensor([[0, 1]])):
+        own = unfused(module)
+    assert calls == []
+    own(*routed())
+    assert calls == ["hook"]
+
+
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "NemotronHExperts"])
+def test_half_precision_differs_by_rounding(name: str) -> None:
+    module = fused_module(name)
+    hidden, index, weights = routed()
+    exact = module(hidden, index, weights)
+    half = module.bfloat16()
+    inputs = hidden.bfloat16(), index, weights.float()
+    result = unfused(half)(*inputs)
+    assert result.dtype == torch.bfloat16
+    fused_error = (half(*inputs) - exact).abs().max()
+    assert (result - exact).abs().max() <= 1.5 * fused_error
+
+
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
+def test_observers_do_not_care_how_layers_lie_in_memory(name: str) -> None:
+    linear = unfused(fused_module(name).float()).get_submodule("3.gate_proj")
+    assert isinstance(linear, nn.Linear)
+    assert linear.weight.is_contiguous() == (name == "MixtralExperts")
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=8)
+    for observer in ("memoryless_minmax", "memoryless_mse"):
+        own, other = (Observer.load_from_registry(observer, args=args) for _ in range(2))
+        scale = own(linear.weight).get_qparams()["scale"]
+        assert scale.shape == (INNER, HIDDEN // 8)
+        assert torch.equal(
+            scale, other(linear.weight.detach().contiguous().clone()).get_qparams()["scale"]
+        )
 
 
 def seen_by(own: UnfusedExperts, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[int, Any]]:
