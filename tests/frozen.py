@@ -94,9 +94,7 @@ def freeze(
     inputs = _record(model, lambda module, args, output: args[0])
     outputs = _record(model, lambda module, args, output: output)
     groups = {f"group_{i}": each for i, each in enumerate(copy.deepcopy(schemes))}
-    config = QuantizationConfig(
-        config_groups=groups, ignore=list(ignore), kv_cache_scheme=kv_cache
-    )
+    config = QuantizationConfig(config_groups=groups, ignore=list(ignore), kv_cache_scheme=kv_cache)
     apply_quantization_config(model, config, show_progress=False)
     for name, module in model.named_modules():
         found = getattr(module, "quantization_scheme", None)
