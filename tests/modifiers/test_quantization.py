@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from calipers.errors import (
     CalipersWarning,
-    ConfigurationError,
     RecipeError,
     UnmatchedPatternError,
 )
@@ -172,9 +171,17 @@ class TestMatching:
         assert {module.kind for module in found.values()} == {"linear"}
         assert len(found) == 8
 
+    def test_attention_that_one_of_several_targets_means(self, llama: torch.nn.Module) -> None:
+        modifier = QuantizationModifier(
+            targets=["LlamaAttention", "re:.*self_attn"], input_activations=FP8
+        )
+        kinds = [module.kind for module in modifier.planned_modules(llama)]
+        assert kinds.count("attention") == 2
+        assert kinds.count("linear") == 8
+
     def test_weights_of_attention_are_refused(self, llama: torch.nn.Module) -> None:
         modifier = QuantizationModifier(targets="LlamaAttention", scheme="FP8")
-        with pytest.raises(ConfigurationError, match="target its Linear modules"):
+        with pytest.raises(RecipeError, match="target its Linear modules"):
             modifier.planned_modules(llama)
 
     def test_cache(self, llama: torch.nn.Module) -> None:
@@ -275,7 +282,14 @@ class TestContradictions:
             ),
             ({"scheme": "FP8", "weight_observer": {"name": "mse", "grid": -3}}, "grid must be > 0"),
             ({"scheme": "FP8", "unmatched": "no"}, "unmatched must be 'error', 'warn' or 'ignore'"),
-            ({"scheme": "FP8", "targets": [3]}, "targets.0 must be a valid string, got 3"),
+            ({"scheme": "FP8", "targets": [3]}, "targets: .* must be text, got 3"),
+            ({"scheme": "FP8", "targets": 3}, "targets: must be a name, a class, .* got 3"),
+            ({"scheme": "FP8", "targets": []}, "targets is empty"),
+            ({"scheme": {"FP8": "Linear", "W8A8": "Linear"}}, "two schemes for the .* 'Linear'"),
+            (
+                {"weights": {**INT4, "observer": "static_minmax", "observer_kwargs": {"grid": 1}}},
+                "weights: Unknown option 'grid' for observer 'static_minmax'",
+            ),
             ({"scheme": "FP8", "targtes": []}, "unknown key 'targtes' .* Did you mean 'targets'"),
             ({"scheme": "FP8", "bypass_divisibility_checks": True}, "cannot be written"),
         ],
