@@ -126,7 +126,11 @@ def read_scheme_choice(value: Any) -> str | dict[str, tuple[str, ...]] | Quantiz
         return None
     if isinstance(value, str):
         return preset_name(value)
-    if not isinstance(value, Mapping) or set(value) & set(QuantizationScheme.model_fields):
+    is_scheme = not isinstance(value, Mapping) or bool(
+        set(value) & set(QuantizationScheme.model_fields)
+        or any(isinstance(each, Mapping) for each in value.values())
+    )
+    if is_scheme:
         return read_scheme(value)
     return {preset_name(str(name), (name,)): _targets(each) for name, each in value.items()}
 
