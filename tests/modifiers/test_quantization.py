@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from models import small_llama, small_mixtral
@@ -13,7 +18,6 @@ from pydantic import ValidationError
 
 from calipers.errors import (
     CalipersWarning,
-    ConfigurationError,
     RecipeError,
     UnmatchedPatternError,
 )
@@ -172,9 +176,17 @@ class TestMatching:
         assert {module.kind for module in found.values()} == {"linear"}
         assert len(found) == 8
 
+    def test_attention_that_one_of_several_targets_means(self, llama: torch.nn.Module) -> None:
+        modifier = QuantizationModifier(
+            targets=["LlamaAttention", "re:.*self_attn"], input_activations=FP8
+        )
+        kinds = [module.kind for module in modifier.planned_modules(llama)]
+        assert kinds.count("attention") == 2
+        assert kinds.count("linear") == 8
+
     def test_weights_of_attention_are_refused(self, llama: torch.nn.Module) -> None:
         modifier = QuantizationModifier(targets="LlamaAttention", scheme="FP8")
-        with pytest.raises(ConfigurationError, match="target its Linear modules"):
+        with pytest.raises(RecipeError, match="target its Linear modules"):
             modifier.planned_modules(llama)
 
     def test_cache(self, llama: torch.nn.Module) -> None:
@@ -232,6 +244,37 @@ class TestMatching:
         assert len(warned) == len(silent) == 15
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"scheme": "FP8", "ignore": ["lm_head"]},
+        {"scheme": {"W8A8": ["re:.*self_attn"], "FP8": ["Linear", "lm_head"]}},
+        {"targets": ["re:.*self_attn$"], "input_activations": FP8},
+        {"targets": ["re:model.*"], "ignore": "Embedding", "scheme": "FP8_DYNAMIC"},
+        {"targets": ["re:.*0.mlp.*", "LlamaAttention"], "input_activations": FP8},
+        {"scheme": "FP8", "kv_cache_scheme": FP8},
+    ],
+    ids=str,
+)
+def test_modules_are_those_of_compressed_tensors(given: dict[str, Any]) -> None:
+    model = small_llama()
+    modifier = QuantizationModifier(**given)
+    ours = {module.name: module.scheme for module in modifier.planned_modules(model)}
+    config = QuantizationConfig(
+        config_groups=modifier.schemes,
+        ignore=list(modifier.ignore),
+        kv_cache_scheme=modifier.kv_cache_scheme,
+    )
+    apply_quantization_config(model, config, show_progress=False)
+    theirs = {
+        name: module.quantization_scheme
+        for name, module in model.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
+    assert len(ours) > 1
+    assert ours == theirs
+
+
 class TestContradictions:
     @pytest.mark.parametrize(
         ("given", "text"),
@@ -258,6 +301,10 @@ class TestContradictions:
             ({"scheme": "FP9"}, "scheme: unknown scheme 'FP9'. Did you mean 'FP8'"),
             ({"scheme": {"FP9": "Linear"}}, "unknown scheme 'FP9'"),
             ({"scheme": {"FP8": []}}, "a preset needs its targets"),
+            (
+                {"scheme": {"wieghts": INT4}},
+                "'wieghts' in QuantizationModifier.scheme. .*'weights'",
+            ),
             ({"scheme": 8}, "scheme: must be a mapping"),
             ({"weights": 8}, r"weights: must be a mapping such as \{num_bits: 8\}, got 8"),
             ({"weights": {"num_bits": 12}}, "weights: int with 12 bits is not a supported format"),
@@ -275,7 +322,14 @@ class TestContradictions:
             ),
             ({"scheme": "FP8", "weight_observer": {"name": "mse", "grid": -3}}, "grid must be > 0"),
             ({"scheme": "FP8", "unmatched": "no"}, "unmatched must be 'error', 'warn' or 'ignore'"),
-            ({"scheme": "FP8", "targets": [3]}, "targets.0 must be a valid string, got 3"),
+            ({"scheme": "FP8", "targets": [3]}, "targets: .* must be text, got 3"),
+            ({"scheme": "FP8", "targets": 3}, "targets: must be a name, a class, .* got 3"),
+            ({"scheme": "FP8", "targets": []}, "targets is empty"),
+            ({"scheme": {"FP8": "Linear", "W8A8": "Linear"}}, "two schemes for the .* 'Linear'"),
+            (
+                {"weights": {**INT4, "observer": "static_minmax", "observer_kwargs": {"grid": 1}}},
+                "weights: Unknown option 'grid' for observer 'static_minmax'",
+            ),
             ({"scheme": "FP8", "targtes": []}, "unknown key 'targtes' .* Did you mean 'targets'"),
             ({"scheme": "FP8", "bypass_divisibility_checks": True}, "cannot be written"),
         ],

@@ -45,6 +45,12 @@ def test_anchors_and_merges() -> None:
     assert data == {"base": {"x": 1, "y": 2}, "more": {"x": 1, "y": 3}, "again": {"x": 1, "y": 2}}
 
 
+def test_a_merge_that_is_used_twice() -> None:
+    text = "base: &b {x: 1}\nmore: &m\n  <<: *b\n  x: 2\nagain: *m"
+    data = read_document(text, "file").data
+    assert data == {"base": {"x": 1}, "more": {"x": 2}, "again": {"x": 2}}
+
+
 def test_json_with_tabs() -> None:
     assert read_document('{\n\t"a":\t[1]\n}', "file").data == {"a": [1]}
 
@@ -59,6 +65,9 @@ def test_json_with_tabs() -> None:
         ("a: 1\n---\nb: 2", "file, line 2: this is no YAML: but found another document"),
         ("a:\n  !!python/object/apply:os.system [ls]", "file, line 2: the tag '!!python/object/"),
         ("a: !!python/name:os.system", "file, line 1: this is no YAML: could not determine a"),
+        ("a: 1\nb: 2001-99-99", "file, line 2: '2001-99-99' cannot be read: "),
+        ("a: \x01", "file: this is no YAML: "),
+        ("[" * 100_000, "file: is nested too deeply."),
         ("a: !mine {b: 1}", "file, line 1: the tag '!mine' is refused"),
     ],
 )

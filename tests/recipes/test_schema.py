@@ -142,6 +142,7 @@ class TestForms:
             '{"modifiers": {"QuantizationModifier": {"scheme": "FP8", "ignore": ["lm_head"]}}}',
             {"modifiers": {"QuantizationModifier": {"scheme": "FP8", "ignore": ["lm_head"]}}},
             {"modifiers": [EXPECTED]},
+            {"modifiers": {"QuantizationModifier": EXPECTED}},
         ],
         ids=str,
     )
@@ -273,7 +274,8 @@ class TestErrors:
             ("type: int", "type: it", 13, "unknown type 'it'. Did you mean 'int'? Allowed: int, f"),
             ("symmetric: true", "symmetric: 7", 14, "symmetric must be a valid boolean"),
             ("strategy: channel", "strategy: group", 4, "requires group_size"),
-            ("- Linear", "- [Linear]", 17, "targets.0 must be a valid string"),
+            ("- Linear", "- [Linear]", 17, "pattern must be text, got ['Linear']"),
+            ("- Linear", "- re:*mlp", 17, "'re:*mlp' is not a regular expression: nothing to r"),
         ],
     )
     def test_lines(self, old: str, new: str, line: int, text: str) -> None:

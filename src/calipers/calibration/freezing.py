@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
+from compressed_tensors.offload import OffloadCache, disable_offloading
 from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
@@ -56,6 +58,20 @@ def _prepare(
         initialize_hooked_kv_cache(model, module)
     vars(module)["quantization_scheme"] = scheme
     initialize_module_for_quantization(module, force_zero_point=planned.kind != "kv_cache")
+    if isinstance(module._parameters, OffloadCache):
+        _load_once(module)
+
+
+def _load_once(module: Any) -> None:
+    """Let the forward of an offloaded module see one weight, not another each time it looks."""
+    quantized = module._original_forward_func
+
+    @wraps(quantized)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with disable_offloading():
+            return quantized(self, *args, **kwargs)
+
+    module._original_forward_func = forward
 
 
 def _untie(model: Any, quantized: set[str]) -> None:

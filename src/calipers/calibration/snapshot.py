@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.offload import OffloadCache
 
 
 class Snapshot:
@@ -28,10 +29,10 @@ class Snapshot:
         self._modules = {module: dict(vars(module)) for module in model.modules()}
         # Handles of hooks refer to the very dictionary the hook is in: its contents are restored.
         self._contents = {
-            id(value): (value, value.copy())
+            id(content): (content, content.copy())
             for attributes in self._modules.values()
-            for value in attributes.values()
-            if isinstance(value, (dict, set, list))
+            for content in map(_content, attributes.values())
+            if content is not None
         }
 
     def restore(self) -> None:
@@ -66,6 +67,13 @@ def unchanged_on_error(model: torch.nn.Module) -> Iterator[None]:
     except BaseException:
         before.restore()
         raise
+
+
+def _content(value: Any) -> dict[Any, Any] | set[Any] | list[Any] | None:
+    """Return the container that an attribute is, or keeps its tensors in."""
+    if isinstance(value, OffloadCache):
+        value = value.offloaded_values
+    return value if isinstance(value, (dict, set, list)) else None
 
 
 def _attention_of(model: torch.nn.Module) -> str | None:

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
+<<<<<<< HEAD
 import torch
 from compressed_tensors.utils.match import is_match
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+=======
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+>>>>>>> e4a028a123f580b69dbb696f7d6a910e29ae526c
 
-from calipers.errors import RecipeError, did_you_mean
+from calipers.errors import ConfigurationError, RecipeError, did_you_mean
 
 Path = tuple[str | int, ...]
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+def read_patterns(value: Any) -> tuple[str, ...]:
+    """Read one pattern or several; those after ``re:`` must be regular expressions.
+
+    >>> read_patterns("Linear")
+    ('Linear',)
+    """
+    if value is None:
+        return ()
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple):
+        raise ConfigurationError(
+            f"must be a name, a class, a 're:' pattern or a list, got {value!r}"
+        )
+    for index, pattern in enumerate(patterns):
+        problem = _problem_of(pattern)
+        if problem:
+            raise RecipeError(problem, path=(index,))
+    return tuple(patterns)
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+def _problem_of(pattern: Any) -> str | None:
+    if not isinstance(pattern, str):
+        return f"a name, a class or a 're:' pattern must be text, got {pattern!r}."
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        return f"'{pattern}' is not a regular expression: {error}."
+    return None
+
+
+Patterns = Annotated[tuple[str, ...], PlainValidator(read_patterns)]
 """Names of modules, names of classes, and regular expressions after ``re:``; or one of them."""
 
 

@@ -22,7 +22,7 @@ from calipers.errors import (
     UnsupportedFormatError,
     did_you_mean,
 )
-from calipers.modifiers.base import Path, Patterns, to_plain
+from calipers.modifiers.base import Path, Patterns, read_patterns, to_plain
 from calipers.numerics.formats import Format
 from calipers.observers import Observer
 from calipers.observers.options import ObserverOptions, parse_options
@@ -126,7 +126,11 @@ def read_scheme_choice(value: Any) -> str | dict[str, tuple[str, ...]] | Quantiz
         return None
     if isinstance(value, str):
         return preset_name(value)
-    if not isinstance(value, Mapping) or set(value) & set(QuantizationScheme.model_fields):
+    is_scheme = not isinstance(value, Mapping) or bool(
+        set(value) & set(QuantizationScheme.model_fields)
+        or any(isinstance(each, Mapping) for each in value.values())
+    )
+    if is_scheme:
         return read_scheme(value)
     return {preset_name(str(name), (name,)): _targets(each) for name, each in value.items()}
 
@@ -223,9 +227,7 @@ def _check_observer(name: str, options: Mapping[str, Any], key: str) -> None:
     if cls.Options is None:
         return
     known: type[ObserverOptions] = cls.Options
-    averages = name.lower().startswith("memoryless") and "averaging_constant" in options
-    given = {k: v for k, v in options.items() if not (averages and k == "averaging_constant")}
-    parse_options(known, given, cls.registered_name())
+    parse_options(known, options, cls.registered_name())
 
 
 def _check_words(given: Mapping[str, Any]) -> None:
@@ -255,8 +257,8 @@ def _parse(model: type[Any], given: dict[str, Any]) -> Any:
 
 
 def _targets(value: Any) -> tuple[str, ...]:
-    named = (value,) if isinstance(value, str) else tuple(value or ())
-    if not named or not all(isinstance(each, str) for each in named):
+    named = read_patterns(value)
+    if not named:
         raise ConfigurationError(f"a preset needs its targets, such as [Linear], got {value!r}")
     return named
 

@@ -18,7 +18,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from calipers.calibration.plan import ModuleKind, PlannedModule
-from calipers.errors import CalipersWarning, ConfigurationError, RecipeError, UnmatchedPatternError
+from calipers.errors import CalipersWarning, RecipeError, UnmatchedPatternError
 from calipers.modifiers.base import Modifier, Path, Patterns, to_plain
 from calipers.modifiers.choices import (
     ARGS_FIELDS,
@@ -118,7 +118,6 @@ class QuantizationModifier(Modifier):
             )
         self._check_targets()
         self._check_observers()
-        self._unobserved()  # refuses what compressed-tensors refuses
         return self
 
     def _check_targets(self) -> None:
@@ -136,6 +135,21 @@ class QuantizationModifier(Modifier):
                     f"QuantizationModifier.config_groups.{name} needs the key 'targets'.",
                     path=("config_groups", name),
                 )
+        if not self.targets:
+            raise RecipeError("QuantizationModifier.targets is empty.", path=("targets",))
+        self._refuse_doubles()
+
+    def _refuse_doubles(self) -> None:
+        """A target stands for one scheme."""
+        seen: dict[str, str] = {}
+        for name, scheme in self._unobserved().items():
+            for target in scheme.targets:
+                if seen.setdefault(target, name) != name:
+                    raise RecipeError(
+                        f"QuantizationModifier has two schemes for the target '{target}': "
+                        f"{seen[target]} and {name}. Keep one.",
+                        path=("scheme" if self.config_groups is None else "config_groups",),
+                    )
 
     def _check_observers(self) -> None:
         for short in _ALONE:
@@ -180,7 +194,7 @@ class QuantizationModifier(Modifier):
         planned = []
         for name, module in matched:
             target = match_targets(name, module, by_target)[0]
-            kind = _kind(model, name, module, target)
+            kind = _kind(model, name, module, by_target[target].targets)
             if kind is not None and _quantizes(by_target[target]):
                 planned.append(PlannedModule(name, self._fit(name, kind, by_target[target]), kind))
         self._check_useful(model, by_target, [name for name, _ in matched])
@@ -263,7 +277,7 @@ class QuantizationModifier(Modifier):
 
     def _fit(self, name: str, kind: ModuleKind, scheme: QuantizationScheme) -> QuantizationScheme:
         if kind == "attention" and (scheme.weights or scheme.output_activations):
-            raise ConfigurationError(
+            raise RecipeError(
                 f"'{name}' is an attention module: a scheme for it has input_activations only, "
                 "which quantize q, k and v. To quantize weights, target its Linear modules."
             )
@@ -276,7 +290,7 @@ class QuantizationModifier(Modifier):
         modules = {name: model.get_submodule(name) for name in matched}
         for target in targets:
             found = {n: m for n, m in modules.items() if match_targets(n, m, [target])}
-            if found and not any(_kind(model, n, m, target) for n, m in found.items()):
+            if found and not any(_kind(model, n, m, [target]) for n, m in found.items()):
                 classes = sorted({type(module).__name__ for module in found.values()})
                 report(
                     f"{self.label()}.targets: '{target}' matches only {', '.join(classes)}. "
@@ -302,11 +316,11 @@ class QuantizationModifier(Modifier):
 
 
 def _kind(
-    model: torch.nn.Module, name: str, module: torch.nn.Module, target: str
+    model: torch.nn.Module, name: str, module: torch.nn.Module, targets: list[str]
 ) -> ModuleKind | None:
     if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
         return "linear"
-    if is_cached_attention_module(module) and is_narrow_match(model, target, name, module):
+    if is_cached_attention_module(module) and is_narrow_match(model, targets, name, module):
         return "attention"
     return None
 

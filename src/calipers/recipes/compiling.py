@@ -94,35 +94,35 @@ def _check(model: torch.nn.Module, planned: Sequence[PlannedModule]) -> None:
     if quantized:
         raise AlreadyQuantizedError(quantized)
     indivisible: list[tuple[str, str, int, int]] = []
+    seen: set[tuple[str, int]] = set()  # thousands of modules share a few arguments
     for each in planned:
         module = model.get_submodule(each.name)
         for tensor in each.tensors:
-            _check_tensor(module, tensor)
+            _check_module(module, tensor)
+            if (tensor.base_name, id(tensor.args)) not in seen:
+                _check_args(tensor)
+                seen.add((tensor.base_name, id(tensor.args)))
             indivisible.extend(_indivisible(module, tensor))
     if indivisible:
         raise ModulesDivisibilityError(indivisible)
 
 
-def _check_tensor(module: torch.nn.Module, tensor: PlannedTensor) -> None:
-    args, base_name = tensor.args, tensor.base_name
-    if base_name == "weight" and args.dynamic:
-        problem: object = "a weight does not change while the model runs. Set 'dynamic: false'."
-    elif base_name == "input" and isinstance(module, torch.nn.Embedding):
+def _check_module(module: torch.nn.Module, tensor: PlannedTensor) -> None:
+    if tensor.base_name == "input" and isinstance(module, torch.nn.Embedding):
         problem = "the input of an Embedding is token ids. Quantize its weights only."
-    else:
-        problem = _refusal(tensor)
-    if problem is not None:
-        raise UnfitError(tensor.module, base_name, problem)
+        raise UnfitError(tensor.module, tensor.base_name, problem)
 
 
-def _refusal(tensor: PlannedTensor) -> CalipersError | None:
-    """Return what the layout or the observer has against the tensor."""
+def _check_args(tensor: PlannedTensor) -> None:
+    """Ask the layout and the observer whether they take the tensor."""
+    if tensor.base_name == "weight" and tensor.args.dynamic:
+        problem = "a weight does not change while the model runs. Set 'dynamic: false'."
+        raise UnfitError(tensor.module, tensor.base_name, problem)
     try:
         Layout.of(tensor.base_name, tensor.args)
         _ = tensor.observer
     except CalipersError as error:
-        return error
-    return None
+        raise UnfitError(tensor.module, tensor.base_name, error) from error
 
 
 def _indivisible(

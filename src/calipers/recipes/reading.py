@@ -51,19 +51,26 @@ def read_document(text: str, source: str) -> Document:
     >>> read_document("a:\\n  b: 1", "recipe").lines
     {('a',): 1, ('a', 'b'): 2}
     """
-    loader = yaml.SafeLoader(text)
     try:
-        node = loader.get_single_node()
-        walk = _Walk(loader, source)
-        return Document(None if node is None else walk.build(node, ()), source, walk.lines)
+        return _read(text, source)
+    except RecursionError:
+        raise RecipeError("is nested too deeply.", source=source) from None
     except yaml.YAMLError as error:
         data = _as_json(text)
         if data is not None:
             return Document(data, source)
         mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or "cannot be read"
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = None if mark is None else mark.line + 1
         raise RecipeError(f"this is no YAML: {problem}.", source=source, line=line) from None
+
+
+def _read(text: str, source: str) -> Document:
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        walk = _Walk(loader, source)
+        return Document(None if node is None else walk.build(node, ()), source, walk.lines)
     finally:
         loader.dispose()
 
@@ -76,11 +83,12 @@ class _Walk:
         self._loader = loader
         self._source = source
         self._open: set[int] = set()
+        self._flat: set[int] = set()
 
     def build(self, node: yaml.Node, path: Path) -> Any:
         """Return the data of a node."""
         if isinstance(node, yaml.ScalarNode):
-            return self._loader.construct_object(node)
+            return self._scalar(node)
         if node.tag not in _PLAIN_TAGS:
             return self._word(node)
         if id(node) in self._open:
@@ -97,17 +105,25 @@ class _Walk:
         if isinstance(node, yaml.SequenceNode):
             return [self._at(item, item, (*path, i)) for i, item in enumerate(node.value)]
         assert isinstance(node, yaml.MappingNode)
-        self._refuse_doubles(node)
-        self._loader.flatten_mapping(node)
+        if id(node) not in self._flat:
+            self._flat.add(id(node))
+            self._refuse_doubles(node)
+            self._loader.flatten_mapping(node)
         # What is merged in by "<<" comes first, so that a key of the mapping itself wins.
         return {self._key(k): self._at(v, k, (*path, self._key(k))) for k, v in node.value}
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self._loader.construct_object(node)
+        except ValueError as error:
+            raise self._error(f"'{node.value}' cannot be read: {error}.", node) from None
 
     def _word(self, node: yaml.Node) -> Any:
         """Return the word of an enum as llm-compressor writes it; refuse all other tags."""
         value = node.value
         is_word = isinstance(value, list) and len(value) == 1
         if node.tag.startswith(_ENUM_TAG) and is_word and isinstance(value[0], yaml.ScalarNode):
-            return self._loader.construct_object(value[0])
+            return self._scalar(value[0])
         name = node.tag.replace("tag:yaml.org,2002:", "!!")
         raise self._error(f"the tag '{name}' is refused: a recipe holds plain data only.", node)
 
@@ -118,7 +134,7 @@ class _Walk:
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
             raise self._error("a key must be a word, not a list or a mapping.", node)
-        return str(self._loader.construct_object(node))
+        return str(self._scalar(node))
 
     def _refuse_doubles(self, node: yaml.MappingNode) -> None:
         seen: dict[str, int] = {}

@@ -223,6 +223,8 @@ def _modifiers(document: Document, body: Any, path: Path) -> Iterator[Modifier]:
 def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifier:
     if name not in MODIFIERS:
         raise document.error(_unknown_modifier(name), path)
+    if isinstance(fields, MODIFIERS[name]):
+        return fields
     given = {} if fields is None else _mapping(document, fields, path, f"'{name}'")
     try:
         return MODIFIERS[name](**given)
