@@ -7,13 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
-<<<<<<< HEAD
 import torch
 from compressed_tensors.utils.match import is_match
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-=======
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
->>>>>>> e4a028a123f580b69dbb696f7d6a910e29ae526c
 
 from calipers.errors import ConfigurationError, RecipeError, did_you_mean
 
