@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -126,6 +127,13 @@ def test_packing_keeps_a_rest_that_is_all_there_is() -> None:
     assert rows(batches) == [[1, 2, 3]]
 
 
+def test_packing_takes_no_more_than_asked_for() -> None:
+    batches = calibration_batches(
+        [[1, 2, 3], [4, 5, 6, 7, 8]], packing=True, max_seq_length=2, num_samples=2, shuffle=False
+    )
+    assert rows(batches) == [[1, 2], [3, 4]]
+
+
 @given(DOCUMENTS, st.integers(1, 9))
 def test_packing_loses_nothing_but_the_rest(documents: list[list[int]], length: int) -> None:
     batches = calibration_batches(
@@ -218,11 +226,12 @@ def test_too_little_data_is_said() -> None:
     assert {Path(warning.filename).name for warning in caught} == {"test_data.py"}
 
 
-@pytest.mark.filterwarnings("error")
 def test_enough_data_is_not_talked_about_and_other_ranks_are_silent() -> None:
     plenty = torch.zeros(32, 128, dtype=torch.int64)
-    assert calibration_batches(plenty, num_samples=32, max_seq_length=128).warnings == ()
-    assert calibration_batches([[1], [2]], rank=1, world_size=2).warnings != ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert calibration_batches(plenty, num_samples=32, max_seq_length=128).warnings == ()
+        assert calibration_batches([[1], [2]], rank=1, world_size=2).warnings != ()
 
 
 @pytest.mark.parametrize(("count", "length"), [(31, 1000), (32, 127)])

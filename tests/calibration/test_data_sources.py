@@ -255,6 +255,12 @@ def test_rows_of_ready_batches_are_counted() -> None:
     ]
 
 
+def test_a_ready_batch_is_not_cut_down_to_padding() -> None:
+    batch = {"input_ids": torch.ones(2, 2).long(), "attention_mask": torch.tensor([[0, 0], [1, 1]])}
+    (found,) = calibration_batches([batch], num_samples=1)
+    assert found["attention_mask"].tolist() == [[0, 0], [1, 1]]
+
+
 def test_a_loader_without_end_is_read_no_further_than_needed() -> None:
     def endless() -> Iterator[dict[str, torch.Tensor]]:
         while True:
