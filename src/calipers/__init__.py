@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from calipers.entrypoint import OneshotResult, oneshot
     from calipers.errors import CalipersError, CalipersWarning
     from calipers.modifiers import IMatrixGatherer, QuantizationModifier
     from calipers.observers import (
@@ -31,6 +32,7 @@ __all__ = [
     "CalipersWarning",
     "IMatrixGatherer",
     "Observer",
+    "OneshotResult",
     "QParamsDict",
     "QuantizationModifier",
     "Recipe",
@@ -39,6 +41,7 @@ __all__ = [
     "fuse_weight_observers",
     "get_observer_token_count",
     "load_recipe",
+    "oneshot",
 ]
 
 _HOMES = {
@@ -46,6 +49,7 @@ _HOMES = {
     "CalipersWarning": "calipers.errors",
     "IMatrixGatherer": "calipers.modifiers",
     "Observer": "calipers.observers",
+    "OneshotResult": "calipers.entrypoint",
     "QParamsDict": "calipers.observers",
     "QuantizationModifier": "calipers.modifiers",
     "Recipe": "calipers.recipes",
@@ -53,6 +57,7 @@ _HOMES = {
     "fuse_weight_observers": "calipers.observers",
     "get_observer_token_count": "calipers.observers",
     "load_recipe": "calipers.recipes",
+    "oneshot": "calipers.entrypoint",
 }
 
 

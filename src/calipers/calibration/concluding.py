@@ -184,8 +184,8 @@ def weight_error(weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -
 
     >>> args = QuantizationArgs(num_bits=4)
     >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
-    >>> weight_error(torch.tensor([[3.0, 4.0]]) + 0.25, args, found) ** 2 * (3.25**2 + 4.25**2)
-    0.125
+    >>> weight_error(torch.tensor([[3.0, 0.25, -4.0]]), args, found) == 0.25 / 25.0625**0.5
+    True
     """
     pieces = Layout.of("weight", args).pieces(weight.detach())
     shape = pieces.shape[1:-2]
