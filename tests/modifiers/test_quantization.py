@@ -22,6 +22,7 @@ from calipers.errors import (
     UnmatchedPatternError,
 )
 from calipers.modifiers import QuantizationModifier
+from calipers.observers import Observer
 
 INT4 = {"num_bits": 4, "group_size": 32}
 FP8 = {"num_bits": 8, "type": "float"}
@@ -111,6 +112,14 @@ class TestSchemes:
         args.num_bits = 4
         assert (args, scheme) == before
 
+    def test_null_is_nothing(self) -> None:
+        fields = QuantizationModifier.model_fields
+        nothing = {name: None for name in fields if name not in ("targets", "unmatched")}
+        given = QuantizationModifier(**{**nothing, "scheme": "FP8"})
+        assert given == QuantizationModifier(scheme="FP8")
+        with pytest.raises(RecipeError, match="does not say how"):
+            QuantizationModifier(**nothing)
+
     def test_it_is_frozen(self) -> None:
         modifier = QuantizationModifier(scheme="FP8")
         with pytest.raises(ValidationError, match="frozen"):
@@ -152,6 +161,19 @@ class TestObservers:
         for args in (scheme.input_activations, scheme.output_activations):
             assert args.observer == "mse"
             assert args.observer_kwargs == {"averaging_constant": 0.01}
+
+    def test_an_observer_of_ones_own_takes_any_option(self, llama: torch.nn.Module) -> None:
+        @Observer.register("own_of_modifier_tests")
+        class Own(Observer):
+            def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+                self.min_vals, self.max_vals = observed.amin((0, -1)), observed.amax((0, -1))
+
+        choice = {"name": Own.registered_name(), "anything": 1}
+        modifier = QuantizationModifier(scheme="FP8_DYNAMIC", weight_observer=choice)
+        args = planned(modifier, llama)["lm_head"].scheme.weights
+        assert args.observer_kwargs == {"anything": 1}
+        again = QuantizationModifier(scheme="FP8_DYNAMIC", weight_observer=modifier.weight_observer)
+        assert again == modifier
 
     def test_an_observer_with_nothing_to_watch_is_told(self, llama: torch.nn.Module) -> None:
         modifier = QuantizationModifier(scheme="W8A8", activation_observer="minmax")
@@ -308,6 +330,7 @@ class TestContradictions:
             ({"scheme": 8}, "scheme: must be a mapping"),
             ({"weights": 8}, r"weights: must be a mapping such as \{num_bits: 8\}, got 8"),
             ({"weights": {"num_bits": 12}}, "weights: int with 12 bits is not a supported format"),
+            ({"weights": {"num_bits": 16, "type": "float"}}, "float with 16 bits is not a supp"),
             ({"weights": {"type": "flot"}}, "unknown type 'flot'. Did you mean 'float'"),
             ({"weights": {"strategy": "grop"}}, "unknown strategy 'grop'. Did you mean 'group'"),
             ({"weights": {"group_size": "x"}}, "group_size must be an integer, got 'x'"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
@@ -86,10 +86,10 @@ class Modifier(BaseModel):
     @classmethod
     def _explain(cls, error: ValidationError) -> RecipeError:
         """Put the first problem that pydantic found into the words of the user."""
-        problems = list(_flat(error))
-        unknown = [each for each in problems if each[1]["type"] == "extra_forbidden"]
-        path, problem = (unknown or problems)[0]
-        text, path = cls._problem(path, problem)
+        problems = error.errors()
+        unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+        problem = (unknown or problems)[0]
+        text, path = cls._problem(problem["loc"], problem)
         return RecipeError(text, path=path)
 
     @classmethod
@@ -104,8 +104,6 @@ class Modifier(BaseModel):
                 f"Allowed: {', '.join(known)}.",
                 path,
             )
-        if problem["type"] == "missing":
-            return f"{owner} needs the key '{path[-1]}'.", path[:-1]
         if problem["type"] == "value_error":
             cause = problem["ctx"]["error"]
             if isinstance(cause, RecipeError):
@@ -148,17 +146,6 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     return str(value)
-
-
-def _flat(error: ValidationError, before: Path = ()) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Go through all problems; a validator may have met some inside the value it read."""
-    for problem in error.errors():
-        path = (*before, *problem["loc"])
-        inner = problem.get("ctx", {}).get("error")
-        if isinstance(inner, ValidationError):
-            yield from _flat(inner, path)
-        else:
-            yield path, problem
 
 
 def _sentence(text: str) -> str:
