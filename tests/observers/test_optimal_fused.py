@@ -52,6 +52,20 @@ class TestFused:
         assert found <= totals[0] * (1 + 1e-5)
         assert found <= totals[1] * (1 + 1e-2)  # the usual one may differ by a rounding to bf16
 
+    def test_the_best_of_four_global_scales_is_taken(self) -> None:
+        factors = (1.0, 0.875, 0.75, 0.625)
+        taken = set()
+        for seed in range(8):
+            weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+            usual = (448 * 6 / weight.abs().max()).reshape(1)
+            chosen = float(build(nvfp4(16))(weight).get_qparams()["global_scale"] / usual)
+            errors = [least_error(weight, nvfp4(16), local_scales(usual * f)) for f in factors]
+            nearest = min(range(4), key=lambda i: abs(factors[i] - chosen))
+            assert chosen == pytest.approx(factors[nearest], rel=1e-5)
+            assert errors[nearest] <= min(errors) * (1 + 1e-5)
+            taken.add(factors[nearest])
+        assert taken == set(factors)  # so many seeds that each is the best once
+
     def test_with_one_of_another_kind_the_usual_one_is_shared(self) -> None:
         block = Attention()
         block.k_proj.weight_observer = Observer.load_from_registry(

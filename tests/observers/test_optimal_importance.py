@@ -218,3 +218,13 @@ class TestScarcity:
         qparams = gathered(linear, inputs(), args, importance=importance)(linear.weight)
         assert bool(torch.isfinite(qparams.get_qparams()["scale"].float()).all())
         assert bool((qparams.get_qparams()["scale"].float() > 0).all())
+
+
+@pytest.mark.parametrize("importance", FIELDS)
+def test_the_weights_of_idle_channels_get_the_scale_they_would_get_alone(importance: str) -> None:
+    linear, x = layer(), inputs()
+    x[:, :16] = 0  # the first group of every row
+    scale = gathered(linear, x, importance=importance)(linear.weight).get_qparams()["scale"]
+    plain = build()(linear.weight).get_qparams()["scale"]
+    assert torch.equal(scale[:, 0], plain[:, 0])
+    assert not torch.equal(scale, plain)
