@@ -83,7 +83,9 @@ def scheme(name: str, targets: tuple[str, ...] = ("Linear",)) -> QuantizationSch
         return QuantizationScheme(
             targets=list(targets),
             weights=QuantizationArgs(num_bits=8, strategy="channel"),
-            input_activations=QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False),
+            input_activations=QuantizationArgs(
+                num_bits=8, strategy="tensor", observer="static_minmax"
+            ),
         )
     return preset_name_to_scheme(name, list(targets))
 

@@ -8,24 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from compressed_tensors.config import CompressionFormat
 from transformers import PreTrainedModel
 
 from calipers.checkpoint.companions import write_companions, write_json
-from calipers.checkpoint.compression import check_frozen, module_format, scheme_of
+from calipers.checkpoint.compression import check_frozen
 from calipers.checkpoint.config import checkpoint_config
+from calipers.checkpoint.loading import loading_problems
 from calipers.checkpoint.output import check_output, free_space, output_folder
 from calipers.checkpoint.shards import ShardWriter, parse_size
-from calipers.checkpoint.state import own_modules
 from calipers.checkpoint.tensors import checkpoint_tensors, estimated_size, tensor_names
 from calipers.errors import CalipersWarning, DiskSpaceError
-
-_DECODED_AS_BFLOAT16 = {
-    CompressionFormat.nvfp4_pack_quantized.value,
-    CompressionFormat.mxfp4_pack_quantized.value,
-    CompressionFormat.mxfp8_quantized.value,
-}
 
 
 def write_checkpoint(
@@ -56,24 +48,10 @@ def write_checkpoint(
     if needed > free:
         raise DiskSpaceError(path, needed, free)
     config = checkpoint_config(model)
-    _warn_of_bfloat16(model)
+    for problem in loading_problems(model):
+        warnings.warn(problem, CalipersWarning, stacklevel=2)
     with output_folder(path, overwrite) as folder:
         write_companions(model, folder, recipe=recipe, tokenizer=tokenizer, notes=notes)
         write_json(folder / "config.json", config)
         ShardWriter(folder, shard_size).write(checkpoint_tensors(model, names))
     return path
-
-
-def _warn_of_bfloat16(model: PreTrainedModel) -> None:
-    if model.dtype == torch.bfloat16:
-        return
-    schemes = ((module, scheme_of(module)) for _, module in own_modules(model))
-    formats = {module_format(module, scheme).value for module, scheme in schemes if scheme}
-    found = sorted(formats & _DECODED_AS_BFLOAT16)
-    if found:
-        warnings.warn(
-            f"transformers decodes {', '.join(found)} to bfloat16, and this model is {model.dtype}:"
-            " load the checkpoint with from_pretrained(…, dtype=torch.bfloat16).",
-            CalipersWarning,
-            stacklevel=3,
-        )
