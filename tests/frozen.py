@@ -113,7 +113,7 @@ def freeze(
             _set(module, "weight", found.weights, module.weight.data)
             _set(module, "input", found.input_activations, inputs[name])
         else:
-            for part in ("k", "v"):
+            for part in ("q", "k", "v"):
                 states = outputs[f"{name}.{part}_proj"].unflatten(-1, (-1, module.head_dim))
                 _set(module, part, found.input_activations, states.transpose(1, 2))
         module.quantization_status = QuantizationStatus.FROZEN

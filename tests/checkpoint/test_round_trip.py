@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from frozen import (
     KV_FP8,
@@ -118,6 +119,13 @@ def test_kv_cache(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_kv_cache_alone(tmp_path: Path) -> None:
     check_round_trip(freeze(llama(), kv_cache=KV_FP8), tmp_path / "out")
+
+
+def test_attention(tmp_path: Path) -> None:
+    attention = QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_FP8)
+    model = freeze(llama(), scheme("W8A8"), attention)
+    check_round_trip(model, tmp_path / "out")
+    assert "model.layers.1.self_attn.q_scale" in tensors_of(tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
