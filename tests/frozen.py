@@ -15,6 +15,9 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
     preset_name_to_scheme,
 )
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -22,6 +25,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -65,7 +69,7 @@ def qwen2_moe(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedM
 def _random(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
     # A mean other than zero gives asymmetric formats something to do.
     torch.manual_seed(1)
-    model = kind(config).to(dtype).eval()
+    model = kind._from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -79,7 +83,9 @@ def scheme(name: str, targets: tuple[str, ...] = ("Linear",)) -> QuantizationSch
         return QuantizationScheme(
             targets=list(targets),
             weights=QuantizationArgs(num_bits=8, strategy="channel"),
-            input_activations=QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False),
+            input_activations=QuantizationArgs(
+                num_bits=8, strategy="tensor", observer="static_minmax"
+            ),
         )
     return preset_name_to_scheme(name, list(targets))
 
@@ -91,8 +97,11 @@ def freeze(
     ignore: tuple[str, ...] = ("lm_head",),
 ) -> PreTrainedModel:
     """Quantize a model in place, with the ranges of TOKENS."""
-    inputs = _record(model, lambda module, args, output: args[0])
-    outputs = _record(model, lambda module, args, output: output)
+    for each in schemes:
+        if each.weights is not None:
+            each.weights.observer = "memoryless_minmax"
+    inputs = _record(model, lambda args, _: args[0])
+    outputs = _record(model, lambda _, output: output)
     groups = {f"group_{i}": each for i, each in enumerate(copy.deepcopy(schemes))}
     config = QuantizationConfig(config_groups=groups, ignore=list(ignore), kv_cache_scheme=kv_cache)
     apply_quantization_config(model, config, show_progress=False)
@@ -104,7 +113,7 @@ def freeze(
             _set(module, "weight", found.weights, module.weight.data)
             _set(module, "input", found.input_activations, inputs[name])
         else:
-            for part in ("k", "v"):
+            for part in ("q", "k", "v"):
                 states = outputs[f"{name}.{part}_proj"].unflatten(-1, (-1, module.head_dim))
                 _set(module, part, found.input_activations, states.transpose(1, 2))
         module.quantization_status = QuantizationStatus.FROZEN
@@ -112,15 +121,15 @@ def freeze(
 
 
 def _record(
-    model: PreTrainedModel, choose: Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
+    model: PreTrainedModel, choose: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     seen: dict[str, torch.Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
 
-            def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                seen[name] = choose(module, args, output).detach()
+            def hook(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                seen[name] = choose(args, output).detach()
 
             hooks.append(module.register_forward_hook(hook))
     logits_of(model)
@@ -160,7 +169,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts as modules of their own, all of which see all tokens; a stand-in for calibration's."""
+    """Experts as modules of their own, each of which sees all tokens."""
 
     def __init__(self, fused: nn.Module) -> None:
         super().__init__()
@@ -180,3 +189,12 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     for layer in model.model.layers:
         layer.mlp.experts = Experts(layer.mlp.experts)
     return model
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(126)} | {"<pad>": 126, "<unk>": 127}
+    core = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return fast

@@ -102,7 +102,7 @@ def _expert_names(model: PreTrainedModel) -> dict[str, str]:
     """
     marks: dict[str, torch.Tensor] = {}
     modules: list[str] = []
-    for name, count in _unfused_experts(model).items():
+    for name, count in unfused_experts(model).items():
         first = len(modules)
         modules += [f"{name}.{i}.{part}" for i in range(count) for part in _PROJECTIONS]
         numbers = torch.arange(first, len(modules)).view(count, len(_PROJECTIONS), 1)
@@ -117,7 +117,8 @@ def _expert_names(model: PreTrainedModel) -> dict[str, str]:
     return {}
 
 
-def _unfused_experts(model: PreTrainedModel) -> dict[str, int]:
+def unfused_experts(model: PreTrainedModel) -> dict[str, int]:
+    """Return the modules whose children are experts, with the number of these."""
     found = {}
     for name, module in model.named_modules():
         experts = dict(module.named_children())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from calipers.errors import (
     CalipersWarning,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointWriteError,
     NotACheckpointError,
@@ -70,6 +71,7 @@ def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) ->
         temporary = _folder_beside(path, "tmp")
         yield temporary
         _sync_tree(temporary)
+        check_output(path, overwrite)  # somebody may have come in between
         _move_into_place(temporary, path)
     except BaseException as error:
         if temporary is not None:
@@ -77,7 +79,7 @@ def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) ->
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()
-        if isinstance(error, OSError) and not isinstance(error, CheckpointWriteError):
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise CheckpointWriteError(path, error.strerror or error) from error
         raise
 

@@ -31,11 +31,10 @@ def checkpoint_tensors(
     """Give each tensor of the checkpoint with its name; the model is not changed."""
     waiting: dict[str, torch.Tensor] = {}
     for prefix, module in own_modules(model):
-        weight = names.renamed.get(join(prefix, "weight"), "")
-        quantized = has_quantized_weight(module)
+        weight = names.renamed.get(join(prefix, "weight")) if has_quantized_weight(module) else None
         for local, tensor in compressed_state(module).items():
             name = join(prefix, local)
-            if quantized:
+            if weight is not None:
                 yield weight.removesuffix("weight") + local, tensor
             elif name in names.renamed:
                 yield names.renamed[name], tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from transformers import PreTrainedModel
 from calipers.checkpoint.companions import write_companions, write_json
 from calipers.checkpoint.compression import check_frozen
 from calipers.checkpoint.config import checkpoint_config
+from calipers.checkpoint.loading import loading_problems
 from calipers.checkpoint.output import check_output, free_space, output_folder
 from calipers.checkpoint.shards import ShardWriter, parse_size
 from calipers.checkpoint.tensors import checkpoint_tensors, estimated_size, tensor_names
-from calipers.errors import DiskSpaceError
+from calipers.errors import CalipersWarning, DiskSpaceError
 
 
 def write_checkpoint(
@@ -46,6 +48,8 @@ def write_checkpoint(
     if needed > free:
         raise DiskSpaceError(path, needed, free)
     config = checkpoint_config(model)
+    for problem in loading_problems(model):
+        warnings.warn(problem, CalipersWarning, stacklevel=2)
     with output_folder(path, overwrite) as folder:
         write_companions(model, folder, recipe=recipe, tokenizer=tokenizer, notes=notes)
         write_json(folder / "config.json", config)

@@ -1,0 +1,157 @@
+"""Experts are stored under the names of the original layout, each on its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from frozen import freeze, logits_of, mixtral, qwen2_moe, scheme, unfuse
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from calipers.checkpoint.writer import write_checkpoint
+from calipers.errors import CalipersWarning
+
+MODELS = {"mixtral": mixtral, "qwen2_moe": qwen2_moe}
+# What each projection of an expert is called in checkpoints of the original models.
+ORIGINAL = {
+    "mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+    "qwen2_moe": ("mlp", {}),
+}
+LOADABLE = ["W4A16", "W2A16", "W3A16", "W8A16", "MXFP4A16"]
+WEIGHT_ONLY_LOADABLE = ["FP8", "FP8_DYNAMIC"]
+NOT_LOADABLE = ["W4A16_ASYM", "W8A8", "W8A8_STATIC", "MXFP8"]
+Make = Callable[..., PreTrainedModel]
+
+
+def frozen(make: Make, name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return freeze(unfuse(make(dtype)), scheme(name), ignore=("lm_head", "re:.*_gate$"))
+
+
+@pytest.fixture(params=sorted(MODELS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def stored_name(kind: str, module: str) -> str:
+    block, parts = ORIGINAL[kind]
+    path, _, part = module.replace(".mlp.", f".{block}.").rpartition(".")
+    return f"{path}.{parts.get(part, part)}" if ".experts." in module else module
+
+
+@pytest.mark.filterwarnings("ignore:transformers:calipers.errors.CalipersWarning")
+@pytest.mark.parametrize(
+    "name", [*LOADABLE, *WEIGHT_ONLY_LOADABLE, *NOT_LOADABLE, "FP8_BLOCK", "NVFP4", "NVFP4A16"]
+)
+def test_every_expert_is_stored_under_its_original_name(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    model = frozen(MODELS[kind], name)
+    path = write_checkpoint(model, tmp_path / "out", recipe="")
+    tensors = load_file(path / "model.safetensors")
+    groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
+    compressor = BaseCompressor.get_value_from_registry(groups["group_0"]["format"])
+    seen = 0
+    for module_name, module in model.named_modules():
+        if not hasattr(module, "quantization_scheme"):
+            continue
+        prefix = stored_name(kind, module_name) + "."
+        stored = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(prefix)
+        }
+        decoded = compressor.decompress(stored, module.quantization_scheme)["weight"]
+        args = module.quantization_scheme.weights
+        assert torch.equal(decoded, forward_quantize(module, module.weight, "weight", args))
+        seen += ".experts." in module_name
+    assert seen == 2 * 4 * 3
+    assert not [key for key in tensors if "gate_up_proj" in key]
+
+
+@pytest.mark.parametrize("name", LOADABLE)
+def test_transformers_loads_them(kind: str, name: str, tmp_path: Path) -> None:
+    model = frozen(MODELS[kind], name)
+    check_loads(model, write_checkpoint(model, tmp_path / "out", recipe=""))
+
+
+def check_loads(model: PreTrainedModel, path: Path) -> None:
+    loaded, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    before, after = logits_of(model), logits_of(loaded)
+    assert (after - before).abs().max() <= 2**-7 * before.abs().max()
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W3A16"])
+def test_transformers_loads_them_in_float32(kind: str, name: str, tmp_path: Path) -> None:
+    model = frozen(MODELS[kind], name, torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        write_checkpoint(model, tmp_path / "out", recipe="")
+    )
+    before = logits_of(model)
+    assert (logits_of(loaded) - before).abs().max() <= 1e-5 * before.abs().max()
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY_LOADABLE)
+def test_fp8_experts_are_loaded_as_bfloat16(kind: str, name: str, tmp_path: Path) -> None:
+    """The inputs of fused experts are not quantized; their weights are those that were stored."""
+    model = frozen(MODELS[kind], name)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        write_checkpoint(model, tmp_path / "out", recipe="")
+    )
+    for i, layer in enumerate(model.model.layers):
+        down = loaded.model.layers[i].mlp.experts.down_proj
+        for expert, weight in zip(layer.mlp.experts.children(), down, strict=True):
+            module = expert.down_proj
+            args = module.quantization_scheme.weights
+            wanted = forward_quantize(module, module.weight, "weight", args)
+            assert torch.allclose(weight, wanted, rtol=2**-7)
+
+
+@pytest.mark.parametrize("name", NOT_LOADABLE)
+def test_what_transformers_cannot_load_is_said(kind: str, name: str, tmp_path: Path) -> None:
+    model = frozen(MODELS[kind], name)
+    with pytest.warns(CalipersWarning, match=r"transformers cannot load experts .*; vLLM can\."):
+        path = write_checkpoint(model, tmp_path / "out", recipe="")
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4A16"])
+def test_nvfp4_experts_are_loaded_wrongly(kind: str, name: str, tmp_path: Path) -> None:
+    model = frozen(MODELS[kind], name)
+    with pytest.warns(CalipersWarning, match="transformers loads NVFP4 experts without their glob"):
+        path = write_checkpoint(model, tmp_path / "out", recipe="")
+    _, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert any(key.endswith("weight_global_scale") for key in found["unexpected_keys"])
+
+
+def test_fused_experts_are_written_as_save_pretrained_does(kind: str, tmp_path: Path) -> None:
+    model = freeze(MODELS[kind](torch.bfloat16), scheme("W4A16", ("re:.*self_attn.*",)))
+    MODELS[kind](torch.bfloat16).save_pretrained(tmp_path / "plain")
+    path = write_checkpoint(model, tmp_path / "out", recipe="")
+    ours = load_file(path / "model.safetensors")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    experts = [name for name in plain if ".experts." in name]
+    assert experts
+    assert all(torch.equal(ours[name], plain[name]) for name in experts)
+    assert {name for name in ours if "self_attn" not in name} == {
+        name for name in plain if "self_attn" not in name
+    }
+
+
+def test_a_loaded_model_keeps_the_names_it_was_loaded_with(kind: str, tmp_path: Path) -> None:
+    MODELS[kind](torch.bfloat16).save_pretrained(tmp_path / "plain")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    model = freeze(unfuse(loaded), scheme("W4A16"), ignore=("lm_head", "re:.*_gate$"))
+    path = write_checkpoint(model, tmp_path / "out", recipe="")
+    assert {name.rpartition(".")[0] for name in load_file(path / "model.safetensors")} == {
+        name.rpartition(".")[0] for name in load_file(tmp_path / "plain" / "model.safetensors")
+    }
+    check_loads(model, path)
