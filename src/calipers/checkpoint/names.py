@@ -121,7 +121,7 @@ def unfused_experts(model: PreTrainedModel) -> dict[str, int]:
     """Return the modules whose children are experts, with the number of these."""
     found = {}
     for name, module in model.named_modules():
-        experts = dict(module.named_children())
+        experts = {key: child for key, child in module.named_children() if key.isdecimal()}
         if experts and all(
             key == str(i) and all(hasattr(expert, part) for part in _PROJECTIONS)
             for i, (key, expert) in enumerate(experts.items())
