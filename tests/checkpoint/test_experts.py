@@ -89,6 +89,22 @@ def check_loads(model: PreTrainedModel, path: Path) -> None:
     assert (after - before).abs().max() <= 2**-7 * before.abs().max()
 
 
+def test_transformers_loads_them_beside_another_scheme(kind: str, tmp_path: Path) -> None:
+    model = freeze(
+        unfuse(MODELS[kind](torch.bfloat16)),
+        scheme("FP8_DYNAMIC", ("re:.*self_attn.*",)),
+        scheme("W4A16", ("re:.*mlp.*_proj$",)),
+    )
+    path = write_checkpoint(model, tmp_path / "out", recipe="")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    targets = {key: group["targets"] for key, group in config["config_groups"].items()}
+    assert targets == {
+        "group_0": ["re:.*self_attn.*"],
+        "group_1": ["re:.*mlp.*_proj$", r"re:.*\.experts\..*"],
+    }
+    check_loads(model, path)
+
+
 @pytest.mark.parametrize("name", ["W4A16", "W3A16"])
 def test_transformers_loads_them_in_float32(kind: str, name: str, tmp_path: Path) -> None:
     model = frozen(MODELS[kind], name, torch.float32)
