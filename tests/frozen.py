@@ -35,7 +35,9 @@ from transformers import (
 from calipers.observers import Observer
 
 TOKENS = torch.arange(48).view(3, 16) * 7 % 128
-KV_FP8 = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
+KV_FP8 = QuantizationArgs(
+    num_bits=8, type="float", strategy="tensor", dynamic=False, observer="static_minmax"
+)
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,

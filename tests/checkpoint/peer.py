@@ -9,7 +9,7 @@ from pathlib import Path
 
 def main(source: str, output: str, *names: str) -> None:
     import datasets
-    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from frozen import KV_FP8, TOKENS, scheme, tokenizer
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
@@ -26,6 +26,9 @@ def main(source: str, output: str, *names: str) -> None:
                 "group_0": scheme("FP8", ("re:.*self_attn.*",)),
                 "group_1": scheme("W4A16", ("re:.*mlp.*",)),
             }
+        elif name == "ATTENTION":
+            attention = QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_FP8)
+            groups = {"group_0": scheme("W8A8"), "group_1": attention}
         else:
             groups = {"group_0": scheme(name.removesuffix("+KV"))}
         modifier = QuantizationModifier(

@@ -13,6 +13,7 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from frozen import freeze, logits_of, mixtral, qwen2_moe, scheme, unfuse
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import CalipersWarning
@@ -88,6 +89,22 @@ def check_loads(model: PreTrainedModel, path: Path) -> None:
     assert (after - before).abs().max() <= 2**-7 * before.abs().max()
 
 
+def test_transformers_loads_them_beside_another_scheme(kind: str, tmp_path: Path) -> None:
+    model = freeze(
+        unfuse(MODELS[kind](torch.bfloat16)),
+        scheme("FP8_DYNAMIC", ("re:.*self_attn.*",)),
+        scheme("W4A16", ("re:.*mlp.*_proj$",)),
+    )
+    path = write_checkpoint(model, tmp_path / "out", recipe="")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    targets = {key: group["targets"] for key, group in config["config_groups"].items()}
+    assert targets == {
+        "group_0": ["re:.*self_attn.*"],
+        "group_1": ["re:.*mlp.*_proj$", r"re:.*\.experts\..*"],
+    }
+    check_loads(model, path)
+
+
 @pytest.mark.parametrize("name", ["W4A16", "W3A16"])
 def test_transformers_loads_them_in_float32(kind: str, name: str, tmp_path: Path) -> None:
     model = frozen(MODELS[kind], name, torch.float32)
@@ -117,7 +134,7 @@ def test_fp8_experts_are_loaded_as_bfloat16(kind: str, name: str, tmp_path: Path
 @pytest.mark.parametrize("name", NOT_LOADABLE)
 def test_what_transformers_cannot_load_is_said(kind: str, name: str, tmp_path: Path) -> None:
     model = frozen(MODELS[kind], name)
-    with pytest.warns(CalipersWarning, match=r"transformers cannot load experts .*; vLLM can\."):
+    with pytest.warns(CalipersWarning, match=r"transformers cannot load experts .*; vLLM can load"):
         path = write_checkpoint(model, tmp_path / "out", recipe="")
     with pytest.raises(RuntimeError, match="conversion of the weights"):
         AutoModelForCausalLM.from_pretrained(path)
@@ -155,3 +172,23 @@ def test_a_loaded_model_keeps_the_names_it_was_loaded_with(kind: str, tmp_path: 
         name.rpartition(".")[0] for name in load_file(tmp_path / "plain" / "model.safetensors")
     }
     check_loads(model, path)
+
+
+def test_experts_that_checkpoints_hold_fused_keep_their_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = "mlp.experts.down_proj"
+    turned = WeightConverter(part, part, operations=[Transpose(1, 2, check_dims=True)])
+    renamed = WeightRenaming("model.layers", "blocks")
+    monkeypatch.setattr(
+        "calipers.checkpoint.names.get_model_conversion_mapping",
+        lambda *_, **__: [renamed.reverse_transform(), turned],
+    )
+    with pytest.warns(CalipersWarning, match="transformers has no place for single experts of"):
+        path = write_checkpoint(frozen(qwen2_moe, "W4A16"), tmp_path / "out", recipe="")
+    names = set(load_file(path / "model.safetensors"))
+    assert "blocks.1.mlp.experts.3.down_proj.weight_packed" in names
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert {"model.layers.0.mlp.shared_expert_gate", "blocks.0.mlp.shared_expert_gate"} <= set(
+        config["ignore"]
+    )

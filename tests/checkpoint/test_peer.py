@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from frozen import KV_FP8, freeze, llama, mixtral, qwen2_moe, scheme, unfuse
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -35,8 +36,9 @@ SCHEMES = [
     "MXFP8",
     "FP8+KV",
     "MIXED",
+    "ATTENTION",
 ]
-MOE_SCHEMES = ["W4A16", "FP8_DYNAMIC", "NVFP4A16"]
+MOE_SCHEMES = ["W4A16", "FP8_DYNAMIC"]
 Described = dict[str, tuple[list[int], str]]
 
 
@@ -82,6 +84,9 @@ def test_dense(dense: Path, name: str, tmp_path: Path) -> None:
     if name == "MIXED":
         attention = scheme("FP8", ("re:.*self_attn.*",))
         freeze(model, attention, scheme("W4A16", ("re:.*mlp.*",)))
+    elif name == "ATTENTION":
+        attention = QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_FP8)
+        freeze(model, scheme("W8A8"), attention)
     else:
         kv_cache = KV_FP8 if name.endswith("+KV") else None
         freeze(model, scheme(name.removesuffix("+KV")), kv_cache=kv_cache)

@@ -145,7 +145,8 @@ def test_mixed_schemes(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_two_schemes_with_the_same_targets(tmp_path: Path) -> None:
     """Two modifiers may both say "Linear" and ignore what the other takes."""
     model = freeze(llama(), scheme("W4A16"), ignore=("lm_head", "re:.*self_attn.*"))
-    freeze(model, scheme("W8A8"), ignore=("lm_head", "re:.*mlp.*"))
+    attention = QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_FP8)
+    freeze(model, scheme("W8A8"), attention, ignore=("lm_head", "re:.*mlp.*"))
     check_round_trip(model, tmp_path / "out")
 
 

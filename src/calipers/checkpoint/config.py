@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import compressed_tensors
@@ -16,13 +16,18 @@ from compressed_tensors.base import (
     TRANSFORM_CONFIG_NAME,
 )
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
-from compressed_tensors.utils.match import is_match, match_targets
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+)
+from compressed_tensors.utils.match import match_targets
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.compressed_tensors import get_experts_scheme
 
 from calipers.checkpoint.compression import module_format, scheme_of
-from calipers.checkpoint.names import stored_module_names
+from calipers.checkpoint.names import expert_names, stored_module_names
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.state import own_modules
 from calipers.checkpoint.ties import tied_names
@@ -33,6 +38,9 @@ _PATCHED = (
     ("torch_dtype", "dtype"),
     ("num_experts", "num_local_experts", "moe_num_experts"),
 )
+# Typed: the function is not.
+_experts_scheme: Callable[[QuantizationConfig], QuantizationScheme] = get_experts_scheme
+_EXPERTS = r"re:.*\.experts\..*"
 
 
 def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -126,18 +134,29 @@ def _set_formats(model: nn.Module, config: QuantizationConfig) -> None:
 
 
 def _set_targets(model: PreTrainedModel, config: QuantizationConfig) -> None:
-    """Name the modules one by one where the targets of the groups would not find their own."""
+    """See to it that readers of the config find the group of each module."""
     wanted = dict(_groups_of_modules(model, config))
-    if all(
-        _group_by_targets(name, module, config) == wanted.get(name)
-        for name, module in own_modules(model)
-        if isinstance(module, (nn.Linear, nn.Embedding))
-    ):
-        return
+    if dict(_groups_by_targets(model, config)) != wanted:
+        _name_modules(model, config, wanted)
+    _point_at_experts(config, {wanted[name] for name in expert_names(model) if name in wanted})
+
+
+def _name_modules(
+    model: PreTrainedModel, config: QuantizationConfig, wanted: dict[str, str]
+) -> None:
+    """Name the modules of each group one by one, in memory and on disk."""
     stored = stored_module_names(model, wanted)
-    for group_name, group in config.config_groups.items():
-        names = [name for name, its_group in wanted.items() if its_group == group_name]
-        group.targets = list(dict.fromkeys(n for name in names for n in (name, stored[name])))
+    for key, group in config.config_groups.items():
+        names = [name for name, its_key in wanted.items() if its_key == key]
+        if names:
+            group.targets = list(dict.fromkeys(n for name in names for n in (name, stored[name])))
+
+
+def _point_at_experts(config: QuantizationConfig, keys: set[str]) -> None:
+    """Let transformers, which has no modules for experts, know their group by a pattern."""
+    groups = [config.config_groups[key] for key in keys]
+    if len(groups) == 1 and _experts_scheme(config) is not groups[0]:
+        groups[0].targets = [*groups[0].targets, _EXPERTS]
 
 
 def _groups_of_modules(
@@ -154,10 +173,12 @@ def _groups_of_modules(
             yield name, next(key for key, group in plain.items() if group == scheme)
 
 
-def _group_by_targets(name: str, module: nn.Module, config: QuantizationConfig) -> str | None:
-    """Return the group that a reader of the config takes for a module."""
+def _groups_by_targets(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, str]]:
+    """Give each module with the group that a reader of the config takes for it."""
     owner = {t: key for key, group in config.config_groups.items() for t in group.targets}
-    if is_match(name, module, config.ignore or []):
-        return None
-    matched = match_targets(name, module, owner)
-    return owner[matched[0]] if matched else None
+    ignored = set(config.ignore or [])
+    for name, module in own_modules(model):
+        if name not in ignored and isinstance(module, (nn.Linear, nn.Embedding)):
+            matched = match_targets(name, module, owner)
+            if matched:
+                yield name, owner[matched[0]]

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme
+from torch import nn
 from transformers import PreTrainedModel
 
 from calipers.checkpoint.compression import module_format, scheme_of
-from calipers.checkpoint.names import unfused_experts
+from calipers.checkpoint.names import expert_names, unfused_experts
 from calipers.checkpoint.state import own_modules
 from calipers.numerics.layout import strategy_name
 
@@ -32,16 +33,26 @@ def loading_problems(model: PreTrainedModel) -> Iterator[str]:
             f"transformers decodes {', '.join(small)} to bfloat16, and this model is {model.dtype}:"
             " load the checkpoint with from_pretrained(…, dtype=torch.bfloat16)."
         )
-    experts = tuple(f"{name}." for name in unfused_experts(model))
-    for form in sorted({form for name, form in formats.items() if name.startswith(experts)}):
-        name = next(n for n, f in formats.items() if f is form and n.startswith(experts))
-        problem = _expert_problem(form, schemes[name][1])
-        if problem:
-            yield f"transformers {problem} (here of '{name}'); vLLM can."
+    yield from _problems_of_experts(model, {n: (formats[n], s) for n, (_, s) in schemes.items()})
+
+
+def _problems_of_experts(
+    model: PreTrainedModel, quantized: dict[str, tuple[CompressionFormat, QuantizationScheme]]
+) -> Iterator[str]:
+    """transformers fuses experts while loading, and decodes few formats on the way."""
+    known, said = expert_names(model), set()
+    for experts in unfused_experts(model):
+        if isinstance(model.get_submodule(experts), nn.ModuleList):
+            continue  # so it is in transformers, too
+        for name in (name for name in quantized if name.startswith(f"{experts}.")):
+            missing = "has no place for single experts of this model"
+            problem = _expert_problem(*quantized[name]) if name in known else missing
+            if problem is not None and problem not in said:
+                said.add(problem)
+                yield f"transformers {problem} (here '{name}'); vLLM can load this checkpoint."
 
 
 def _expert_problem(form: CompressionFormat, scheme: QuantizationScheme) -> str | None:
-    """transformers fuses experts while loading, and decodes few formats on the way."""
     weights = scheme.weights
     if form is CompressionFormat.nvfp4_pack_quantized:
         return "loads NVFP4 experts without their global scale, and so computes nonsense"

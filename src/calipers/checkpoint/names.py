@@ -38,7 +38,7 @@ class StoredNames:
 
 def stored_names(model: PreTrainedModel, names: Iterable[str]) -> StoredNames:
     """Find the names on disk of all tensors of a model, by the model's own conversions."""
-    experts = _expert_names(model)
+    experts = expert_names(model)
     renamings, converters = _reverse_transforms(conversions_of(model))
     renamed: dict[str, str] = {}
     groups: dict[str, list[str]] = defaultdict(list)
@@ -94,7 +94,7 @@ def _reverse_transforms(
     )
 
 
-def _expert_names(model: PreTrainedModel) -> dict[str, str]:
+def expert_names(model: PreTrainedModel) -> dict[str, str]:
     """Return the names on disk of the projections of experts that are modules of their own.
 
     The model's conversions speak of fused experts only. So a fused tensor that holds nothing but
@@ -110,11 +110,17 @@ def _expert_names(model: PreTrainedModel) -> dict[str, str]:
         marks[f"{name}.down_proj"] = numbers[:, 2:].expand(-1, -1, 2).contiguous()
     if not marks:
         return {}
-    for conversions in (conversions_of(model), _default_conversions(model)):
-        found = _read_marks(_revert(model, conversions, marks), modules)
-        if len(found) == len(modules):
-            return found
-    return {}
+    # A model loaded from fused experts does not know how others store them; its class does.
+    found: dict[str, str] = {}
+    for conversions in (_default_conversions(model), conversions_of(model)):
+        useful = [each for each in conversions if _is_renaming_or_splits(each)]
+        found |= _read_marks(_revert(model, useful, marks), modules)
+    return found
+
+
+def _is_renaming_or_splits(transform: WeightTransform) -> bool:
+    wildcards = any("*" in pattern for pattern in transform.source_patterns)
+    return isinstance(transform, WeightRenaming) or wildcards
 
 
 def unfused_experts(model: PreTrainedModel) -> dict[str, int]:
