@@ -8,22 +8,33 @@ from typing import Any
 
 import pytest
 
+from calipers import load_recipe
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 DOCUMENTS += sorted((ROOT / "src").rglob("*.md"))
 
 
-def blocks(document: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(document: Path, language: str = "python") -> list[str]:
+    fenced = rf"^```{language}\n(.*?)^```"
+    return re.findall(fenced, document.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_blocks_run(document: Path) -> None:
+def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a block may write
     found = blocks(document)
     assert found
     namespace: dict[str, Any] = {"__name__": "document"}
     for block in found:
         exec(compile(block, str(document), "exec"), namespace)
+
+
+def test_yaml_blocks_are_recipes() -> None:
+    found = [block for document in DOCUMENTS for block in blocks(document, "yaml")]
+    assert found
+    for block in found:
+        assert load_recipe(block).modifiers
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

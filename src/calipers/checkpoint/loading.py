@@ -1,4 +1,4 @@
-"""What transformers cannot do with a checkpoint that is right, and vLLM can."""
+"""What transformers cannot do with a checkpoint that is right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def _problems_of_experts(
             problem = _expert_problem(*quantized[name]) if name in known else missing
             if problem is not None and problem not in said:
                 said.add(problem)
-                yield f"transformers {problem} (here '{name}'); vLLM can load this checkpoint."
+                yield (
+                    f"transformers {problem} (here '{name}'). The tensors are complete, in the "
+                    "layout of the original checkpoint, for clients that read single experts."
+                )
 
 
 def _expert_problem(form: CompressionFormat, scheme: QuantizationScheme) -> str | None:
