@@ -137,7 +137,7 @@ def oneshot(
             plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
             chosen = _choose_pipeline(pipeline, plan, loaded, place)
             if chosen != "datafree" and dataset is None:
-                raise NoDataError(_wanting(plan))
+                raise NoDataError(_wanting(plan, loaded))
             batches = batches_of() if chosen != "datafree" else None
         watched = WatchedModel(loaded, plan, share_inputs=share_inputs)
         findings = Findings(plan, Coverage(on_unseen))
@@ -184,9 +184,9 @@ def plan_for(
 def _choose_pipeline(
     choice: PipelineChoice, plan: Plan, model: PreTrainedModel, device: torch.device
 ) -> str:
-    if choice == "datafree" and plan.needs_data:
-        raise NoDataError(_wanting(plan))
-    if not plan.needs_data:
+    if choice == "datafree" and _wanting(plan, model):
+        raise NoDataError(_wanting(plan, model))
+    if not _wanting(plan, model):
         return "datafree"
     if choice != "auto":
         return choice
@@ -197,9 +197,13 @@ def _choose_pipeline(
     return "basic" if size < 0.8 * free else "sequential"
 
 
-def _wanting(plan: Plan) -> list[str]:
-    """Name the tensors that need data."""
-    tensors = [f"{tensor.module}.{tensor.base_name}" for tensor in plan if tensor.needs_data]
+def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
+    """Name the tensors that need data; what was summed up before is data, too."""
+    tensors = [
+        f"{tensor.module}.{tensor.base_name}"
+        for tensor in plan
+        if tensor.needs_data and not tensor.has_sums_on(model.get_submodule(tensor.module))
+    ]
     return [*tensors, *(f"{name}.input" for name in plan.gathered)]
 
 

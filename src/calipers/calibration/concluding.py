@@ -55,14 +55,14 @@ class Conclusions:
     def conclude(self, names: Iterable[str]) -> None:
         """Work out the parameters of some modules. All processes call this with the same names."""
         names = list(dict.fromkeys(names))
-        modules = [module for module in self._watched.plan.modules if module.name in set(names)]
+        wanted = set(names)
+        modules = [module for module in self._watched.plan.modules if module.name in wanted]
         self._watched.finish()
         self._count(names)
         self._synchronise(names)
         modules = self._settle_unseen(modules)
-        for name in set(names) & self._watched.gatherers.keys():
-            gatherer = self._watched.gatherers[name]
-            self._findings.sums[name] = _gathered(gatherer)
+        for name in wanted & self._watched.gatherers.keys():
+            self._findings.sums[name] = _gathered(self._watched.gatherers[name])
         self._solve_activations(modules)
         self._solve_weights(modules)
 
@@ -114,8 +114,10 @@ class Conclusions:
         siblings = self._findings.coverage.siblings(module.name)
         for tensor in module.tensors:
             observer = self._watched.observers.get((module.name, tensor.base_name))
+            if observer is None:
+                continue
             peers = [self._watched.observers[name, tensor.base_name] for name in siblings]
-            if tensor.base_name != "weight" and observer is not None:
+            if tensor.base_name != "weight":
                 united = _united_range(tensor, peers)
                 self._watched.observers[module.name, tensor.base_name] = united
             elif isinstance(observer, GathersInputs):

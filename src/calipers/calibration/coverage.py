@@ -47,13 +47,8 @@ class Coverage:
     @property
     def scarce(self) -> dict[str, float]:
         """Experts that saw some, but less than a tenth of an even share → their part of it."""
-        families: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for name in self.tokens:
-            family = expert_family(name)
-            if family:
-                families[family].append(name)
         shares: dict[str, float] = {}
-        for names in families.values():
+        for names in self._families().values():
             even = sum(self.tokens[name] for name in names) / len(names)
             shares |= {name: self.tokens[name] / even for name in names if self.tokens[name]}
         return {name: share for name, share in shares.items() if share < SCARCE}
@@ -61,11 +56,16 @@ class Coverage:
     def siblings(self, name: str) -> list[str]:
         """Return the experts beside one that have seen something."""
         family = expert_family(name)
-        return [
-            other
-            for other, count in self.tokens.items()
-            if family and count and other != name and expert_family(other) == family
-        ]
+        names = self._families()[family] if family else []
+        return [other for other in names if other != name and self.tokens[other]]
+
+    def _families(self) -> dict[tuple[str, str], list[str]]:
+        families: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in self.tokens:
+            family = expert_family(name)
+            if family:
+                families[family].append(name)
+        return families
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""

@@ -69,11 +69,17 @@ def run_basic(run: Run, batches: Batches) -> None:
 
 
 def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> None:
-    """Run a batch without a cache and, where the model can, without logits that nobody needs."""
+    """Run a batch without a cache and, where the model can, without logits that nobody needs.
+
+    Tokens have the positions they would have without padding.
+    """
     accepted = inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1 if skip_head else 0}
+    mask = batch.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     wanted = {name: value for name, value in kwargs.items() if name in accepted}
-    model(**batch, **wanted)
+    model(**{**wanted, **batch})
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from rich.console import Console
 from rich.table import Table
@@ -85,6 +86,12 @@ class PlannedTensor:
         if self.base_name != "weight":
             return self._trial is not None
         return isinstance(self._trial, GathersInputs) and any(self._trial.gathered_fields())
+
+    def has_sums_on(self, module: torch.nn.Module) -> bool:
+        """Whether the data of a weight was summed up before, and the sums are on its module."""
+        if self.base_name != "weight" or not isinstance(self._trial, GathersInputs):
+            return False
+        return all(hasattr(module, name) for name in self._trial.gathered_fields())
 
     @property
     def format(self) -> str:

@@ -26,12 +26,13 @@ def run_sequential(run: Run, batches: Batches) -> None:
     layers = decoder_layers(run.watched.model)
     stack = LayerStack(run, list(layers.values()))
     inside = {prefix: _within(run.names, prefix) for prefix in layers}
-    outside = [name for name in run.names if not any(name in names for names in inside.values())]
+    layered = {name for names in inside.values() for name in names}
+    outside = [name for name in run.names if name not in layered]
     with run.crew.step("embedding the data"):
         stack.enter(batches)
     # What lies before the layers has seen its data by now; what lies behind them has not.
-    seen = run.crew.share([name for name in outside if run.watched.tokens(name)])
-    before = [name for name in outside if any(name in names for names in seen)]
+    shared = run.crew.share({name for name in outside if run.watched.tokens(name)})
+    before = [name for name in outside if name in set().union(*shared)]
     run.conclude(before)
     for number, prefix in enumerate(run.progress.layers(list(layers))):
         with onloaded([layers[prefix]], run.device):

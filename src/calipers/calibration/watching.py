@@ -47,6 +47,7 @@ class WatchedModel:
 
     def __enter__(self) -> Self:
         self._before = Snapshot(self.model)
+        self.model.eval()
         try:
             for planned in self.plan.modules:
                 self._watch(planned)
@@ -88,24 +89,19 @@ class WatchedModel:
 
     def tokens(self, name: str) -> int:
         """Return the number of tokens that the observer that saw least of a module has seen."""
-        seen = [
-            _gathered_tokens(observer) if base == "weight" else observer.num_observed_tokens
-            for (module, base), observer in self.observers.items()
-            if module == name and (base != "weight" or _gathers(observer))
-        ]
-        if name in self.gatherers:
-            seen.append(_gathered_tokens(self.gatherers[name]))
+        seen = (
+            _gathered_tokens(observer) if _gathers(observer) else observer.num_observed_tokens
+            for observer in self.data_observers([name])
+        )
         return min(seen, default=0)
 
     def data_observers(self, names: Iterable[str]) -> list[Observer]:
-        """Return the observers of some modules that learn from data, in the order of the plan."""
-        wanted = set(names)
-        found = [
-            observer
-            for (module, base), observer in self.observers.items()
-            if module in wanted and (base != "weight" or _gathers(observer))
-        ]
-        return found + [gatherer for name, gatherer in self.gatherers.items() if name in wanted]
+        """Return the observers of some modules that learn from data."""
+        found = []
+        for name in names:
+            own = [self.observers.get((name, base)) for base in lifecycle.OBSERVED]
+            found += [o for o in (*own, self.gatherers.get(name)) if o is not None and _learns(o)]
+        return found
 
     def _watch(self, planned: PlannedModule) -> None:
         module = self.module(planned.name)
@@ -159,6 +155,10 @@ def _register_gathering(module: torch.nn.Module, observer: GathersInputs) -> Non
     observer.begin_gathering(module.in_features)  # type: ignore[arg-type]
     hook = partial(lifecycle.gather_importance_hook, observer)
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _learns(observer: Observer) -> bool:
+    return observer.base_name != "weight" or _gathers(observer)
 
 
 def _gathers(observer: Observer) -> bool:
