@@ -141,6 +141,10 @@ class TestFit:
                 "Module 'model.layers.0.self_attn.q_proj', weight: a weight does not change",
             ),
             (
+                {"weights": {"num_bits": 4, "group_size": 32, "actorder": "weight"}},
+                "q_proj', weight: 'actorder' is for GPTQ",
+            ),
+            (
                 {"weights": {"strategy": "attn_head"}},
                 "q_proj', weight: Strategy 'attn_head' cannot be applied to 'weight'. Allowed",
             ),

@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
@@ -177,7 +178,8 @@ class Conclusions:
         return groups
 
     def _size(self, group: list[str]) -> int:
-        weights: list[Any] = [self._watched.module(name).weight for name in group]
+        with disable_onloading():
+            weights: list[Any] = [self._watched.module(name).weight for name in group]
         return sum(weight.numel() for weight in weights)
 
 

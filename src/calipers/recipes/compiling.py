@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationScheme
 
 from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor, args_for
@@ -118,6 +119,9 @@ def _check_args(tensor: PlannedTensor) -> None:
     if tensor.base_name == "weight" and tensor.args.dynamic:
         problem = "a weight does not change while the model runs. Set 'dynamic: false'."
         raise UnfitError(tensor.module, tensor.base_name, problem)
+    if tensor.args.actorder is not None:
+        problem = "'actorder' is for GPTQ, which orders columns; observers do not. Leave it out."
+        raise UnfitError(tensor.module, tensor.base_name, problem)
     try:
         Layout.of(tensor.base_name, tensor.args)
         _ = tensor.observer
@@ -131,7 +135,8 @@ def _indivisible(
     """Yield the tensor with its size and that of its groups, if they do not fit."""
     if tensor.base_name in ("q", "k", "v"):
         return
-    weight = module.weight
+    with disable_onloading():
+        weight = module.weight
     assert isinstance(weight, torch.Tensor)
     is_linear = isinstance(module, torch.nn.Linear)
     size = weight.shape[0] if tensor.base_name == "output" and is_linear else weight.shape[-1]
