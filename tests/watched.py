@@ -1,4 +1,4 @@
-"""Small models, plans for them, and activations captured by hooks that calibration knows nothing of."""
+"""Small models, plans for them, and activations captured by hooks of our own."""
 
 from __future__ import annotations
 

@@ -110,13 +110,17 @@ def test_a_hook_removed_meanwhile_is_back() -> None:
     assert list(model._forward_hooks) == [handle.id]
 
 
+def interrupted(model: nn.Module) -> None:
+    ruin(model)
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("guard", [left_as_found, unchanged_on_error])
 def test_an_exception_brings_it_back(guard: Any) -> None:
     model = Block()
     before = anatomy(model)
     with pytest.raises(KeyboardInterrupt), guard(model):
-        ruin(model)
-        raise KeyboardInterrupt
+        interrupted(model)
     assert anatomy(model) == before
 
 
