@@ -59,6 +59,7 @@ class Conclusions:
         wanted = set(names)
         modules = [module for module in self._watched.plan.modules if module.name in wanted]
         self._watched.finish()
+        self._watched.dismiss(names)
         self._count(names)
         self._synchronise(names)
         modules = self._settle_unseen(modules)

@@ -69,14 +69,14 @@ class LayerStack:
         self._hidden: list[Tensor] = []
         self._masks: list[Tensor | None] = []
         self._calls: list[list[Call]] = []
-        self._returns_tuple = False
+        self._beside: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
 
     def enter(self, batches: Batches) -> None:
         """Run what comes before the layers, and note what each layer is called with."""
         with self._rest_onloaded(), _own_forwards(self._layers):
             for index, batch in enumerate(batches):
                 if index == 0:
-                    self._returns_tuple = self._learn_result(batch)
+                    self._beside = self._learn_result(batch)
                 calls: list[Call] = []
                 for layer in self._layers:
                     vars(layer)["forward"] = self._noting(calls, batch["input_ids"].device)
@@ -123,10 +123,10 @@ class LayerStack:
             call_model(self._run.watched.model, moved(batch, self._run.device))
 
     def _as_result(self, hidden: Tensor) -> Any:
-        return (hidden,) if self._returns_tuple else hidden
+        return hidden if self._beside is None else (hidden, *self._beside)
 
-    def _learn_result(self, batch: Batch) -> bool:
-        """Find out whether a layer returns its hidden states in a tuple, unseen by observers."""
+    def _learn_result(self, batch: Batch) -> tuple[Any, ...] | None:
+        """Find out what a layer returns in a tuple with its hidden states, unseen by observers."""
         first = self._layers[0]
         calls: list[Call] = []
         with torch.no_grad(), left_as_found(self._run.watched.model):
@@ -146,7 +146,8 @@ class LayerStack:
                 vars(first)["forward"] = own
             args, kwargs = calls[0]
             with onloaded([first], self._run.device):
-                return isinstance(first(*args, **kwargs), tuple)
+                result = first(*args, **kwargs)
+            return result[1:] if isinstance(result, tuple) else None
 
     @contextmanager
     def _rest_onloaded(self) -> Iterator[None]:

@@ -38,6 +38,7 @@ class SharedReading:
         self._readers: dict[Any, Reader] = {}
         self._groups: dict[int, _Group] = {}
         self._latest: dict[Hashable, _Group] = {}
+        self._knowing: set[Any] = set()
 
     def read(
         self, owner: Any, as_reader: Callable[[Any], Reader], tensor: Tensor, mask: Tensor | None
@@ -48,12 +49,13 @@ class SharedReading:
         reader = self._readers[owner]
         group = self._groups.get(id(reader))
         if group is None:
-            latest = self._latest.get(reader.key)
+            latest = None if owner in self._knowing else self._latest.get(reader.key)
             if latest is not None and latest.measured_only(tensor):
                 latest.members.append(reader)
                 self._groups[id(reader)] = latest
                 return
-            group = self._groups[id(reader)] = _Group([reader])
+            group = _Group([reader], count=1 if owner in self._knowing else 0)
+            self._groups[id(reader)] = group
         elif group.is_waiting_for_others_than(reader, tensor):
             self._part(group)
             group = self._groups[id(reader)]
@@ -65,16 +67,20 @@ class SharedReading:
         for group in {id(group): group for group in self._groups.values()}.values():
             if group.pending is not None:
                 self._part(group)
+        self._latest.clear()  # the next batch may have another mask
 
     def finish(self) -> None:
-        """Let all readers know what was measured for them, and forget the groups."""
+        """Let all readers know what was measured for them, and forget the groups.
+
+        Who goes on reading afterwards reads alone: others may have known something else before.
+        """
         self.settle()
         for group in {id(group): group for group in self._groups.values()}.values():
             for member in group.members[1:]:
                 member.copy_from(group.members[0])
+        self._knowing.update(self._readers)
         self._readers.clear()
         self._groups.clear()
-        self._latest.clear()
 
     def _part(self, group: _Group) -> None:
         """Leave those behind who did not read the pending tensor."""

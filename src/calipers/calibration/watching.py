@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from compressed_tensors.modeling import (
 )
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from calipers.calibration import lifecycle
@@ -42,6 +44,7 @@ class WatchedModel:
         self.model, self.plan = model, plan
         self.observers: dict[tuple[str, str], Observer] = {}
         self.gatherers: dict[str, Observer] = {}
+        self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
         self._sharing = SharedReading() if share_inputs else None
         self._before: Snapshot | None = None
 
@@ -83,6 +86,12 @@ class WatchedModel:
         if self._sharing is not None:
             self._sharing.finish()
 
+    def dismiss(self, names: Iterable[str]) -> None:
+        """Look no longer at some modules, whatever they go on to compute."""
+        for name in names:
+            for handle in self._handles.pop(name, ()):
+                handle.remove()
+
     def module(self, name: str) -> torch.nn.Module:
         """Return a module by its name."""
         return self.model.get_submodule(name)
@@ -120,7 +129,7 @@ class WatchedModel:
             observer = lifecycle.observer_of(module, base_name)
             if observer is not None:
                 self.observers[planned.name, base_name] = observer
-                _register(module, base_name, observer)
+                self._handles[planned.name] += _register(module, base_name, observer)
 
     def _gather(self, name: str) -> None:
         """Sum up the inputs of a module for whoever comes later."""
@@ -130,31 +139,31 @@ class WatchedModel:
         observer.module_name = name
         vars(module)["_shared_reading"] = self._sharing
         self.gatherers[name] = observer
-        _register(module, "weight", observer)
+        self._handles[name] += _register(module, "weight", observer)
 
 
-def _register(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
-    """Register the hook that shows the observer what it needs to see."""
+def _register(module: torch.nn.Module, base_name: str, observer: Observer) -> list[RemovableHandle]:
+    """Register the hook that shows the observer what it needs to see, if there is one."""
     if base_name == "input":
-        module.register_forward_pre_hook(lifecycle.calibrate_input_hook, with_kwargs=True)
-    elif base_name == "output":
-        module.register_forward_hook(lifecycle.calibrate_output_hook)
-    elif base_name == "q":
-        register_query_hook(module, lifecycle.calibrate_query_hook)
-    elif base_name == "k":
-        register_key_hook(module, lifecycle.calibrate_key_hook)
-    elif base_name == "v":
-        register_value_hook(module, lifecycle.calibrate_value_hook)
-    elif isinstance(observer, GathersInputs):
-        _register_gathering(module, observer)
+        hook = lifecycle.calibrate_input_hook
+        return [module.register_forward_pre_hook(hook, with_kwargs=True)]
+    if base_name == "output":
+        return [module.register_forward_hook(lifecycle.calibrate_output_hook)]
+    if base_name == "q":
+        return [register_query_hook(module, lifecycle.calibrate_query_hook)]
+    if base_name == "k":
+        return [register_key_hook(module, lifecycle.calibrate_key_hook)]
+    if base_name == "v":
+        return [register_value_hook(module, lifecycle.calibrate_value_hook)]
+    return _register_gathering(module, observer) if isinstance(observer, GathersInputs) else []
 
 
-def _register_gathering(module: torch.nn.Module, observer: GathersInputs) -> None:
+def _register_gathering(module: torch.nn.Module, observer: GathersInputs) -> list[RemovableHandle]:
     if observer.take_over(module) or not observer.can_gather(module):
-        return
+        return []
     observer.begin_gathering(module.in_features)  # type: ignore[arg-type]
     hook = partial(lifecycle.gather_importance_hook, observer)
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    return [module.register_forward_pre_hook(hook, with_kwargs=True)]
 
 
 def _learns(observer: Observer) -> bool:

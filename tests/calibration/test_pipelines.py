@@ -1,0 +1,349 @@
+"""Every way through a model finds the same, and what can be worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from watched import (
+    CHANNEL,
+    STATIC,
+    anatomy,
+    attentions,
+    batches_of,
+    calibrated,
+    captured,
+    contents,
+    linears,
+    plan_of,
+    run,
+    run_of,
+    same_qparams,
+    samples,
+    small,
+)
+
+from calipers import oneshot
+from calipers.calibration.concluding import Findings
+from calipers.calibration.coverage import Coverage
+from calipers.calibration.data import Batches
+from calipers.calibration.pipelines import run_basic, run_datafree
+from calipers.calibration.plan import Plan
+from calipers.calibration.sequential import decoder_layers, run_sequential
+from calipers.calibration.watching import WatchedModel
+from calipers.entrypoint import plan_for
+from calipers.errors import CalipersWarning, NoDataError, NoDecoderLayersError, NonFiniteError
+from calipers.modifiers import IMatrixGatherer
+from calipers.recipes import load_recipe
+
+KINDS = ["llama", "qwen2", "mistral", "gemma3", "mixtral", "qwen2_moe"]
+W8A8 = """
+modifiers:
+  QuantizationModifier:
+    targets: [Linear]
+    weights: {num_bits: 8, strategy: channel}
+    input_activations: {num_bits: 8, strategy: tensor, dynamic: false}
+"""
+
+
+class TupleConfig(PretrainedConfig):
+    model_type = "calipers_tuples"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.hidden_size, self.num_hidden_layers, self.vocab_size = 16, 3, 64
+
+
+class TupleLayer(nn.Module):
+    """Takes positional arguments, and returns its hidden states in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, shift: Tensor, *, factor: float) -> tuple[Tensor, str]:
+        return hidden + torch.tanh(self.proj(hidden)) * factor + shift, "more"
+
+
+class TupleModel(PreTrainedModel):
+    """A projection before the layers, another behind them, and layers called differently."""
+
+    config_class = TupleConfig
+
+    def __init__(self, config: TupleConfig) -> None:
+        super().__init__(config)
+        self.embed, self.before = nn.Embedding(64, 16), nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([TupleLayer() for _ in range(3)])
+        self.behind, self.head = nn.Linear(16, 16), nn.Linear(16, 64)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = 1 if attention_mask is None else attention_mask[..., None]
+        hidden, shift = self.before(self.embed(input_ids) * mask), torch.ones(16)
+        for number, block in enumerate(self.blocks):
+            hidden, _ = block(hidden, shift * number, factor=1.0 + number)
+        return self.head(self.behind(hidden))
+
+
+def tuple_model() -> TupleModel:
+    torch.manual_seed(3)
+    model = TupleModel(TupleConfig()).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def unfused(kind: str) -> Any:
+    """A model whose experts are modules, as oneshot makes it."""
+    model = small(kind)
+    plan_for(model, load_recipe(W8A8))
+    return model
+
+
+def by_hand(model: Any, batches: Batches) -> dict[str, Tensor]:
+    """The scales of static int8 inputs, from their definition; for models without experts."""
+    with captured(model) as (inputs, _), torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    masks = [batch["attention_mask"].bool() for batch in batches]
+    return {
+        name: max(x[mask].abs().max() for x, mask in zip(seen, masks, strict=True)) / 127.5
+        for name, seen in inputs.items()
+    }
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "tuples"])
+def test_layer_by_layer_is_the_whole_is_by_hand(kind: str) -> None:
+    model = tuple_model() if kind == "tuples" else unfused(kind)
+    batches = batches_of(samples(7), 3, "left")
+    states = None if kind == "tuples" else STATIC
+    plan = plan_of(
+        model,
+        weights=QuantizationArgs(
+            num_bits=4, strategy="group", group_size=16, observer="imatrix_mse"
+        ),
+        outputs=STATIC.model_copy(update={"observer": "minmax"}),
+        states=states,
+    )
+    before, tensors = anatomy(model), contents(model)
+    policy: Any = "peers" if "experts" in " ".join(linears(model)) else "error"
+    whole = calibrated(model, plan, run_basic, batches, policy=policy)
+    layers = calibrated(model, plan, run_sequential, batches, policy=policy)
+    assert {name for name, base in whole.qparams if base == "input"} == set(linears(model))
+    if states:
+        assert {name for name, base in whole.qparams if base == "k"} == set(attentions(model))
+    assert same_qparams(whole, layers)
+    assert whole.coverage == layers.coverage
+    assert whole.errors == pytest.approx(layers.errors, abs=0)
+    assert anatomy(model) == before
+    assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("pipeline", [run_basic, run_sequential])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma3", "tuples"])
+def test_the_scales_are_those_by_hand(kind: str, pipeline: Any) -> None:
+    model = tuple_model() if kind == "tuples" else small(kind)
+    batches = batches_of(samples(7), 3)
+    expected = by_hand(model, batches)
+    found = calibrated(model, plan_of(model), pipeline, batches)
+    assert expected.keys() == set(linears(model))
+    for name, scale in expected.items():
+        assert torch.equal(found.qparams[name, "input"]["scale"], scale.reshape(1)), name
+        weight = model.get_submodule(name).weight
+        weight_scale = found.qparams[name, "weight"]["scale"]
+        assert torch.equal(weight_scale, weight.abs().amax(1, keepdim=True) / 127.5)
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert found.coverage.tokens == dict.fromkeys(linears(model), tokens)
+
+
+def test_layers_see_what_earlier_layers_really_compute() -> None:
+    """The hidden states between layers are those of the model as it is, not quantized ones."""
+    model, batches = small("llama"), batches_of(samples(3), 1)
+    coarse = plan_of(model, weights=QuantizationArgs(num_bits=2, strategy="channel"))
+    fine = plan_of(model, weights=CHANNEL)
+    first, second = (calibrated(model, p, run_sequential, batches) for p in (coarse, fine))
+    for name in linears(model):
+        mine, other = first.qparams[name, "input"], second.qparams[name, "input"]
+        assert torch.equal(mine["scale"], other["scale"])
+
+
+def test_only_layers_or_only_the_head() -> None:
+    model, batches = small("llama"), batches_of(samples(3), 2)
+    everything = plan_of(model)
+    expected = by_hand(model, batches)
+    for wanted in (["lm_head"], ["model.layers.1.mlp.up_proj"]):
+        plan = Plan(tuple(module for module in everything.modules if module.name in wanted))
+        for pipeline in (run_basic, run_sequential):
+            found = calibrated(model, plan, pipeline, batches)
+            assert list(found.coverage.tokens) == wanted
+            scale = found.qparams[wanted[0], "input"]["scale"]
+            assert torch.equal(scale, expected[wanted[0]].reshape(1))
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    model, batches = small("llama"), batches_of(samples(2), 1)
+    layer = model.model.layers[0]
+    calls = []
+    original = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    layer.forward = forward
+    expected = calibrated(model, plan_of(model), run_basic, batches)
+    before = len(calls)
+    found = calibrated(model, plan_of(model), run_sequential, batches)
+    assert layer.forward is forward
+    assert len(calls) > before
+    assert same_qparams(found, expected)
+
+
+def test_sequential_names_the_batch_of_bad_values() -> None:
+    model = small("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = torch.inf
+    batches = batches_of([torch.tensor([1, 2]), torch.tensor([1, 63])], 1)
+    before = anatomy(model)
+    message = r"\(input of model\.layers\.0\.self_attn\.q_proj\) .* It was batch 1, the first one"
+    with pytest.raises(NonFiniteError, match=message):
+        calibrated(model, plan_of(model), run_sequential, batches)
+    assert anatomy(model) == before
+
+
+# Finding the layers
+
+
+def test_layers_are_found() -> None:
+    model = small("llama")
+    assert list(decoder_layers(model)) == ["model.layers.0", "model.layers.1"]
+    assert decoder_layers(model)["model.layers.1"] is model.model.layers[1]
+    assert list(decoder_layers(tuple_model())) == ["blocks.0", "blocks.1", "blocks.2"]
+    # A longer list of something else is not the stack of layers.
+    model = small("mixtral", num_local_experts=8)
+    model.extra = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
+    assert list(decoder_layers(model)) == ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict({"a": nn.ModuleList()})],
+)
+def test_a_model_without_layers_is_refused(model: nn.Module) -> None:
+    message = (
+        f"{type(model).__name__} has no ModuleList of layers, so it cannot be calibrated layer by "
+        'layer. Pass pipeline="basic".'
+    )
+    with pytest.raises(NoDecoderLayersError, match=f"^{re.escape(message)}$"):
+        decoder_layers(model)
+
+
+# Data
+
+
+def test_weights_alone_need_no_data() -> None:
+    model = small("llama")
+    plan = plan_of(model, inputs=None)
+    assert not plan.needs_data
+    found = calibrated(model, plan, run_datafree)
+    assert {base for _, base in found.qparams} == {"weight"}
+    assert found.coverage.tokens == {}
+
+
+@pytest.mark.parametrize("pipeline", ["datafree", "auto", "basic", "sequential"])
+def test_a_plan_that_needs_data_says_so(pipeline: Any) -> None:
+    model = small("llama")
+    before = anatomy(model)
+    message = (
+        "The recipe needs data for 15 tensors (the first is "
+        "model.layers.0.self_attn.q_proj.input), and no dataset was given. Pass dataset=…, or "
+        "choose dynamic activations and observers that look at weights alone. plan.table() shows "
+        "which tensors need data."
+    )
+    with pytest.raises(NoDataError, match=f"^{re.escape(message)}$"):
+        oneshot(model, W8A8, pipeline=pipeline)
+    assert anatomy(model) == before
+
+
+def test_datafree_with_data_is_refused_too() -> None:
+    with pytest.raises(NoDataError):
+        oneshot(small("llama"), W8A8, [[1, 2, 3]], pipeline="datafree")
+
+
+def quietly(*args: Any, **kwargs: Any) -> Any:
+    """Oneshot, which says that this is little data."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalipersWarning)
+        return oneshot(*args, **kwargs)
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_gathering_alone_leaves_the_sums(pipeline: Any) -> None:
+    model, rows = small("qwen2"), samples(6)
+    batches = batches_of(rows, 2)
+    with captured(model) as (inputs, _):
+        run(model, batches)
+    masks = [batch["attention_mask"].bool() for batch in batches]
+    ignored = "model.layers.0.mlp.down_proj"
+    before = anatomy(model)
+    quietly(model, [IMatrixGatherer(ignore=[ignored])], list(batches), pipeline=pipeline)
+    for name in linears(model):
+        module = model.get_submodule(name)
+        if name == ignored:
+            assert not hasattr(module, "_imatrix_sum")
+            continue
+        seen = torch.cat([x[m] for x, m in zip(inputs[name], masks, strict=True)]).double()
+        assert torch.allclose(module._imatrix_sum.double(), seen.square().sum(0), rtol=1e-6)
+        assert int(module._imatrix_count) == sum(map(len, rows))
+        del module._imatrix_sum, module._imatrix_count
+    assert anatomy(model) == before
+
+
+def test_gathered_sums_are_what_a_later_observer_takes() -> None:
+    rows, model = list(batches_of(samples(6), 2)), small("llama")
+    others = list(batches_of(samples(6, seed=1), 2))
+    recipe = W8A8.replace("channel}", "channel, observer: imatrix_mse}")
+    at_once = quietly(copy.deepcopy(model), recipe, rows).model
+    quietly(model, [IMatrixGatherer()], rows)
+    quietly(model, recipe, others)
+    for name in linears(model):
+        mine, other = model.get_submodule(name), at_once.get_submodule(name)
+        assert torch.equal(mine.weight_scale, other.weight_scale)
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_dropout_has_no_part_in_calibration(pipeline: Any) -> None:
+    """A model that was being trained is calibrated as it will be used, and is left in training."""
+    rows = list(batches_of(samples(6), 2))
+    model = small("llama", attention_dropout=0.5)
+    expected = quietly(copy.deepcopy(model), W8A8, rows, pipeline=pipeline).model
+    model.train()
+    quietly(model, W8A8, rows, pipeline=pipeline)
+    assert all(module.training for module in model.modules())
+    for name in linears(model):
+        scale = model.get_submodule(name).input_scale
+        assert torch.equal(scale, expected.get_submodule(name).input_scale), name
+
+
+def test_nobody_is_concluded_twice() -> None:
+    model, batches = small("llama"), batches_of(samples(3), 1)
+    plan = plan_of(model)
+    findings, watched = Findings(plan, Coverage()), WatchedModel(model, plan)
+    concluded: list[str] = []
+    with watched:
+        given = run_of(watched, findings)
+
+        def conclude(names: Any) -> None:
+            concluded.extend(names)
+            given.conclude(names)
+
+        run_sequential(replace(given, conclude=conclude), batches)
+    assert sorted(concluded) == sorted(linears(model))

@@ -1,0 +1,404 @@
+"""What observers see of real models, against activations captured by hooks of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from watched import (
+    CHANNEL,
+    STATIC,
+    anatomy,
+    attentions,
+    batches_of,
+    calibrated,
+    captured,
+    contents,
+    joined,
+    linears,
+    plan_of,
+    run,
+    run_of,
+    same_qparams,
+    samples,
+    small,
+)
+
+from calipers.calibration.concluding import Findings
+from calipers.calibration.coverage import Coverage
+from calipers.calibration.lifecycle import calibrate_key_hook, calibrate_value_hook
+from calipers.calibration.pipelines import call_model, run_basic
+from calipers.calibration.plan import Plan, PlannedModule
+from calipers.calibration.watching import WatchedModel
+from calipers.errors import NonFiniteError
+from calipers.observers import Observer
+
+KINDS = ["llama", "qwen2", "mistral"]
+PER_HEAD = STATIC.model_copy(update={"strategy": "attn_head"})
+
+
+def tokens_of(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+    """The tokens that count, of activations (batch, sequence, channels)."""
+    pairs = zip(tensors, masks, strict=True)
+    return torch.cat([tensor[mask.bool()] for tensor, mask in pairs])
+
+
+def check_range(observer: Observer, values: Tensor) -> None:
+    assert float(observer.min_vals) == float(values.min())
+    assert float(observer.max_vals) == float(values.max())
+
+
+def heads(states: Sequence[Tensor]) -> list[Tensor]:
+    return [each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in states]
+
+
+def rotated(model: Any, states: Sequence[Tensor]) -> list[Tensor]:
+    """Projections with their positions put in, as (batch, sequence, heads · dim)."""
+    found = []
+    for each in heads(states):
+        cos, sin = model.model.rotary_emb(each, torch.arange(each.shape[2])[None])
+        turned, _ = apply_rotary_pos_emb(each, each, cos, sin)
+        found.append(turned.transpose(1, 2).flatten(-2))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_observers_see_what_flows(kind: str, size: int) -> None:
+    model, batches = small(kind), batches_of(samples(5), size)
+    masks = [batch["attention_mask"] for batch in batches]
+    with captured(model) as (inputs, outputs):
+        logits = run(model, batches)
+    before, tensors = anatomy(model), contents(model)
+    watched = WatchedModel(model, plan_of(model, outputs=STATIC, states=STATIC))
+    with watched:
+        for index, batch in enumerate(batches):
+            with watched.batch(index, batch["attention_mask"]):
+                assert torch.equal(model(**batch, use_cache=False).logits, logits[index])
+        watched.finish()
+    for name in linears(model):
+        check_range(watched.observers[name, "input"], tokens_of(inputs[name], masks))
+        check_range(watched.observers[name, "output"], tokens_of(outputs[name], masks))
+        assert watched.tokens(name) == sum(int(mask.sum()) for mask in masks)
+    for name in attentions(model):
+        states = {base: outputs[f"{name}.{base}_proj"] for base in "qkv"}
+        for base in "qk":
+            seen = tokens_of(rotated(model, states[base]), masks)
+            check_range(watched.observers[name, base], seen)
+            plain = tokens_of(states[base], masks)
+            assert float(seen.max()) != float(plain.max())  # positions do make a difference
+        check_range(watched.observers[name, "v"], tokens_of(states["v"], masks))
+    assert anatomy(model) == before
+    assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(torch.equal(a, b) for a, b in zip(run(model, batches), logits, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("attention", "sdpa"), ("kv_cache", "sdpa"), ("kv_cache", "eager")]
+)
+def test_each_head_by_itself(kind: str, attention: str) -> None:
+    model = small("llama", attn_implementation=attention)
+    batches = batches_of(samples(4), 2)
+    with captured(model) as (_, outputs):
+        logits = run(model, batches)
+    masks = [batch["attention_mask"] for batch in batches]
+    plan = Plan(tuple(m for m in plan_of(model, states=PER_HEAD, kind=kind).modules[-2:]))
+    watched = WatchedModel(model, plan)
+    with watched:
+        for index, batch in enumerate(batches):
+            with watched.batch(index, batch["attention_mask"]):
+                assert torch.equal(model(**batch, use_cache=False).logits, logits[index])
+        watched.finish()
+    assert model.config._attn_implementation == attention
+    names = attentions(model)
+    bases = "qkv" if kind == "attention" else "kv"
+    assert watched.observers.keys() == {(name, base) for name in names for base in bases}
+    for name, base in watched.observers:
+        states = outputs[f"{name}.{base}_proj"]
+        states = states if base == "v" else rotated(model, states)
+        seen = tokens_of(states, masks).unflatten(-1, (-1, 8))
+        observer = watched.observers[name, base]
+        assert torch.equal(observer.max_vals.flatten(), seen.amax(dim=(0, 2)))
+        assert torch.equal(observer.min_vals.flatten(), seen.amin(dim=(0, 2)))
+
+
+def test_a_cache_fills_as_it_would() -> None:
+    model = small("llama")
+    ids = joined(samples(2))["input_ids"]
+    with torch.no_grad():
+        plain = model(ids, use_cache=True)
+        with WatchedModel(model, plan_of(model, states=STATIC)) as watched, watched.batch(0):
+            seen = model(ids, use_cache=True)
+    assert torch.equal(plain.logits, seen.logits)
+    for mine, other in zip(plain.past_key_values.layers, seen.past_key_values.layers, strict=True):
+        assert torch.equal(mine.keys, other.keys)
+        assert torch.equal(mine.values, other.values)
+
+
+# Leaving the model as it was
+
+
+def fail_in_the_middle(model: Any, plan: Plan, batches: Any) -> None:
+    watched = WatchedModel(model, plan)
+    with watched:
+        for index, batch in enumerate(batches):
+            with watched.batch(index, batch["attention_mask"]):
+                if index == 1:
+                    batch["input_ids"][0, 0] = 999
+                call_model(model, batch)
+
+
+def test_an_exception_leaves_the_model_as_it_was() -> None:
+    model, batches = small("llama"), batches_of(samples(3), 1)
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    before, tensors, config = anatomy(model), contents(model), model.config.to_dict()
+    plan = plan_of(model, outputs=STATIC, states=STATIC, gathered=["lm_head"])
+    with pytest.raises(IndexError):
+        fail_in_the_middle(model, plan, batches)
+    assert anatomy(model) == before
+    assert model.config.to_dict() == config
+    assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
+    handle.remove()
+    assert not model.model.layers[0].mlp._forward_hooks
+
+
+def test_a_plan_that_cannot_be_watched_leaves_the_model_as_it_was() -> None:
+    model = small("llama")
+    plan = plan_of(model, states=STATIC)
+    scheme = plan.modules[0].scheme
+    plan = Plan((*plan.modules, PlannedModule("model.layers.0.no_such_proj", scheme)))
+    before = anatomy(model)
+    with pytest.raises(AttributeError, match="no_such_proj"), WatchedModel(model, plan):
+        pytest.fail("a plan for a module that does not exist was accepted")
+    assert anatomy(model) == before
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_values_that_are_not_finite_name_module_and_batch(share: bool) -> None:
+    model, batches = small("llama"), batches_of(samples(4), 1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = torch.inf
+    rows = [
+        torch.tensor([1, 2, 3]),
+        torch.tensor([4, 5]),
+        torch.tensor([6, 63]),
+        torch.tensor([63]),
+    ]
+    batches, before = batches_of(rows, 1), anatomy(model)
+    message = (
+        r"^Observer 'static_minmax' \(input of model\.layers\.0\.self_attn\.q_proj\) was given "
+        r"\d+ non-finite values .* It was batch 2, the first one with such values\.$"
+    )
+    with pytest.raises(NonFiniteError, match=message):
+        calibrated(model, plan_of(model), run_basic, batches, share_inputs=share)
+    assert anatomy(model) == before
+
+
+def test_gathering_refuses_values_that_are_not_finite() -> None:
+    model = small("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = torch.inf
+    batches = batches_of([torch.tensor([1, 2]), torch.tensor([1, 63])], 1)
+    plan = Plan(gathered=("model.layers.0.self_attn.v_proj",))
+    message = r"weight of model\.layers\.0\.self_attn\.v_proj\) .* It was batch 1, the first one"
+    with pytest.raises(NonFiniteError, match=message):
+        calibrated(model, plan, run_basic, batches)
+
+
+def test_a_weight_that_is_not_finite_names_the_module() -> None:
+    model = small("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    before = anatomy(model)
+    plan = Plan(plan_of(model, inputs=None).modules)
+    message = r"\(weight of model\.layers\.1\.mlp\.down_proj\) was given 1 non-finite value "
+    with pytest.raises(NonFiniteError, match=message):
+        calibrated(model, plan, lambda given: given.conclude(given.names))
+    assert anatomy(model) == before
+
+
+# Once for all
+
+
+def test_shared_inputs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = small("llama"), batches_of(samples(6), 2)
+    calls: list[str] = []
+    forward = Observer.forward
+
+    def counted(self: Observer, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self.module_name)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Observer, "forward", counted)
+    plan = plan_of(model, weights=None)
+    shared = calibrated(model, plan, run_basic, batches)
+    # (q, k, v), o, (gate, up), down in two layers, and the head
+    assert len(calls) == (4 * 2 + 1) * len(batches)
+    calls.clear()
+    separate = calibrated(model, plan, run_basic, batches, share_inputs=False)
+    assert len(calls) == (7 * 2 + 1) * len(batches)
+    assert same_qparams(shared, separate)
+
+
+@pytest.mark.parametrize("observer", ["minmax", "mse", "histogram_mse", "percentile"])
+def test_sharing_changes_no_result(observer: str) -> None:
+    model, batches = small("llama"), batches_of(samples(5), 2)
+    plan = plan_of(
+        model,
+        weights=CHANNEL.model_copy(update={"observer": "imatrix_mse"}),
+        inputs=STATIC.model_copy(update={"observer": observer}),
+        gathered=linears(model)[:2],
+    )
+    shared = calibrated(model, plan, run_basic, batches)
+    separate = calibrated(model, plan, run_basic, batches, share_inputs=False)
+    assert same_qparams(shared, separate)
+    assert shared.coverage == separate.coverage
+    for name in plan.gathered:
+        for field, value in shared.sums[name].items():
+            assert torch.equal(value, separate.sums[name][field])
+
+
+# Padding, batch size, order
+
+
+ACTIVATIONS = ["static_minmax", "histogram_mse", "percentile", "entropy"]
+WEIGHTS: list[dict[str, Any]] = [
+    {"observer": "imatrix_mse"},
+    {"observer": "optimal", "observer_kwargs": {"importance": "imatrix"}},
+]
+
+
+def order_free(activations: str, weights: dict[str, Any], model: nn.Module) -> Plan:
+    return plan_of(
+        model,
+        weights=QuantizationArgs(num_bits=4, strategy="group", group_size=16, **weights),
+        inputs=STATIC.model_copy(update={"observer": activations}),
+        states=STATIC.model_copy(update={"observer": activations}),
+        kind="kv_cache",
+    )
+
+
+def replayed(model: Any, plan: Plan, recorded: Any, size: int, side: str) -> Findings:
+    """What observers make of recorded activations; padding is NaN, which nothing forgives."""
+    inputs, outputs = recorded
+    findings, watched = Findings(plan, Coverage()), WatchedModel(model, plan)
+    count = len(inputs["lm_head"])
+    with watched:
+        for start in range(0, count, size):
+            rows = slice(start, start + size)
+            mask = joined([x[0] for x in inputs["lm_head"][rows]], side)["attention_mask"]
+            with watched.batch(start, mask):
+                for name in linears(model):
+                    tensors = [x[0] for x in inputs[name][rows]]
+                    model.get_submodule(name)(joined(tensors, side, torch.nan)["input_ids"])
+                for name in attentions(model):
+                    for base, hook in (("k", calibrate_key_hook), ("v", calibrate_value_hook)):
+                        tensors = [x[0] for x in outputs[f"{name}.{base}_proj"][rows]]
+                        states = joined(tensors, side, torch.nan)["input_ids"]
+                        hook(model.get_submodule(name), heads([states])[0])
+        run_of(watched, findings).conclude([module.name for module in plan.modules])
+    return findings
+
+
+@pytest.mark.parametrize(
+    ("activations", "weights"),
+    [*((name, WEIGHTS[0]) for name in ACTIVATIONS), ("static_minmax", WEIGHTS[1])],
+    ids=[*ACTIVATIONS, "optimal"],
+)
+def test_recorded_activations_give_identical_scales(
+    activations: str, weights: dict[str, Any]
+) -> None:
+    model = small("llama")
+    rows = samples(18)
+    with captured(model) as recorded:
+        run(model, batches_of(rows, 1))
+    plan = order_free(activations, weights, model)
+    expected = replayed(model, plan, recorded, 1, "right")
+    assert expected.coverage.tokens["lm_head"] == sum(map(len, rows))
+    shuffled = tuple({n: list(reversed(x)) for n, x in each.items()} for each in recorded)
+    for recording, size, side in (
+        (recorded, 16, "right"),
+        (recorded, 16, "left"),
+        (recorded, 5, "left"),
+        (shuffled, 1, "right"),
+        (shuffled, 4, "right"),
+    ):
+        found = replayed(model, plan, recording, size, side)
+        assert same_qparams(found, expected), (size, side)
+        assert found.coverage == expected.coverage
+
+
+def test_products_of_channels_leave_padding_out() -> None:
+    """Their sums round with the shape of a batch; NaN would spoil them altogether."""
+    model = small("llama")
+    with captured(model) as recorded:
+        run(model, batches_of(samples(18), 1))
+    hessian = {"observer": "optimal", "observer_kwargs": {"importance": "hessian"}}
+    plan = order_free("static_minmax", hessian, model)
+    expected, found = (
+        replayed(model, plan, recorded, *how) for how in ((1, "right"), (16, "left"))
+    )
+    assert expected.errors.keys() == found.errors.keys() == set(linears(model))
+    for name, error in expected.errors.items():
+        assert found.errors[name] == pytest.approx(error, rel=1e-4)
+
+
+def scales(findings: Findings) -> dict[tuple[str, str], Tensor]:
+    return {key: found["scale"] for key, found in findings.qparams.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("activations", ACTIVATIONS[:3])
+def test_padding_and_batch_size_change_only_the_last_bits(
+    activations: str, dtype: torch.dtype
+) -> None:
+    model = small("qwen2", attn_implementation="sdpa").to(dtype)
+    rows = samples(17)
+    plan = order_free(activations, WEIGHTS[0], model)
+    expected = calibrated(model, plan, run_basic, batches_of(rows, 1))
+    for size, side in ((16, "right"), (16, "left"), (3, "left")):
+        found = calibrated(model, plan, run_basic, batches_of(rows, size, side))
+        assert found.coverage == expected.coverage
+        for key, scale in scales(expected).items():
+            assert torch.allclose(scales(found)[key], scale, rtol=1e-5), (key, size, side)
+
+
+@pytest.mark.parametrize("observer", [*ACTIVATIONS[:3]])
+def test_the_order_of_the_data_does_not_matter(observer: str) -> None:
+    model, rows = small("llama"), samples(12)
+    plan = order_free(observer, WEIGHTS[1], model)
+    expected = calibrated(model, plan, run_basic, batches_of(rows, 1))
+    order = torch.randperm(len(rows)).tolist()
+    assert order != sorted(order)
+    found = calibrated(model, plan, run_basic, batches_of([rows[i] for i in order], 1))
+    assert same_qparams(found, expected)
+    moving = plan_of(model, inputs=STATIC.model_copy(update={"observer": "minmax"}))
+    first, second = (
+        calibrated(model, moving, run_basic, batches_of(each, 1)) for each in (rows, rows[::-1])
+    )
+    assert not same_qparams(first, second)  # a moving average does care
+
+
+def test_padding_of_any_content_is_never_seen() -> None:
+    model = small("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 1e4  # the padding token
+    rows = samples(4)
+    plan = order_free("static_minmax", WEIGHTS[0], model)
+    expected = calibrated(model, plan, run_basic, batches_of(rows, 1))
+    found = calibrated(model, plan, run_basic, batches_of(rows, 4))
+    for key, scale in scales(expected).items():
+        assert torch.allclose(scales(found)[key], scale, rtol=1e-5), key
+    unmasked = [{"input_ids": batch["input_ids"]} for batch in batches_of(rows, 4)]
+    with WatchedModel(model, plan) as watched, watched.batch(0):
+        call_model(model, unmasked[0])
+        watched.finish()
+    assert float(watched.observers["lm_head", "input"].num_observed_tokens) > sum(map(len, rows))

@@ -1,0 +1,205 @@
+"""Small models, plans for them, and activations captured by hooks of our own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import Tensor, nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+from calipers.calibration.concluding import Conclusions, Findings
+from calipers.calibration.coverage import Coverage, UnseenPolicy
+from calipers.calibration.data import Batches
+from calipers.calibration.distributed import Crew
+from calipers.calibration.pipelines import Run
+from calipers.calibration.plan import Plan, PlannedModule
+from calipers.calibration.progress import Progress
+from calipers.calibration.watching import WatchedModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+MOE = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+MODELS: dict[str, Callable[..., Any]] = {
+    "llama": lambda **c: LlamaForCausalLM(LlamaConfig(**SIZES | c)),
+    "qwen2": lambda **c: Qwen2ForCausalLM(Qwen2Config(**SIZES | c)),
+    "mistral": lambda **c: MistralForCausalLM(MistralConfig(**SIZES | {"sliding_window": 4} | c)),
+    "gemma3": lambda **c: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SIZES
+            | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+            | c
+        )
+    ),
+    "mixtral": lambda **c: MixtralForCausalLM(
+        MixtralConfig(**SIZES | {"num_local_experts": 4} | c)
+    ),
+    "qwen2_moe": lambda **c: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**SIZES | MOE | {"num_experts_per_tok": 2} | c)
+    ),
+}
+STATIC = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False)
+CHANNEL = QuantizationArgs(num_bits=8, strategy="channel")
+
+
+def small(kind: str, **changes: Any) -> Any:
+    """A random model whose activations are neither tiny nor centred."""
+    torch.manual_seed(1)
+    model = MODELS[kind](**changes).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.01, 0.2)
+    return model
+
+
+def samples(count: int, seed: int = 0) -> list[Tensor]:
+    """Token ids of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 12, (count,), generator=generator).tolist()
+    return [torch.randint(1, 64, (length,), generator=generator) for length in lengths]
+
+
+def joined(rows: Sequence[Tensor], side: str = "right", pad: float = 0) -> dict[str, Tensor]:
+    """Rows of different lengths as one batch, and the mask of what is not padding."""
+    longest = max(map(len, rows))
+    shape = (len(rows), longest, *rows[0].shape[1:])
+    filled = torch.full(shape, pad, dtype=rows[0].dtype)
+    mask = torch.zeros(shape[:2], dtype=torch.int64)
+    for index, row in enumerate(rows):
+        place = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        filled[index, place], mask[index, place] = row, 1
+    return {"input_ids": filled, "attention_mask": mask}
+
+
+def batches_of(rows: Sequence[Tensor], size: int, side: str = "right") -> Batches:
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return Batches(tuple(joined(part, side) for part in parts))
+
+
+def linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def attentions(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name.endswith("self_attn")]
+
+
+def plan_of(
+    model: nn.Module,
+    *,
+    weights: QuantizationArgs | None = CHANNEL,
+    inputs: QuantizationArgs | None = STATIC,
+    outputs: QuantizationArgs | None = None,
+    states: QuantizationArgs | None = None,
+    kind: Any = "attention",
+    gathered: Sequence[str] = (),
+) -> Plan:
+    """Every Linear and, with ``states``, every attention."""
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=weights, input_activations=inputs, output_activations=outputs
+    )
+    planned = [PlannedModule(name, scheme) for name in linears(model)]
+    if states is not None:
+        of_states = QuantizationScheme(targets=["Attention"], input_activations=states)
+        planned += [PlannedModule(name, of_states, kind) for name in attentions(model)]
+    return Plan(tuple(planned), tuple(gathered))
+
+
+def calibrated(
+    model: nn.Module,
+    plan: Plan,
+    pipeline: Callable[..., None],
+    *data: Any,
+    policy: UnseenPolicy = "error",
+    **options: Any,
+) -> Findings:
+    """What a pipeline finds."""
+    findings, watched = Findings(plan, Coverage(policy)), WatchedModel(model, plan, **options)
+    with watched:
+        pipeline(run_of(watched, findings), *data)
+    return findings
+
+
+def run_of(watched: WatchedModel, findings: Findings) -> Run:
+    crew = Crew()
+    conclude = Conclusions(watched, findings, crew).conclude
+    return Run(watched, conclude, crew, Progress(False), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def captured(model: nn.Module) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
+    """Inputs and outputs of each Linear, in the order they were computed."""
+    inputs, outputs = defaultdict(list), defaultdict(list)
+    handles = []
+    for name in linears(model):
+
+        def hook(_: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            inputs[name].append(args[0].detach().clone())
+            outputs[name].append(output.detach().clone())
+
+        handles.append(model.get_submodule(name).register_forward_hook(hook))
+    yield inputs, outputs
+    for handle in handles:
+        handle.remove()
+
+
+def run(model: Any, batches: Batches) -> list[Tensor]:
+    """The logits of each batch."""
+    with torch.no_grad():
+        return [model(**batch, use_cache=False).logits for batch in batches]
+
+
+def anatomy(model: nn.Module) -> dict[str, Any]:
+    """Everything there is of a model: which objects, under which names, in which order."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            found[f"{name}|{key}"] = id(value)
+            if isinstance(value, dict):
+                found[f"{name}|{key}|items"] = [(k, id(v)) for k, v in value.items()]
+            elif isinstance(value, (set, list)):
+                found[f"{name}|{key}|items"] = [id(item) for item in value]
+    return found
+
+
+def contents(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the tensors of a model."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_qparams(first: Findings, second: Findings) -> bool:
+    """Whether two runs found the same parameters, bit by bit."""
+    if first.qparams.keys() != second.qparams.keys() or not first.qparams:
+        return False
+    return all(
+        (value is None and other is None) or torch.equal(value, other)
+        for key, found in first.qparams.items()
+        for value, other in zip(found.values(), second.qparams[key].values(), strict=True)
+    )
