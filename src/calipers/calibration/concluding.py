@@ -23,7 +23,6 @@ from calipers.kernels.quantize import quantize_with_error
 from calipers.numerics.layout import Layout
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.gathering import GathersInputs
-from calipers.statistics.sync import sync_statistics
 
 
 @dataclass
@@ -58,7 +57,7 @@ class Conclusions:
         modules = [module for module in self._watched.plan.modules if module.name in set(names)]
         self._watched.finish()
         self._count(names)
-        self._synchronise(names)
+        self._crew.merge(self._watched.data_observers(names))
         modules = self._settle_unseen(modules)
         for name in set(names) & self._watched.gatherers.keys():
             gatherer = self._watched.gatherers[name]
@@ -73,11 +72,6 @@ class Conclusions:
         everywhere = self._crew.share([self._watched.tokens(name) for name in wanted])
         totals = [sum(counts) for counts in zip(*everywhere, strict=True)]
         self._findings.coverage.tokens |= dict(zip(wanted, totals, strict=True))
-
-    def _synchronise(self, names: list[str]) -> None:
-        observers = self._watched.data_observers(names)
-        for work in sync_statistics(observers) if observers else []:
-            work.wait()
 
     # What was not seen
 
@@ -147,14 +141,15 @@ class Conclusions:
         errors: dict[str, float] = {}
         with self._crew.step("working out the parameters of weights"):
             for group in self._crew.my_part(groups, self._size):
+                self._crew.check()
                 observe([self._watched.module(name) for name in group], "weight")
                 for name in group:
                     observer = self._watched.observers[name, "weight"]
                     mine[name, "weight"] = observer.get_qparams()
                     weight: Any = self._watched.module(name).weight
                     errors[name] = weight_error(weight, observer.args, mine[name, "weight"])
-                for name in group:
-                    self._watched.observers[name, "weight"].reset()
+        for name in (name for group in groups for name in group):
+            self._watched.observers[name, "weight"].reset()
         for found, error in self._crew.share((mine, errors)):
             self._findings.qparams |= found
             self._findings.errors |= error
