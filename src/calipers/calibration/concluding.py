@@ -24,6 +24,9 @@ from calipers.numerics.layout import Layout
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.gathering import GathersInputs
 
+Range = tuple[Tensor, Tensor, Tensor]
+"""The least, the largest, and a tensor like those that were seen."""
+
 
 @dataclass
 class Findings:
@@ -110,11 +113,16 @@ class Conclusions:
             observer = self._watched.observers.get((module.name, tensor.base_name))
             peers = [self._watched.observers[name, tensor.base_name] for name in siblings]
             if tensor.base_name != "weight" and observer is not None:
-                united = _united_range(tensor, peers)
+                united = _united_range(tensor, self._ranges(peers))
                 self._watched.observers[module.name, tensor.base_name] = united
             elif isinstance(observer, GathersInputs):
                 for name in observer.gathered_fields():
                     setattr(observer, name, sum(getattr(peer, name) for peer in peers))
+
+    def _ranges(self, peers: list[Observer]) -> list[Range]:
+        """Return what peers saw in any process: some remember only what they saw in their own."""
+        mine = [(*peer.get_range(), peer.observed_like) for peer in peers if peer.has_statistics]
+        return [each for theirs in self._crew.share(mine) for each in theirs]
 
     def _silence(self, module: PlannedModule) -> None:
         """Without importance a weight is judged by plain error: coverage says it, once for all."""
@@ -204,15 +212,15 @@ def _weights_only(module: PlannedModule) -> PlannedModule:
     return replace(module, scheme=module.scheme.model_copy(update=keep, deep=True))
 
 
-def _united_range(tensor: PlannedTensor, peers: list[Observer]) -> Observer:
-    """Return an observer that has seen the largest range of others."""
+def _united_range(tensor: PlannedTensor, ranges: list[Range]) -> Observer:
+    """Return an observer that has seen the largest of some ranges."""
     args = tensor.args.model_copy(update={"observer_kwargs": {}})
     united = Observer.load_from_registry("static_minmax", base_name=tensor.base_name, args=args)
-    ranges = [peer.get_range() for peer in peers]
+    lows, highs, likes = zip(*ranges, strict=True)
     united.absorb(
-        min_vals=reduce(torch.minimum, (low for low, _ in ranges)),
-        max_vals=reduce(torch.maximum, (high for _, high in ranges)),
-        observed_like=peers[0].observed_like,
+        min_vals=reduce(torch.minimum, lows),
+        max_vals=reduce(torch.maximum, highs),
+        observed_like=likes[0],
     )
     return united
 

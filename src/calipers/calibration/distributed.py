@@ -17,7 +17,13 @@ import torch
 from torch import distributed as dist
 from typing_extensions import Self
 
-from calipers.errors import RankFailedError, RankLostError, RanksDisagreeError, StoreLostError
+from calipers.errors import (
+    CalipersError,
+    RankFailedError,
+    RankLostError,
+    RanksDisagreeError,
+    StoreLostError,
+)
 from calipers.statistics.base import Statistic
 from calipers.statistics.sync import sync_statistics
 
@@ -130,17 +136,21 @@ class Crew:
         except Exception as error:
             failure = error
         missing = self._meet(what, failure)
-        if failure is not None and not (together and missing):
+        if failure is not None and (not together or isinstance(failure, CalipersError)):
             raise failure
         if missing:
             raise RankLostError(what, self.timeout.total_seconds(), missing) from failure
         self.check()
+        if failure is not None:
+            raise failure
 
     def check(self) -> None:
         """Raise if another process has failed in this step: call it now and then in a long one."""
         key = f"{self._steps}/failure"
         if self.world_size > 1 and self._store.check([key]):
-            raise RankFailedError(**json.loads(self._store.get(key)))
+            told = json.loads(self._store.get(key))
+            if told["rank"] != self.rank:
+                raise RankFailedError(**told)
 
     def _meet(self, what: str, failure: Exception | None) -> list[int]:
         """Tell the others how it went, wait for them, and return who did not come."""
