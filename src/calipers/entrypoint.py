@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,7 @@ import torch
 from calipers.calibration.concluding import Conclusions, Findings, report_coverage
 from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches
-from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew
+from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew, fingerprint
 from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.calibration.freezing import freeze
 from calipers.calibration.pipelines import Run, run_basic, run_datafree
@@ -83,7 +82,8 @@ def oneshot(
 
     A model given as an object is changed: afterwards it is frozen. If anything fails, it is left as
     it was, and no output is left. Under ``torchrun`` every process calls this with the same
-    arguments; each takes its share of the data and of the work, and the first one writes.
+    arguments; each takes its share of the data and of the work, and the first one writes. The
+    process group is made, and ended, here, unless there is one already.
 
     :param model: a transformers model, or the path or name to load one from
     :param recipe: a file, a YAML string, a preset such as ``"W4A16"``, or modifiers
@@ -103,67 +103,94 @@ def oneshot(
     :param timeout: how long a process waits for the others at the end of a step
     :param progress: whether to show a progress bar; None: if a person looks at standard error
     """
-    if output_dir is not None:
-        check_output(output_dir, overwrite)
-    parsed = load_recipe(recipe)
-    crew = Crew(timeout)
     place = None if device is None else torch.device(device)
-    with crew.step("loading the model"):
-        lazily = pipeline == "sequential" and crew.world_size == 1
-        loaded = load_model(
-            model,
-            trust_remote_code=trust_remote_code,
-            on_disk_for=(place or torch.device("cpu")) if lazily else None,
+    sampling = {
+        "num_samples": num_calibration_samples,
+        "max_seq_length": max_seq_length,
+        "batch_size": batch_size,
+        "packing": packing,
+        "shuffle": shuffle,
+        "seed": seed,
+        "text_column": text_column,
+    }
+    with Crew(timeout) as crew:
+        with crew.step("reading the arguments"):
+            if output_dir is not None:
+                check_output(output_dir, overwrite)
+            parsed = load_recipe(recipe)
+        crew.agree(
+            {
+                "recipe": parsed.to_yaml(),
+                "pipeline": pipeline,
+                "on_unseen": on_unseen,
+                "calibrate_all_experts": calibrate_all_experts,
+                "dataset": "none" if dataset is None else "some",
+                **sampling,
+            }
         )
-        words = load_tokenizer(tokenizer, loaded, trust_remote_code=trust_remote_code)
-    place = place or loaded.device
-    batches_of = partial(
-        calibration_batches,
-        dataset,
-        words,
-        num_samples=num_calibration_samples,
-        max_seq_length=max_seq_length,
-        batch_size=batch_size,
-        packing=packing,
-        shuffle=shuffle,
-        seed=seed,
-        text_column=text_column,
-        rank=crew.rank,
-        world_size=crew.world_size,
-        vocab_size=getattr(loaded.config.get_text_config(), "vocab_size", None),
-    )
-    with unchanged_on_error(loaded):
-        with crew.step("planning"):
-            plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
-            chosen = _choose_pipeline(pipeline, plan, loaded, place)
-            if chosen != "datafree" and dataset is None:
-                raise NoDataError(_wanting(plan, loaded))
-            batches = batches_of() if chosen != "datafree" else None
-        watched = WatchedModel(loaded, plan, share_inputs=share_inputs)
-        findings = Findings(plan, Coverage(on_unseen))
-        with watched:
-            loaded.eval()  # type: ignore[no-untyped-call]
-            conclusions = Conclusions(watched, findings, crew)
-            run = Run(watched, conclusions.conclude, crew, Progress(progress), place)
-            _PIPELINES[chosen](run, batches)
-        if crew.rank == 0:
-            report_coverage(findings.coverage)
-        freeze(loaded, findings.plan, findings.qparams)
-        for name, sums in findings.sums.items():
-            vars(loaded.get_submodule(name)).update(sums)
-        with crew.step("writing the checkpoint"):
-            if output_dir is not None and crew.rank == 0:
-                write_checkpoint(
-                    loaded,
-                    output_dir,
-                    recipe=parsed.to_yaml(),
-                    tokenizer=words,
-                    notes=_notes(findings, chosen, batches),
-                    overwrite=overwrite,
-                    max_shard_size=max_shard_size,
-                )
+        with crew.step("loading the model"):
+            lazily = pipeline == "sequential" and crew.world_size == 1
+            loaded = load_model(
+                model,
+                trust_remote_code=trust_remote_code,
+                on_disk_for=(place or torch.device("cpu")) if lazily else None,
+            )
+            words = load_tokenizer(tokenizer, loaded, trust_remote_code=trust_remote_code)
+        if crew.world_size > 1:
+            crew.agree({"model": fingerprint(loaded)})
+        place = place or loaded.device
+        with unchanged_on_error(loaded):
+            with crew.step("planning"):
+                plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
+                chosen = _choose_pipeline(pipeline, plan, loaded, place)
+                batches = None
+                if chosen != "datafree":
+                    if dataset is None:
+                        raise NoDataError(_wanting(plan, loaded))
+                    batches = _load_batches(dataset, words, loaded, crew, sampling)
+            if "sequential" in crew.share(chosen):
+                chosen = "sequential"  # where memory is short on one device, all go layer by layer
+            watched = WatchedModel(loaded, plan, share_inputs=share_inputs)
+            findings = Findings(plan, Coverage(on_unseen))
+            with watched:
+                conclusions = Conclusions(watched, findings, crew)
+                run = Run(watched, conclusions.conclude, crew, Progress(progress), place)
+                _PIPELINES[chosen](run, batches)
+            if crew.rank == 0:
+                report_coverage(findings.coverage)
+            notes = _notes(findings, chosen, crew.share(_amount(batches)))
+            with crew.step("freezing the model"):
+                freeze(loaded, findings.plan, findings.qparams)
+                for name, sums in findings.sums.items():
+                    vars(loaded.get_submodule(name)).update(sums)
+            with crew.step("writing the checkpoint"):
+                if output_dir is not None and crew.rank == 0:
+                    write_checkpoint(
+                        loaded,
+                        output_dir,
+                        recipe=parsed.to_yaml(),
+                        tokenizer=words,
+                        notes=notes,
+                        overwrite=overwrite,
+                        max_shard_size=max_shard_size,
+                    )
     written = None if output_dir is None else Path(output_dir)
     return OneshotResult(loaded, findings.plan, findings.coverage, findings.errors, parsed, written)
+
+
+def _load_batches(
+    dataset: Any, tokenizer: Any, model: PreTrainedModel, crew: Crew, sampling: Mapping[str, Any]
+) -> Batches:
+    """Load the share of this process; ids that the model does not know are refused."""
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    return calibration_batches(
+        dataset,
+        tokenizer,
+        rank=crew.rank,
+        world_size=crew.world_size,
+        vocab_size=vocabulary,
+        **sampling,
+    )
 
 
 def plan_for(
@@ -220,12 +247,17 @@ _PIPELINES: dict[str, Callable[[Run, Any], None]] = {
 }
 
 
-def _notes(findings: Findings, pipeline: str, batches: Batches | None) -> dict[str, Any]:
+def _amount(batches: Batches | None) -> tuple[int, int]:
+    """Return how many samples and tokens this process has."""
+    return (0, 0) if batches is None else (batches.num_samples, batches.num_tokens)
+
+
+def _notes(findings: Findings, pipeline: str, amounts: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return what the checkpoint says about how it was made."""
     return {
         "pipeline": pipeline,
-        "samples": 0 if batches is None else batches.num_samples,
-        "tokens": 0 if batches is None else batches.num_tokens,
+        "samples": sum(samples for samples, _ in amounts),
+        "tokens": sum(tokens for _, tokens in amounts),
         "coverage": findings.coverage.as_dict(),
         "weight_errors": findings.errors,
     }

@@ -311,10 +311,37 @@ class RankLostError(CalipersError, RuntimeError):
 
     exit_code = 6
 
-    def __init__(self, step: str, seconds: float, problem: str) -> None:
+    def __init__(self, step: str, seconds: float, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        names = ", ".join(f"rank {rank}" for rank in ranks)
         super().__init__(
-            f"Not all processes came to the end of {step} within {seconds:g} s: {problem} "
-            "Look at the output of that rank: it died, or it is much slower than the others."
+            f"{names[0].upper()}{names[1:]} did not finish {step} within {seconds:g} s, so this "
+            "process stops too. Look at the output of that rank: it died, or it is much "
+            "slower than the others; then pass a longer timeout."
+        )
+
+
+class StoreLostError(CalipersError, RuntimeError):
+    """What the processes of the job have in common is gone."""
+
+    exit_code = 6
+
+    def __init__(self, step: str, problem: str) -> None:
+        super().__init__(
+            f"The store of the process group cannot be reached after {step}: "
+            f"{problem.strip().splitlines()[0]} It is kept by torchrun or, without it, by rank 0: "
+            "look at the output of that process."
+        )
+
+
+class RanksDisagreeError(ConfigurationError):
+    """Processes of one job that were not given the same."""
+
+    def __init__(self, what: str, values: Sequence[Any]) -> None:
+        other = next(rank for rank, value in enumerate(values) if value != values[0])
+        super().__init__(
+            f"The ranks do not agree on {what}: rank 0 has {values[0]}, rank {other} has "
+            f"{values[other]}. Every process must be given the same model, recipe, data and options."
         )
 
 

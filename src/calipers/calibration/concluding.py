@@ -24,7 +24,9 @@ from calipers.kernels.quantize import quantize_with_error
 from calipers.numerics.layout import Layout
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.gathering import GathersInputs
-from calipers.statistics.sync import sync_statistics
+
+Range = tuple[Tensor, Tensor, Tensor]
+"""The least, the largest, and a tensor like those that were seen."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Conclusions:
         self._watched.finish()
         self._watched.dismiss(names)
         self._count(names)
-        self._synchronise(names)
+        self._crew.merge(self._watched.data_observers(names))
         modules = self._settle_unseen(modules)
         for name in wanted & self._watched.gatherers.keys():
             self._findings.sums[name] = _gathered(self._watched.gatherers[name])
@@ -75,11 +77,6 @@ class Conclusions:
         everywhere = self._crew.share([self._watched.tokens(name) for name in wanted])
         totals = [sum(counts) for counts in zip(*everywhere, strict=True)]
         self._findings.coverage.tokens |= dict(zip(wanted, totals, strict=True))
-
-    def _synchronise(self, names: list[str]) -> None:
-        observers = self._watched.data_observers(names)
-        for work in sync_statistics(observers) if observers else []:
-            work.wait()
 
     # What was not seen
 
@@ -120,11 +117,16 @@ class Conclusions:
                 continue
             peers = [self._watched.observers[name, tensor.base_name] for name in siblings]
             if tensor.base_name != "weight":
-                united = _united_range(tensor, peers)
+                united = _united_range(tensor, self._ranges(peers))
                 self._watched.observers[module.name, tensor.base_name] = united
             elif isinstance(observer, GathersInputs):
                 for name in observer.gathered_fields():
                     setattr(observer, name, sum(getattr(peer, name) for peer in peers))
+
+    def _ranges(self, peers: list[Observer]) -> list[Range]:
+        """Return what peers saw in any process: some remember only what they saw in their own."""
+        mine = [(*peer.get_range(), peer.observed_like) for peer in peers if peer.has_statistics]
+        return [each for theirs in self._crew.share(mine) for each in theirs]
 
     def _silence(self, module: PlannedModule) -> None:
         """Without importance a weight is judged by plain error: coverage says it, once for all."""
@@ -151,14 +153,15 @@ class Conclusions:
         errors: dict[str, float] = {}
         with self._crew.step("working out the parameters of weights"):
             for group in self._crew.my_part(groups, self._size):
+                self._crew.check()
                 observe([self._watched.module(name) for name in group], "weight")
                 for name in group:
                     observer = self._watched.observers[name, "weight"]
                     mine[name, "weight"] = observer.get_qparams()
                     weight: Any = self._watched.module(name).weight
                     errors[name] = weight_error(weight, observer.args, mine[name, "weight"])
-                for name in group:
-                    self._watched.observers[name, "weight"].reset()
+        for name in (name for group in groups for name in group):
+            self._watched.observers[name, "weight"].reset()
         for found, error in self._crew.share((mine, errors)):
             self._findings.qparams |= found
             self._findings.errors |= error
@@ -214,15 +217,15 @@ def _weights_only(module: PlannedModule) -> PlannedModule:
     return replace(module, scheme=module.scheme.model_copy(update=keep, deep=True))
 
 
-def _united_range(tensor: PlannedTensor, peers: list[Observer]) -> Observer:
-    """Return an observer that has seen the largest range of others."""
+def _united_range(tensor: PlannedTensor, ranges: list[Range]) -> Observer:
+    """Return an observer that has seen the largest of some ranges."""
     args = tensor.args.model_copy(update={"observer_kwargs": {}})
     united = Observer.load_from_registry("static_minmax", base_name=tensor.base_name, args=args)
-    ranges = [peer.get_range() for peer in peers]
+    lows, highs, likes = zip(*ranges, strict=True)
     united.absorb(
-        min_vals=reduce(torch.minimum, (low for low, _ in ranges)),
-        max_vals=reduce(torch.maximum, (high for _, high in ranges)),
-        observed_like=peers[0].observed_like,
+        min_vals=reduce(torch.minimum, lows),
+        max_vals=reduce(torch.maximum, highs),
+        observed_like=likes[0],
     )
     return united
 

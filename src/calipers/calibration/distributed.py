@@ -2,85 +2,201 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import io
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import distributed as dist
+from typing_extensions import Self
 
-from calipers.errors import RankFailedError, RankLostError
+from calipers.errors import (
+    CalipersError,
+    RankFailedError,
+    RankLostError,
+    RanksDisagreeError,
+    StoreLostError,
+)
+from calipers.statistics.base import Statistic
+from calipers.statistics.sync import sync_statistics
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-def is_distributed() -> bool:
-    """Whether there are other processes."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def join_torchrun(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
+    """Join the other processes that ``torchrun`` started; False if there are none, or it is done.
+
+    Where there are accelerators, the process takes the one with its local number.
+    """
+    if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
+        return False
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        return False
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    backend = dist.get_default_backend_for_device(device or "cpu")
+    dist.init_process_group(backend, timeout=timeout)
+    return True
 
 
-def rank() -> int:
-    """Return the number of this process; 0 if it is alone."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-def world_size() -> int:
-    """Return the number of processes."""
-    return dist.get_world_size() if is_distributed() else 1
+def fingerprint(model: torch.nn.Module) -> str:
+    """Return a text that differs where the weights of models do, from a few values of each."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
+        digest.update(f"{name} {tuple(parameter.shape)} {values.dtype}".encode())
+        digest.update(bytes(values.cpu().contiguous().view(torch.uint8).tolist()))
+    return f"{type(model).__name__} with the fingerprint {digest.hexdigest()[:8]}"
 
 
 class Crew:
-    """The processes of one job. Every one of them takes the same steps in the same order.
+    """The processes of one job. Within a ``with``, all take the same steps in the same order.
+
+    They meet in the store of their process group, where each notes that it is there, and the first
+    one that fails notes why. So every process can tell who failed and who is missing.
 
     :param timeout: how long a process waits for the others at the end of a step
     """
 
+    _count: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self.timeout = timeout
-        self.rank, self.world_size = rank(), world_size()
-        # A barrier that can tell who is missing exists for gloo only.
-        gloo = self.world_size > 1 and dist.get_backend() != "gloo"
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if gloo else None
+        self.rank, self.world_size = 0, 1
+        self._made_world = False
+        self._groups: list[Any] = []
+        self._steps = 0
+
+    def __enter__(self) -> Self:
+        self._made_world = join_torchrun(self.timeout)
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        try:
+            if self.world_size > 1:
+                self._connect()
+        except BaseException:
+            self._disconnect()
+            raise
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self.world_size > 1 and isinstance(error, Exception):
+            # If it was between two steps, the others learn it at the end of the next.
+            self._steps += 1
+            with suppress(RuntimeError):
+                self._arrive("preparing the next step", error)
+        self._disconnect()
+
+    def _connect(self) -> None:
+        world: Any = dist.group.WORLD
+        self._store = dist.PrefixStore(f"calipers/{next(self._count)}", world.get_group_store())
+        with self.step("starting"):
+            pass
+        # Whoever hangs because another is gone has noticed before anybody else stops waiting.
+        patience = self.timeout / 2
+        with self.step("connecting", together=True):
+            self._groups.append(dist.new_group(backend="gloo", timeout=patience))
+            if dist.get_backend() != "gloo":
+                self._groups.append(dist.new_group(timeout=patience))
+
+    def _disconnect(self) -> None:
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+        if self._made_world:
+            dist.destroy_process_group()
+            self._made_world = False
+
+    # Steps
 
     @contextmanager
-    def step(self, what: str) -> Iterator[None]:
+    def step(self, what: str, *, together: bool = False) -> Iterator[None]:
         """Do something that all processes do; if it fails in one, it fails in all.
 
-        In the block a process must not wait for another.
+        :param what: what messages call the step
+        :param together: whether the processes need each other in the block, so that it fails if one
+            of them is gone; otherwise they must not wait for each other in it
         """
         if self.world_size == 1:
             yield
             return
+        self._steps += 1
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        self._meet(what)
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        failures = self.share(told)
+        missing = self._meet(what, failure)
+        if failure is not None and (not together or isinstance(failure, CalipersError)):
+            raise failure
+        if missing:
+            raise RankLostError(what, self.timeout.total_seconds(), missing) from failure
+        self.check()
         if failure is not None:
             raise failure
-        for number, text in enumerate(failures):
-            if text is not None:
-                raise RankFailedError(number, what, text)
 
-    def _meet(self, what: str) -> None:
+    def check(self) -> None:
+        """Raise if another process has failed in this step: call it now and then in a long one."""
+        key = f"{self._steps}/failure"
+        if self.world_size > 1 and self._store.check([key]):
+            told = json.loads(self._store.get(key))
+            if told["rank"] != self.rank:
+                raise RankFailedError(**told)
+
+    def _meet(self, what: str, failure: Exception | None) -> list[int]:
+        """Tell the others how it went, wait for them, and return who did not come."""
         try:
-            dist.monitored_barrier(self._group, self.timeout, wait_all_ranks=True)
+            self._arrive(what, failure)
+            keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
+            with suppress(RuntimeError):
+                self._store.wait(keys, self.timeout)
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         except RuntimeError as error:
-            raise RankLostError(what, self.timeout.total_seconds(), str(error)) from error
+            raise StoreLostError(what, str(error)) from failure or error
+
+    def _arrive(self, what: str, failure: Exception | None) -> None:
+        if failure is not None:
+            error = f"{type(failure).__name__}: {failure}"
+            told = json.dumps({"rank": self.rank, "step": what, "error": error})
+            self._store.compare_set(f"{self._steps}/failure", "", told)
+        self._store.set(f"{self._steps}/{self.rank}", "here")
+
+    # Exchange
 
     def share(self, mine: T) -> list[T]:
-        """Give something to all processes, and get what each gave."""
+        """Give something to all processes, and get what each gave, with its tensors on the CPU."""
         if self.world_size == 1:
             return [mine]
         everything: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everything, mine, group=self._group)
-        return everything
+        with self.step("exchanging results", together=True):
+            dist.all_gather_object(everything, _packed(mine), group=self._groups[0])
+        return [_unpacked(data) for data in everything]
+
+    def merge(self, statistics: Sequence[Statistic]) -> None:
+        """Let the statistics of each process become those of all data."""
+        if self.world_size > 1 and statistics:
+            with self.step("merging statistics", together=True):
+                for work in sync_statistics(statistics, self._groups[-1]):
+                    work.wait()
+
+    def agree(self, mine: Mapping[str, Any]) -> None:
+        """Raise if something that must be the same in all processes is not."""
+        everyone = self.share(dict(mine))
+        for name in mine:
+            values = [theirs.get(name) for theirs in everyone]
+            if any(value != values[0] for value in values):
+                raise RanksDisagreeError(name, values)
+
+    # Work
 
     def my_part(self, jobs: Sequence[T], cost: Callable[[T], int]) -> list[T]:
         """Choose the jobs of this process, so that all have about the same to do."""
@@ -92,3 +208,14 @@ class Crew:
             if number == self.rank:
                 mine.append(index)
         return [jobs[index] for index in sorted(mine)]
+
+
+def _packed(thing: Any) -> bytes:
+    # Not as all_gather_object would do it: that cannot read tensors of 8-bit floats.
+    written = io.BytesIO()
+    torch.save(thing, written)
+    return written.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

@@ -59,8 +59,9 @@ def run_datafree(run: Run) -> None:
 def run_basic(run: Run, batches: Batches) -> None:
     """Run each batch through the whole model."""
     model, head = run.watched.model, _head_is_idle(run.watched)
-    with run.crew.step("calibration"), run.progress.tokens(batches.num_tokens) as advance:
+    with run.crew.step("calibrating the model"), run.progress.tokens(batches.num_tokens) as advance:
         for index, batch in enumerate(batches):
+            run.crew.check()
             mask = batch.get("attention_mask")
             with run.watched.batch(index, mask):
                 call_model(model, moved(batch, run.device), skip_head=head)

@@ -89,6 +89,7 @@ class LayerStack:
         """Run all batches through a layer."""
         layer, device = self._layers[number], self._run.device
         for index, hidden in enumerate(self._hidden):
+            self._run.crew.check()
             args, kwargs = moved(self._calls[index][number], device)
             with self._run.watched.batch(index, self._masks[index]):
                 result = layer(hidden.to(device), *args, **kwargs)

@@ -14,22 +14,26 @@ from calipers.errors import ConfigurationMismatchError, SyncError
 from calipers.statistics.base import Reduction, Statistic
 
 
-def sync_statistics(statistics: Sequence[Statistic]) -> list[dist.Work]:
+def sync_statistics(
+    statistics: Sequence[Statistic], group: dist.ProcessGroup | None = None
+) -> list[dist.Work]:
     """Start reducing the statistics over all ranks, and return the handles to wait for.
 
     Every rank calls this with the same statistics in the same order. Ranks first tell each other
     what they hold: one that has seen nothing joins with values that change nothing, and afterwards
     holds what the others do. It may be called again after more data, which then counts once; with
     nothing new, or without other ranks, there is nothing to do.
+
+    :param group: by which the ranks communicate; None for the default one. All ranks are in it
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [_holdings(statistic) for statistic in statistics])
+    dist.all_gather_object(everyone, [_holdings(statistic) for statistic in statistics], group)
     return [
         work
         for position, statistic in enumerate(statistics)
-        for work in _sync_one(statistic, [rank[position] for rank in everyone])
+        for work in _sync_one(statistic, [rank[position] for rank in everyone], group)
     ]
 
 
@@ -44,7 +48,9 @@ def _holdings(statistic: Statistic) -> dict[str, Any]:
     }
 
 
-def _sync_one(statistic: Statistic, ranks: list[dict[str, Any]]) -> list[dist.Work]:
+def _sync_one(
+    statistic: Statistic, ranks: list[dict[str, Any]], group: dist.ProcessGroup | None
+) -> list[dist.Work]:
     if all(held["synced"] and held["unchanged"] for held in ranks):
         return []
     for held in ranks:
@@ -54,6 +60,7 @@ def _sync_one(statistic: Statistic, ranks: list[dict[str, Any]]) -> list[dist.Wo
                 action, ranks[0]["configuration"], held["configuration"]
             )
     works = []
+    device = _communication_device(group)
     for name, reduction in statistic.all_reductions().items():
         held_by = [held["fields"][name] for held in ranks if name in held["fields"]]
         if not held_by or not reduction.is_synced:
@@ -68,12 +75,12 @@ def _sync_one(statistic: Statistic, ranks: list[dict[str, Any]]) -> list[dist.Wo
         if name in statistic.fields():
             share = _share(statistic, name, reduction, ranks).to(dtype)
         else:
-            share = reduction.identity(shapes.pop(), dtype, _communication_device())
+            share = reduction.identity(shapes.pop(), dtype, device)
         if share.device.type == "cpu":
-            share = share.to(_communication_device())
+            share = share.to(device)
         setattr(statistic, name, share)
         statistic.synced[name] = share
-        works.append(dist.all_reduce(share, op=_OPS[reduction], async_op=True))
+        works.append(dist.all_reduce(share, op=_OPS[reduction], group=group, async_op=True))
     return works
 
 
@@ -93,8 +100,8 @@ def _share(
     return mine.clone(memory_format=torch.contiguous_format)
 
 
-def _communication_device() -> torch.device:
-    if dist.get_backend() == "gloo":
+def _communication_device(group: dist.ProcessGroup | None) -> torch.device:
+    if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 

@@ -1,0 +1,235 @@
+"""Real processes that speak gloo: together they find what one finds, and end together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import crews
+import pytest
+import torch
+
+from calipers.calibration.distributed import Crew
+
+WORLD = 3
+ORDER_FREE = list(crews.RECIPES)
+PIPELINES = ("basic", "sequential")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: Any) -> dict[str, Any]:
+    (result,) = crews.run(1, tmp_path_factory.mktemp("alone"), crews.JOBS)
+    return result
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return crews.run(WORLD, tmp_path_factory.mktemp("together"), crews.JOBS)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return crews.run(WORLD, tmp_path_factory.mktemp("failed"), crews.BAD_JOBS)
+
+
+def of(result: dict[str, Any] | None, job: Callable[..., Any]) -> Any:
+    assert result is not None, "the process died"
+    assert job.__name__ in result, next(reversed(result.values()))
+    found = result[job.__name__]
+    assert not isinstance(found, str), found
+    return found
+
+
+def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert expected["parameters"]
+    assert ours["parameters"].keys() == expected["parameters"].keys()
+    for name, tensor in expected["parameters"].items():
+        torch.testing.assert_close(ours["parameters"][name], tensor, rtol=0, atol=0, msg=name)
+    for key in ("tokens", "applied", "errors", "rows"):
+        assert ours[key] == expected[key], key
+
+
+class TestResults:
+    @pytest.mark.parametrize("pipeline", PIPELINES)
+    @pytest.mark.parametrize("name", ORDER_FREE)
+    def test_are_those_of_one_process(
+        self, alone: Any, together: list[Any], name: str, pipeline: str
+    ) -> None:
+        expected = of(alone, crews.observers_of_all_kinds)[name, pipeline]
+        for rank in together:
+            assert_same(of(rank, crews.observers_of_all_kinds)[name, pipeline], expected)
+
+    @pytest.mark.parametrize("pipeline", PIPELINES)
+    @pytest.mark.parametrize("name", crews.AVERAGING)
+    def test_that_depend_on_order_are_the_same_in_all(
+        self, together: list[Any], name: str, pipeline: str
+    ) -> None:
+        first, *others = (of(rank, crews.observers_of_all_kinds) for rank in together)
+        for other in others:
+            assert_same(other[name, pipeline], first[name, pipeline])
+
+    def test_tokens_are_those_of_all(self, together: list[Any]) -> None:
+        for rank in together:
+            tokens = of(rank, crews.observers_of_all_kinds)["W8A8 percentile", "basic"]["tokens"]
+            assert set(tokens.values()) == {7 * 16}
+            assert len(tokens) == 14
+
+    @pytest.mark.parametrize("pipeline", PIPELINES)
+    def test_a_process_without_data(self, alone: Any, together: list[Any], pipeline: str) -> None:
+        expected = of(alone, crews.fewer_samples_than_processes)[pipeline]
+        assert set(expected["tokens"].values()) == {2 * 16}
+        for rank in together:
+            assert_same(of(rank, crews.fewer_samples_than_processes)[pipeline], expected)
+
+    def test_one_writes(self, together: list[Any]) -> None:
+        found = [of(rank, crews.one_writer) for rank in together]
+        assert [rank["written"] for rank in found] == [1, 0, 0]
+        for rank in found:
+            assert rank["output_dir"]
+            assert rank["files"] == ["checkpoint"]
+            assert rank["notes"] == {"samples": 7, "tokens": 7 * 16}
+
+    def test_a_folder_that_exists_is_refused_by_all(self, together: list[Any]) -> None:
+        for rank in together:
+            again = of(rank, crews.one_writer)["again"]
+            assert again["error"] == "CheckpointExistsError"
+
+
+class TestExperts:
+    @pytest.mark.parametrize("pipeline", PIPELINES)
+    @pytest.mark.parametrize("name", ["FP8", "NVFP4", "W8A8 percentile"])
+    def test_that_only_one_process_sees(
+        self, alone: Any, together: list[Any], name: str, pipeline: str
+    ) -> None:
+        expected = of(alone, crews.experts_here_and_there)[name, pipeline]
+        experts = [n for name, n in expected["tokens"].items() if ".experts." in name]
+        assert experts == [16] * 12  # each sample went to an expert of its own
+        for rank in together:
+            assert_same(of(rank, crews.experts_here_and_there)[name, pipeline], expected)
+
+    def test_that_nobody_sees_are_the_same_error_for_all(
+        self, alone: Any, together: list[Any]
+    ) -> None:
+        for observer in ("static_minmax", "memoryless_minmax"):
+            expected = of(alone, crews.experts_nobody_sees)[observer, "error"]
+            assert expected["error"] == "UnseenModulesError"
+            assert "3 modules saw no tokens: model.layers.0.mlp.experts.3." in expected["text"]
+            for rank in together:
+                assert of(rank, crews.experts_nobody_sees)[observer, "error"] == expected
+
+    @pytest.mark.parametrize("policy", ["weights_only", "peers"])
+    @pytest.mark.parametrize("observer", ["static_minmax", "memoryless_minmax"])
+    def test_that_nobody_sees_are_settled(
+        self, alone: Any, together: list[Any], observer: str, policy: str
+    ) -> None:
+        alone_found, *found = (
+            of(each, crews.experts_nobody_sees)[observer, policy] for each in (alone, *together)
+        )
+        # What a memoryless observer saw last depends on who saw it.
+        expected = alone_found if observer == "static_minmax" else found[0]
+        assert len(expected["result"]["applied"]) == 3
+        for rank in found:
+            assert rank["error"] is None, rank["text"]
+            assert_same(rank["result"], expected["result"])
+
+
+class TestWork:
+    @pytest.mark.parametrize("name", ["NVFP4", "W8A8 static_minmax", "W4A16 optimal"])
+    def test_on_weights_is_split(self, alone: Any, together: list[Any], name: str) -> None:
+        everything = of(alone, crews.solving_in_parts)[name]
+        parts = [of(rank, crews.solving_in_parts)[name] for rank in together]
+        assert all(parts)
+        assert sorted(group for part in parts for group in part) == sorted(everything)
+        assert len({module for group in everything for module in group}) == 14
+        # Weights that share a global scale stay together.
+        assert {len(group) for group in everything} == ({1, 2, 3} if name == "NVFP4" else {1})
+
+    def test_is_dealt_evenly(self) -> None:
+        def parts(costs: list[int]) -> list[list[int]]:
+            found = []
+            for rank in range(3):
+                crew = Crew()
+                crew.rank, crew.world_size = rank, 3
+                found.append(crew.my_part(range(len(costs)), costs.__getitem__))
+            return found
+
+        assert parts([5, 5, 5, 1, 1, 1]) == [[0, 3], [1, 4], [2, 5]]
+        assert parts([1, 9, 2, 3, 4]) == [[1], [0, 4], [2, 3]]
+        assert parts([]) == [[], [], []]
+
+
+class TestFailures:
+    @pytest.mark.parametrize("stage", crews.FAILURES)
+    def test_of_one_end_all(self, failed: list[Any], stage: str) -> None:
+        culprit, *_ = crews.FAILURES[stage]
+        step = "planning" if stage == "reading data" else stage
+        for number, rank in enumerate(failed):
+            found = of(rank, crews.everywhere_something_fails)[stage]
+            assert found["unchanged"], found
+            assert found["output"] == []
+            if number == culprit:
+                assert (found["error"], found["text"]) == ("Broken", "on purpose")
+            else:
+                assert found["error"] == "RankFailedError"
+                assert found["text"] == (
+                    f"Rank {culprit} failed while {step}, so this process stops too. "
+                    "Broken: on purpose"
+                )
+
+    def test_numbers_that_are_none(self, failed: list[Any]) -> None:
+        first, culprit, last = (of(rank, crews.not_a_number) for rank in failed)
+        assert culprit["error"] == "NonFiniteError"
+        assert "batch 1, the first one with such values" in culprit["text"]
+        for rank in (first, last):
+            assert rank["error"] == "RankFailedError"
+            assert rank["text"].startswith("Rank 1 failed while calibrating the model")
+            assert culprit["text"] in rank["text"]
+        assert all(rank["unchanged"] for rank in (first, culprit, last))
+
+    @pytest.mark.parametrize(
+        ("what", "said"),
+        [
+            ("recipe", "(?s)agree on recipe: rank 0 has .*scheme: FP8.*rank 1 has .*scheme: NVFP4"),
+            ("seed", "agree on seed: rank 0 has 0, rank 1 has 1"),
+            ("model", "on model: rank 0 has LlamaForCausalLM with .*, rank 2 has LlamaForCausalLM"),
+            ("pipeline", "agree on pipeline: rank 0 has sequential, rank 1 has basic"),
+        ],
+    )
+    def test_different_arguments(self, failed: list[Any], what: str, said: str) -> None:
+        for rank in failed:
+            found = of(rank, crews.different_arguments)[what]
+            with pytest.raises(ValueError, match=said):
+                raise ValueError(found["text"])
+            assert found["error"] == "RanksDisagreeError"
+
+    def test_memory_that_is_short_for_one(self, alone: Any, failed: list[Any]) -> None:
+        expected = of(alone, crews.observers_of_all_kinds)["FP8", "basic"]
+        for rank in failed:
+            found = of(rank, crews.different_arguments)["one is short of memory"]
+            assert_same(found["result"], expected)
+
+
+class TestDeath:
+    @pytest.mark.parametrize("stage", crews.DEATHS)
+    def test_is_noticed_and_the_dead_is_named(self, tmp_path: Path, stage: str) -> None:
+        dead, *_ = crews.DEATHS[stage]
+        results = crews.run(4, tmp_path, [partial(crews.dying, stage=stage)])
+        assert results.pop(dead) is None
+        for rank in results:
+            found = of(rank, crews.dying)
+            assert found["error"] == "RankLostError", found
+            assert found["text"].startswith(f"Rank {dead} did not finish {stage} within 6 s")
+            assert found["unchanged"]
+            assert found["output"] == []
+
+    def test_of_the_one_that_keeps_the_store(self, tmp_path: Path) -> None:
+        job = partial(crews.dying, stage="calibrating the model", rank=0)
+        dead, *others = crews.run(3, tmp_path, [job], f"tcp://127.0.0.1:{crews.free_port()}")
+        assert dead is None
+        for rank in others:
+            found = of(rank, crews.dying)
+            assert found["error"] == "StoreLostError", found
+            assert "by rank 0: look at the output of that process" in found["text"]
+            assert found["unchanged"]
