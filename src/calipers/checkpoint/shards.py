@@ -1,19 +1,41 @@
-"""Tensors streamed into safetensors files of bounded size, with an index."""
+"""Tensors streamed into safetensors files of bounded size, with an index: none is kept in memory."""
 
 from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from calipers.errors import ConfigurationError
 
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+_BARE = 64
+_MOST_ROOM = 1 << 20
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -38,53 +60,100 @@ def parse_size(size: int | str) -> int:
 
 
 @dataclass
+class Shard:
+    """One file: the length of its header, the header with a place for each tensor, the tensors.
+
+    The header comes first and is known last, so room is left for it; what it does not need is
+    filled with blanks, as the format allows. Tensors may not have gaps between them, and readers
+    want each at a multiple of the size of its numbers: the few of odd length wait for the end.
+    """
+
+    file: BinaryIO
+    room: int
+    header: dict[str, Any] = field(default_factory=lambda: {"__metadata__": {"format": "pt"}})
+    size: int = 0
+    _header_size: int = _BARE
+    _waiting: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.file.write(b" " * (_LENGTH.size + self.room))
+
+    def has_room_for(self, name: str) -> bool:
+        """Whether one more tensor can be listed in the header."""
+        return self._header_size + _entry_size(name) <= self.room
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor, now or at the end."""
+        self._header_size += _entry_size(name)
+        self.size += tensor.nbytes
+        if tensor.nbytes % _ALIGNMENT:
+            self._waiting.append((name, tensor.clone()))
+        else:
+            self._write(name, tensor)
+
+    def finish(self) -> None:
+        """Write what has waited, and the header."""
+        for name, tensor in sorted(self._waiting, key=lambda pair: -pair[1].element_size()):
+            self._write(name, tensor)
+        text = json.dumps(self.header, separators=(",", ":"), ensure_ascii=False).encode()
+        self.file.seek(0)
+        self.file.write(_LENGTH.pack(self.room) + text)
+        self.file.close()
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        begin = self.file.tell() - _LENGTH.size - self.room
+        # A memoryview of the bytes: no copy is made of a tensor that is in memory as a whole.
+        self.file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self.header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + tensor.nbytes],
+        }
+
+
+@dataclass
 class ShardWriter:
-    """Writes tensors in the order in which they come; one shard is in memory at a time."""
+    """Writes tensors in the order in which they come, and forgets them.
+
+    :param room: the bytes that the header of a file may take; a file whose header is full ends
+    """
 
     folder: Path
     max_size: int
-    _pending: dict[str, torch.Tensor] = field(default_factory=dict)
-    _pending_size: int = 0
+    room: int = _MOST_ROOM
+    _open: Shard | None = None
     _shards: list[tuple[Path, list[str]]] = field(default_factory=list)
-    _storages: set[int] = field(default_factory=set)
     _total: int = 0
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write all tensors, and the index if there is more than one shard."""
-        for name, tensor in tensors:
-            self._add(name, tensor)
-        self._flush()
+        try:
+            for name, tensor in tensors:
+                self._shard_for(name, tensor.nbytes).add(name, tensor.detach().cpu().contiguous())
+            self._end_shard()
+        finally:
+            if self._open is not None:
+                self._open.file.close()
         self._finish()
 
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_size + size > self.max_size:
-            self._flush()
-        self._pending[name] = self._own_memory(tensor)
-        self._pending_size += size
-
-    def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the CPU that shares its memory with no other; most are it already."""
-        tensor = tensor.detach().to("cpu").contiguous()
-        storage = tensor.untyped_storage()
-        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
-        if not whole or storage.data_ptr() in self._storages:
-            tensor = tensor.clone()
-        self._storages.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
+    def _shard_for(self, name: str, size: int) -> Shard:
+        """Return the open shard if one more tensor fits into it, or begin another."""
+        shard = self._open
+        if shard and shard.size + size <= self.max_size and shard.has_room_for(name):
+            return shard
+        self._end_shard()
         path = self.folder / f"model-{len(self._shards) + 1:05d}.safetensors"
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        self._shards.append((path, list(self._pending)))
-        self._total += self._pending_size
-        self._pending, self._pending_size = {}, 0
-        self._storages.clear()
+        room = max(self.room, _aligned(_BARE + _entry_size(name)))
+        self._open = Shard(path.open("wb"), room)
+        return self._open
+
+    def _end_shard(self) -> None:
+        if self._open is not None:
+            self._open.finish()
+            names = [name for name in self._open.header if name != "__metadata__"]
+            self._shards.append((Path(self._open.file.name), names))
+            self._total += self._open.size
+            self._open = None
 
     def _finish(self) -> None:
         if len(self._shards) == 1:
@@ -99,3 +168,17 @@ class ShardWriter:
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def header_room(names: Iterable[str]) -> int:
+    """Return enough room for tensors of these names, and for as many again that are put to them."""
+    return min(_MOST_ROOM, _aligned(_BARE + 2 * sum(map(_entry_size, names))))
+
+
+def _entry_size(name: str) -> int:
+    """Return how many bytes a tensor takes in the header at most, for up to eight dimensions."""
+    return len(json.dumps(name, ensure_ascii=False).encode()) + 256
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -15,7 +15,7 @@ from calipers.checkpoint.compression import check_frozen
 from calipers.checkpoint.config import checkpoint_config
 from calipers.checkpoint.loading import loading_problems
 from calipers.checkpoint.output import check_output, free_space, output_folder
-from calipers.checkpoint.shards import ShardWriter, parse_size
+from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.tensors import checkpoint_tensors, estimated_size, tensor_names
 from calipers.errors import CalipersWarning, DiskSpaceError
 
@@ -53,5 +53,6 @@ def write_checkpoint(
     with output_folder(path, overwrite) as folder:
         write_companions(model, folder, recipe=recipe, tokenizer=tokenizer, notes=notes)
         write_json(folder / "config.json", config)
-        ShardWriter(folder, shard_size).write(checkpoint_tensors(model, names))
+        room = header_room([*names.renamed.values(), *names.converted])
+        ShardWriter(folder, shard_size, room).write(checkpoint_tensors(model, names))
     return path
