@@ -54,7 +54,7 @@ def _sync_one(statistic: Statistic, ranks: list[dict[str, Any]]) -> list[dist.Wo
                 action, ranks[0]["configuration"], held["configuration"]
             )
     works = []
-    for name, reduction in statistic.all_reductions().items():
+    for name, reduction in statistic.declared().items():
         held_by = [held["fields"][name] for held in ranks if name in held["fields"]]
         if not held_by or not reduction.is_synced:
             continue
