@@ -20,6 +20,7 @@ module comes with its ``quantization_scheme``, and with parameters to be set, fr
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -108,8 +109,16 @@ class Watcher(Reader):
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
-        self.key: Hashable = str(sorted(observer.configuration().items()))
-        self.label = observer.label()
+
+    @cached_property
+    def key(self) -> Hashable:
+        """The whole configuration."""
+        return str(sorted(self.observer.configuration().items()))
+
+    @property
+    def label(self) -> str:
+        """The name of the observer."""
+        return self.observer.label()
 
     def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
         """Observe the tensor."""
@@ -128,9 +137,17 @@ class Gatherer(Reader):
         assert isinstance(observer, Observer)
         self.observer = observer
         self.fields = tuple(observer.gathered_fields())
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What is gathered, of what shape, and what becomes of NaN."""
         shapes = tuple(value.shape for value in self._held().values())
-        self.key: Hashable = (self.fields, shapes, observer.options.nonfinite)
-        self.label = observer.label()
+        return self.fields, shapes, self.observer.options.nonfinite
+
+    @property
+    def label(self) -> str:
+        """The name of the observer."""
+        return self.observer.label()
 
     def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
         """Add the tensor to the sums."""

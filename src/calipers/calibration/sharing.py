@@ -15,8 +15,13 @@ from calipers.errors import ChangedInputError
 class Reader(Protocol):
     """Somebody who measures tensors."""
 
-    key: Hashable  # what two readers have in common that measure the same of a tensor
-    label: str  # how messages call the reader
+    @property
+    def key(self) -> Hashable:
+        """What two readers have in common that measure the same of a tensor."""
+
+    @property
+    def label(self) -> str:
+        """How messages call the reader."""
 
     def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
         """Take a tensor into what is known."""

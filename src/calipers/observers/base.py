@@ -366,7 +366,7 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
 
         An observer that remembers only its last value has nothing to share.
         """
-        kept = {k: how for k, how in self.all_reductions().items() if not k.startswith("observed_")}
+        kept = {k: how for k, how in self.declared().items() if not k.startswith("observed_")}
         return sync_statistics([self]) if any(how.is_synced for how in kept.values()) else []
 
     # Configuration

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +88,7 @@ class Statistic:
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {}
+    _declared: ClassVar[Mapping[str, Reduction]]
 
     @property
     def synced(self) -> dict[str, Tensor]:
@@ -104,6 +106,15 @@ class Statistic:
                 collected[name] = Reduction.of(reduce_op)
         return collected
 
+    @classmethod
+    def declared(cls) -> Mapping[str, Reduction]:
+        """Return ``all_reductions()``, collected once: what is declared later does not count."""
+        known: Mapping[str, Reduction] | None = cls.__dict__.get("_declared")
+        if known is None:
+            known = MappingProxyType(cls.all_reductions())
+            cls._declared = known
+        return known
+
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics must have in common to be merged."""
         return {"class": type(self).__qualname__}
@@ -114,16 +125,16 @@ class Statistic:
 
     def fields(self) -> dict[str, Tensor]:
         """Return the fields that hold data."""
-        held = {name: getattr(self, name, None) for name in self.all_reductions()}
+        held = {name: getattr(self, name, None) for name in self.declared()}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Reduce two values of one field to one."""
-        return self.all_reductions()[name].combine(mine, new)
+        return self.declared()[name].combine(mine, new)
 
     def absorb(self, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
-        held, reductions = self.fields(), self.all_reductions()
+        held, reductions = self.fields(), self.declared()
         for name, value in new.items():
             before = held.get(name, value)
             if before.shape != value.shape and reductions[name] is not Reduction.LAST:
@@ -149,7 +160,7 @@ class Statistic:
         held = {**self.fields(), **other.fields()}
         forgetful = {
             name: reduction.value
-            for name, reduction in self.all_reductions().items()
+            for name, reduction in self.declared().items()
             if name in held and not reduction.is_mergeable
         }
         if forgetful and self.fields() and other.fields():
@@ -163,7 +174,7 @@ class Statistic:
     def load_fields(self, fields: Mapping[str, Tensor]) -> None:
         """Replace everything by saved fields."""
         self.reset()
-        for name in self.all_reductions():
+        for name in self.declared():
             if name in fields:
                 setattr(self, name, fields[name].detach().clone())
 

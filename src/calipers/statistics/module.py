@@ -23,7 +23,7 @@ class StatisticModule(Statistic, torch.nn.Module):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is None and name in self.all_reductions():
+        if value is None and name in self.declared():
             self.__dict__.setdefault("_none_at_first", set()).add(name)
         super().__setattr__(name, value)
 
@@ -73,7 +73,7 @@ class StatisticModule(Statistic, torch.nn.Module):
             return  # a checkpoint of the model alone says nothing about its statistics
         saved = {
             name: state_dict[prefix + name]
-            for name in self.all_reductions()
+            for name in self.declared()
             if prefix + name in state_dict
         }
         rest = {key: v for key, v in state_dict.items() if key.removeprefix(prefix) not in saved}

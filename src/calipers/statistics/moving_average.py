@@ -34,7 +34,7 @@ class MovingAverage(Statistic):
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Move an averaged field towards its new value, in float32 or better."""
-        if self.all_reductions()[name] is not Reduction.MEAN:
+        if self.declared()[name] is not Reduction.MEAN:
             return super().combine(name, mine, new)
         precise = torch.promote_types(new.dtype, torch.float32)
         weight = self.averaging_constant

@@ -61,7 +61,7 @@ def _sync_one(
             )
     works = []
     device = _communication_device(group)
-    for name, reduction in statistic.all_reductions().items():
+    for name, reduction in statistic.declared().items():
         held_by = [held["fields"][name] for held in ranks if name in held["fields"]]
         if not held_by or not reduction.is_synced:
             continue
