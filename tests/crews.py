@@ -51,7 +51,10 @@ RECIPES = {
         scheme="FP8", kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"}
     ),
     "NVFP4": recipe(scheme="NVFP4"),
-    "W4A16 optimal": recipe(scheme={"W4A16": ["Linear"]}, weight_observer="optimal"),
+    "W4A16 optimal": recipe(
+        scheme={"W4A16": ["Linear"]}, weight_observer={"name": "optimal", "importance": "none"}
+    ),
+    "W4A16 optimal imatrix": recipe(scheme={"W4A16": ["Linear"]}, weight_observer="optimal"),
 }
 AVERAGING = {name: w8a8(name) for name in ("minmax", "mse", "memoryless_minmax")}
 
@@ -59,9 +62,14 @@ AVERAGING = {name: w8a8(name) for name in ("minmax", "mse", "memoryless_minmax")
 # Models and data
 
 
-def llama() -> Any:
+def llama(dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
-    return models.small_llama(hidden_size=128, dtype=torch.float64).double().eval()
+    return models.small_llama(hidden_size=128).to(dtype).eval()
+
+
+def llama_for(name: str) -> Any:
+    """Sums over squares of bfloat16 are exact, so that "equal" can mean equal."""
+    return llama(torch.bfloat16 if "imatrix" in name else torch.float64)
 
 
 def texts(count: int, length: int = 16) -> list[list[int]]:
@@ -147,7 +155,7 @@ def outcome(act: Callable[[], Any]) -> dict[str, Any]:
 
 def observers_of_all_kinds(_folder: Path) -> Any:
     return {
-        (name, pipeline): found(quantize(how, pipeline=pipeline))
+        (name, pipeline): found(quantize(how, llama_for(name), pipeline=pipeline))
         for name, how in (RECIPES | AVERAGING).items()
         for pipeline in ("basic", "sequential")
     }

@@ -8,10 +8,11 @@ import io
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -31,6 +32,10 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
+# All processes count alike.
+_worlds = itertools.count()
+_crews = itertools.count()
+
 
 def join_torchrun(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
     """Join the other processes that ``torchrun`` started; False if there are none, or it is done.
@@ -45,7 +50,16 @@ def join_torchrun(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
     if device is not None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device or "cpu")
-    dist.init_process_group(backend, timeout=timeout)
+    # Under keys of its own: what other groups, before or after, leave in the store is not read.
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    prefix = f"calipers/world/{next(_worlds)}"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(prefix, store),
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+    )
     return True
 
 
@@ -67,8 +81,6 @@ class Crew:
 
     :param timeout: how long a process waits for the others at the end of a step
     """
-
-    _count: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self.timeout = timeout
@@ -99,7 +111,7 @@ class Crew:
 
     def _connect(self) -> None:
         world: Any = dist.group.WORLD
-        self._store = dist.PrefixStore(f"calipers/{next(self._count)}", world.get_group_store())
+        self._store = dist.PrefixStore(f"calipers/{next(_crews)}", world.get_group_store())
         with self.step("starting"):
             pass
         # Whoever hangs because another is gone has noticed before anybody else stops waiting.
@@ -130,12 +142,15 @@ class Crew:
             yield
             return
         self._steps += 1
+        began = time.monotonic()
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        missing = self._meet(what, failure)
+        spent = timedelta(seconds=time.monotonic() - began)
+        patience = self.timeout - spent if together and failure else self.timeout
+        missing = self._meet(what, failure, patience)
         if failure is not None and (not together or isinstance(failure, CalipersError)):
             raise failure
         if missing:
@@ -152,13 +167,13 @@ class Crew:
             if told["rank"] != self.rank:
                 raise RankFailedError(**told)
 
-    def _meet(self, what: str, failure: Exception | None) -> list[int]:
+    def _meet(self, what: str, failure: Exception | None, patience: timedelta) -> list[int]:
         """Tell the others how it went, wait for them, and return who did not come."""
         try:
             self._arrive(what, failure)
             keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
             with suppress(RuntimeError):
-                self._store.wait(keys, self.timeout)
+                self._store.wait(keys, max(patience, timedelta(seconds=1)))
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         except RuntimeError as error:
             raise StoreLostError(what, str(error)) from failure or error
