@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -273,7 +274,7 @@ JOBS = [
 # Failures
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """What fails here fails on purpose."""
 
 
@@ -304,7 +305,7 @@ def failing(folder: Path, stage: str) -> dict[str, Any]:
     rank, where, name = FAILURES[stage]
     model, output = llama(), folder / "nothing"
     before = description(model)
-    with broken(rank, where, name, Broken("on purpose")):
+    with broken(rank, where, name, BrokenError("on purpose")):
         what = outcome(lambda: quantize(RECIPES["FP8"], model, output_dir=output))
     what["unchanged"] = description(model) == before
     what["output"] = [path.name for path in folder.iterdir() if "nothing" in path.name]
@@ -369,6 +370,23 @@ def dying(folder: Path, stage: str, rank: int | None = None) -> dict[str, Any]:
     what["unchanged"] = description(model) == before
     what["output"] = [path.name for path in folder.iterdir() if "nothing" in path.name]
     return what
+
+
+def slow_writer(folder: Path) -> dict[str, Any]:
+    """Writing takes longer than the timeout."""
+    patience = timedelta(seconds=2)
+    write = calipers.entrypoint.write_checkpoint
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.5 * patience.total_seconds())
+        return write(*args, **kwargs)
+
+    with mock.patch.object(calipers.entrypoint, "write_checkpoint", slowly):
+        return outcome(
+            lambda: found(
+                quantize(RECIPES["W4A16 optimal"], output_dir=folder / "late", timeout=patience)
+            )
+        )
 
 
 class LateDeath:

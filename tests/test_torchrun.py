@@ -35,7 +35,8 @@ def run(name):
         name: value.tolist() for name, value in result.model.state_dict().items()
         if name.endswith("input_scale")
     }
-    return {"scales": scales, "tokens": result.coverage.tokens, "initialised": dist.is_initialized()}
+    tokens = result.coverage.tokens
+    return {"scales": scales, "tokens": tokens, "initialised": dist.is_initialized()}
 
 
 found = {"by itself": run("first"), "by itself again": run("second")}

@@ -100,7 +100,7 @@ def oneshot(
     :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
     :param share_inputs: whether a tensor that several modules read is measured once for all
     :param overwrite: whether an existing checkpoint is replaced
-    :param timeout: how long a process waits for the others at the end of a step
+    :param timeout: how long a process that gives no sign of life is waited for by the others
     :param progress: whether to show a progress bar; None: if a person looks at standard error
     """
     place = None if device is None else torch.device(device)

@@ -315,9 +315,9 @@ class RankLostError(CalipersError, RuntimeError):
         self.ranks = tuple(ranks)
         names = ", ".join(f"rank {rank}" for rank in ranks)
         super().__init__(
-            f"{names[0].upper()}{names[1:]} did not finish {step} within {seconds:g} s, so this "
-            "process stops too. Look at the output of that rank: it died, or it is much "
-            "slower than the others; then pass a longer timeout."
+            f"{names[0].upper()}{names[1:]} did not finish {step} and gave no sign of life for "
+            f"{seconds:g} s, so this process stops too. Look at the output of that rank: it died, "
+            "or its machine cannot be reached."
         )
 
 
@@ -340,8 +340,9 @@ class RanksDisagreeError(ConfigurationError):
     def __init__(self, what: str, values: Sequence[Any]) -> None:
         other = next(rank for rank, value in enumerate(values) if value != values[0])
         super().__init__(
-            f"The ranks do not agree on {what}: rank 0 has {values[0]}, rank {other} has "
-            f"{values[other]}. Every process must be given the same model, recipe, data and options."
+            f"The ranks do not agree on {what}: rank 0 has {values[0]}, "
+            f"rank {other} has {values[other]}. "
+            "Every process must be given the same model, recipe, data and options."
         )
 
 

@@ -170,12 +170,12 @@ class TestFailures:
             assert found["unchanged"], found
             assert found["output"] == []
             if number == culprit:
-                assert (found["error"], found["text"]) == ("Broken", "on purpose")
+                assert (found["error"], found["text"]) == ("BrokenError", "on purpose")
             else:
                 assert found["error"] == "RankFailedError"
                 assert found["text"] == (
                     f"Rank {culprit} failed while {step}, so this process stops too. "
-                    "Broken: on purpose"
+                    "BrokenError: on purpose"
                 )
 
     def test_numbers_that_are_none(self, failed: list[Any]) -> None:
@@ -220,9 +220,17 @@ class TestDeath:
         for rank in results:
             found = of(rank, crews.dying)
             assert found["error"] == "RankLostError", found
-            assert found["text"].startswith(f"Rank {dead} did not finish {stage} within 6 s")
+            assert found["text"].startswith(
+                f"Rank {dead} did not finish {stage} and gave no sign of life for 6 s"
+            )
             assert found["unchanged"]
             assert found["output"] == []
+
+    def test_is_not_what_takes_long(self, tmp_path: Path) -> None:
+        for rank in crews.run(2, tmp_path, [crews.slow_writer]):
+            found = of(rank, crews.slow_writer)
+            assert found["error"] is None, found
+        assert (tmp_path / "late" / "config.json").exists()
 
     def test_of_the_one_that_keeps_the_store(self, tmp_path: Path) -> None:
         job = partial(crews.dying, stage="calibrating the model", rank=0)

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from typing_extensions import Self
 
 from calipers.errors import (
@@ -51,11 +54,11 @@ def join_torchrun(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device or "cpu")
     # Under keys of its own: what other groups, before or after, leave in the store is not read.
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
     prefix = f"calipers/world/{next(_worlds)}"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(prefix, store),
+        store=PrefixStore(prefix, store),
         rank=rank,
         world_size=world,
         timeout=timeout,
@@ -79,14 +82,15 @@ class Crew:
     They meet in the store of their process group, where each notes that it is there, and the first
     one that fails notes why. So every process can tell who failed and who is missing.
 
-    :param timeout: how long a process waits for the others at the end of a step
+    :param timeout: how long a process that gives no sign of life is waited for
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        self.timeout = timeout
+        self.timeout, self._interval = timeout, timeout / 10
         self.rank, self.world_size = 0, 1
         self._made_world = False
         self._groups: list[Any] = []
+        self._pulse: _Pulse | None = None
         self._steps = 0
 
     def __enter__(self) -> Self:
@@ -111,7 +115,9 @@ class Crew:
 
     def _connect(self) -> None:
         world: Any = dist.group.WORLD
-        self._store = dist.PrefixStore(f"calipers/{next(_crews)}", world.get_group_store())
+        self._store = PrefixStore(f"calipers/{next(_crews)}", world.get_group_store())
+        self._pulse = _Pulse(self._store, _sign(self.rank), self._interval)
+        self._pulse.start()
         with self.step("starting"):
             pass
         # Whoever hangs because another is gone has noticed before anybody else stops waiting.
@@ -122,6 +128,8 @@ class Crew:
                 self._groups.append(dist.new_group(timeout=patience))
 
     def _disconnect(self) -> None:
+        if self._pulse is not None:
+            self._pulse.stop()
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         if self._made_world:
@@ -149,7 +157,7 @@ class Crew:
         except Exception as error:
             failure = error
         spent = timedelta(seconds=time.monotonic() - began)
-        patience = self.timeout - spent if together and failure else self.timeout
+        patience = max(self.timeout - spent, self.timeout / 2) if together else self.timeout
         missing = self._meet(what, failure, patience)
         if failure is not None and (not together or isinstance(failure, CalipersError)):
             raise failure
@@ -168,15 +176,36 @@ class Crew:
                 raise RankFailedError(**told)
 
     def _meet(self, what: str, failure: Exception | None, patience: timedelta) -> list[int]:
-        """Tell the others how it went, wait for them, and return who did not come."""
+        """Tell the others how it went, wait for them, and return who will not come."""
         try:
             self._arrive(what, failure)
-            keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
-            with suppress(RuntimeError):
-                self._store.wait(keys, max(patience, timedelta(seconds=1)))
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            return self._await(patience.total_seconds())
         except RuntimeError as error:
             raise StoreLostError(what, str(error)) from failure or error
+
+    def _await(self, patience: float) -> list[int]:
+        """Wait for all; return those that neither come nor give a sign of life.
+
+        Who lives is waited for, however long it takes.
+        """
+        keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
+        heard = [(self._sign_of(rank), time.monotonic()) for rank in range(self.world_size)]
+        while True:
+            with suppress(RuntimeError):
+                self._store.wait(keys, self._interval)
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            for rank in missing:
+                sign = self._sign_of(rank)
+                if sign != heard[rank][0]:
+                    heard[rank] = sign, time.monotonic()
+            lost = [rank for rank in missing if time.monotonic() - heard[rank][1] > patience]
+            if lost or not missing:
+                return lost
+
+    def _sign_of(self, rank: int) -> bytes | None:
+        """Return the last sign of life of a process."""
+        key = _sign(rank)
+        return self._store.get(key) if self._store.check([key]) else None
 
     def _arrive(self, what: str, failure: Exception | None) -> None:
         if failure is not None:
@@ -223,6 +252,30 @@ class Crew:
             if number == self.rank:
                 mine.append(index)
         return [jobs[index] for index in sorted(mine)]
+
+
+class _Pulse(threading.Thread):
+    """Gives signs of life, whatever else the process is busy with."""
+
+    def __init__(self, store: PrefixStore, key: str, interval: timedelta) -> None:
+        super().__init__(daemon=True)
+        self._store, self._key, self._interval = store, key, interval.total_seconds()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        for number in itertools.count():
+            with suppress(RuntimeError):
+                self._store.set(self._key, str(number))
+            if self._stopped.wait(self._interval):
+                return
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def _sign(rank: int) -> str:
+    return f"alive/{rank}"
 
 
 def _packed(thing: Any) -> bytes:
