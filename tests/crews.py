@@ -39,14 +39,14 @@ def recipe(**options: Any) -> dict[str, Any]:
     return {"modifiers": {"QuantizationModifier": {"ignore": ["lm_head"], **options}}}
 
 
-def w8a8(observer: str) -> dict[str, Any]:
+def w8a8(observer: str, **options: Any) -> dict[str, Any]:
     weights = INT8 | {"strategy": "channel"}
-    return recipe(weights=weights, input_activations=INT8 | {"observer": observer})
+    return recipe(weights=weights, input_activations=INT8 | {"observer": observer}, **options)
 
 
 RECIPES = {
     "W8A8 static_minmax": w8a8("static_minmax"),
-    "W8A8 histogram_mse": w8a8("histogram_mse"),
+    "W8A8 histogram_mse": w8a8("histogram_mse", targets=["re:.*o_proj", "re:.*down_proj"]),
     "W8A8 percentile": w8a8("percentile"),
     "FP8": recipe(
         scheme="FP8", kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"}
