@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from contenders import OURS, PEER
-from recipes import FP8, GROUP, INT8, Recipe, grouped, quantized, recipe
+from recipes import FP8, GROUP, INT8, STATIC, Recipe, grouped, quantized, recipe
 from rich.console import Console
 from running import run_oneshot
 from stories import load_model, load_stories, load_tokenizer
@@ -32,7 +32,7 @@ RECIPES: dict[str, Recipe] = {
     "W4A16 asymmetric": recipe(grouped(4, symmetric=False)),
     "W8A8": recipe(quantized("W8A8")),
     "W8A8 static": recipe({**quantized("W8A8"), "input_activations": INT8}),
-    "FP8": recipe(quantized("FP8")),
+    "FP8": recipe(quantized("FP8", inputs=STATIC)),
     "FP8_DYNAMIC": recipe(quantized("FP8_DYNAMIC")),
     "FP8_BLOCK": recipe(quantized("FP8_BLOCK", weights=BLOCK, inputs={"group_size": GROUP})),
     "NVFP4": recipe(quantized("NVFP4")),
@@ -40,9 +40,9 @@ RECIPES: dict[str, Recipe] = {
     "MXFP4A16": recipe(quantized("MXFP4A16")),
     "MXFP8": recipe(quantized("MXFP8")),
     "FP8 KV cache": recipe(kv_cache_scheme=FP8, ignore=[]),
-    "FP8 + FP8 KV cache": recipe(quantized("FP8"), kv_cache_scheme=FP8),
+    "FP8 + FP8 KV cache": recipe(quantized("FP8", inputs=STATIC), kv_cache_scheme=FP8),
     "mixed": recipe(
-        quantized("FP8", "re:.*self_attn.*_proj"),
+        quantized("FP8", "re:.*self_attn.*_proj", inputs=STATIC),
         {**grouped(4), "targets": ["re:.*mlp.*_proj"]},
     ),
 }

@@ -1,6 +1,7 @@
 """Schemes as arguments of ``QuantizationModifier``, the same for both libraries.
 
-The hidden size of stories15M is 288: groups are 32 wide, and blocks 32 × 32.
+The hidden size of stories15M is 288: groups are 32 wide, and blocks 32 × 32. Observers of static
+activations are named, since the libraries do not agree on the one that is used without a name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
 GROUP = 32
-FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+STATIC = {"dynamic": False, "observer": "static_minmax"}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, **STATIC}
 INT8 = {**FP8, "type": "int"}
 
 Recipe = dict[str, Any]
