@@ -11,10 +11,10 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test lint format demo bench bench-speed bench-accuracy sanitize clean
+.PHONY: help setup test lint format demo bench bench-speed bench-accuracy bench-calibration sanitize clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(READY) ## install Calipers and its tools into .venv
 
@@ -52,6 +52,9 @@ bench-speed: $(BENCH_READY) ## time against the peer and against the limits of t
 
 bench-accuracy: $(BENCH_READY) ## perplexity of a small model quantized by every observer, ours and the peer's
 	$(BIN)/python benchmarks/accuracy.py
+
+bench-calibration: $(BENCH_READY) ## time from a recipe to a checkpoint, ours and the peer's
+	$(BIN)/python benchmarks/calibration.py
 
 # Python without `site`, so that the sanitized build is found before the one in .venv. A program that
 # was not built with the sanitizers needs their libraries, and that of C++, from the start.

@@ -7,6 +7,9 @@ run one at a time. Importance comes from the calibration stories; static activat
 on some of them, in bfloat16, and each of their observers is tried with several of the weights on
 some of the evaluation stories, for there are many pairs. What quantizes to the same is judged once.
 
+Two sections are of another kind: ``overhead``, what observing adds to a forward pass, and
+``checkpoints``, whether a model is after writing and loading what it was before.
+
     python benchmarks/accuracy.py --only W4A16-g96 NVFP4A16
 """
 
@@ -21,13 +24,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from checkpoints import SECTION as CHECKPOINTS
+from checkpoints import measure_checkpoints
 from contenders import (  # says what to do if the peer is not installed
     ACTIVATION_CONTENDERS,
     PEER,
     SCHEMES,
     WEIGHT_CONTENDERS,
 )
-from overhead import SECTION, measure_overhead
+from overhead import SECTION as OVERHEAD
+from overhead import measure_overhead
 from quantized import Bench
 from rich.console import Console
 from stories import load_model, load_stories
@@ -49,8 +55,11 @@ def main() -> int:
     if names:
         warnings.simplefilter("ignore", CalipersWarning)  # imatrix_mse falls back, as the peer does
         results = measure_schemes(names, options, console)
-    if not options.only or SECTION in options.only:
-        results[SECTION] = measure_overhead(console, load_model().float(), options.quick)
+    if not options.only or OVERHEAD in options.only:
+        results[OVERHEAD] = measure_overhead(console, load_model().float(), options.quick)
+    if not options.only or CHECKPOINTS in options.only:
+        count = options.stories or (QUICK if options.quick else None)
+        results[CHECKPOINTS] = measure_checkpoints(console, count)
     if not (options.quick or options.stories):
         save(results)
     return 0
@@ -68,7 +77,8 @@ def save(results: dict[str, list[Row]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Perplexity against the peer.")
-    parser.add_argument("--only", nargs="+", choices=[*SCHEMES, SECTION], metavar="SCHEME")
+    known = [*SCHEMES, OVERHEAD, CHECKPOINTS]
+    parser.add_argument("--only", nargs="+", choices=known, metavar="SCHEME")
     parser.add_argument("--stories", type=int, help="evaluate on so many stories; save nothing")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} stories; save nothing")
     parser.add_argument("--threads", type=int, default=2)

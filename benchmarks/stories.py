@@ -45,11 +45,15 @@ def load_model() -> Any:
     return model.eval()
 
 
+def load_tokenizer() -> Any:
+    """Load the tokenizer of the model."""
+    return AutoTokenizer.from_pretrained(shared_folder() / "models" / "stories15M")
+
+
 def load_stories(name: str, limit: int | None = None) -> list[Tensor]:
     """Return the tokens of each story, BOS first, shape (1, tokens)."""
-    folder = shared_folder()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "models" / "stories15M")
-    lines = (folder / "text" / f"stories-{name}.jsonl").read_text().splitlines()
+    tokenizer = load_tokenizer()
+    lines = (shared_folder() / "text" / f"stories-{name}.jsonl").read_text().splitlines()
     stories = (tokenizer(json.loads(line)["text"])["input_ids"] for line in lines)
     tokens_of_all = [torch.tensor([tokens[:CONTEXT]]) for tokens in stories]
     return spread(tokens_of_all, limit or len(tokens_of_all))
