@@ -142,7 +142,6 @@ def oneshot(
         watched = WatchedModel(loaded, plan, share_inputs=share_inputs)
         findings = Findings(plan, Coverage(on_unseen))
         with watched:
-            loaded.eval()  # type: ignore[no-untyped-call]
             conclusions = Conclusions(watched, findings, crew)
             run = Run(watched, conclusions.conclude, crew, Progress(progress), place)
             _PIPELINES[chosen](run, batches)
