@@ -748,6 +748,17 @@ class MaskShapeError(LayoutError):
         )
 
 
+class HiddenQueriesError(ConfigurationError):
+    """An attention implementation in which queries cannot be looked at."""
+
+    def __init__(self, model: str, implementation: str) -> None:
+        super().__init__(
+            f"{model} computes attention by '{implementation}', in which the queries cannot be "
+            'seen or quantized. Call model.set_attn_implementation("sdpa") first, or quantize the '
+            "keys and values alone (kv_cache_scheme)."
+        )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a sentence with the nearest known word, or nothing.
 

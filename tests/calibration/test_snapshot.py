@@ -15,7 +15,7 @@ from compressed_tensors.quantization import (
 )
 from models import small_llama
 from torch import nn
-from watched import anatomy
+from watched import anatomy, small
 
 from calipers.calibration.snapshot import Snapshot, left_as_found, unchanged_on_error
 
@@ -152,6 +152,16 @@ def test_the_attention_implementation_comes_back(attention: str) -> None:
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     assert {config._attn_implementation for config in configs} == {attention}
     assert torch.equal(model(ids).logits, logits)
+
+
+def test_parts_with_another_attention_keep_it() -> None:
+    model: Any = small_llama(attn_implementation="sdpa")
+    model.vision = small("mistral", attn_implementation="eager")
+    with left_as_found(model):
+        initialize_hooked_attention(model, model.model.layers[0].self_attn)
+        assert model.vision.config._attn_implementation not in ("eager", "sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    assert model.vision.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])

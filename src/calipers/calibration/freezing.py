@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
 from compressed_tensors.offload import OffloadCache, disable_offloading
 from compressed_tensors.quantization import (
     QuantizationScheme,
@@ -16,7 +15,7 @@ from compressed_tensors.quantization import (
     initialize_module_for_quantization,
 )
 
-from calipers.calibration.lifecycle import store_qparams
+from calipers.calibration.lifecycle import expose_states, store_qparams
 from calipers.calibration.plan import Plan, PlannedModule
 from calipers.calibration.snapshot import unchanged_on_error
 from calipers.observers import QParamsDict
@@ -52,10 +51,7 @@ def _prepare(
     scheme: QuantizationScheme,
 ) -> None:
     """Let compressed-tensors create the parameters of a module and wrap its forward."""
-    if planned.kind == "attention":
-        initialize_hooked_attention(model, module)
-    elif planned.kind == "kv_cache":
-        initialize_hooked_kv_cache(model, module)
+    expose_states(model, module, planned.kind)
     vars(module)["quantization_scheme"] = scheme
     initialize_module_for_quantization(module, force_zero_point=planned.kind != "kv_cache")
     if isinstance(module._parameters, OffloadCache):

@@ -24,14 +24,20 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
 from compressed_tensors.offload import update_offload_parameter
 from compressed_tensors.quantization import DynamicType, QuantizationStatus
 from torch import Tensor
 
 from calipers.calibration.masks import mask_for
-from calipers.calibration.plan import args_for, observer_for
+from calipers.calibration.plan import ModuleKind, args_for, observer_for
 from calipers.calibration.sharing import Reader, SharedReading
-from calipers.errors import ConfigurationError, NonFiniteError, NoStatisticsError
+from calipers.errors import (
+    ConfigurationError,
+    HiddenQueriesError,
+    NonFiniteError,
+    NoStatisticsError,
+)
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.gathering import GathersInputs
 
@@ -202,6 +208,19 @@ def _first_tensor(value: Any) -> Tensor | None:
     elif not isinstance(value, (tuple, list)):
         return None
     return next((found for item in value if (found := _first_tensor(item)) is not None), None)
+
+
+def expose_states(model: Any, module: torch.nn.Module, kind: ModuleKind) -> None:
+    """Let queries, keys and values of an attention module be looked at and quantized."""
+    if kind == "kv_cache":
+        initialize_hooked_kv_cache(model, module)
+    elif kind == "attention":
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        implementation = model.config._attn_implementation
+        if implementation not in ALL_ATTENTION_FUNCTIONS:
+            raise HiddenQueriesError(type(model).__name__, implementation)
+        initialize_hooked_attention(model, module)
 
 
 # Parameters

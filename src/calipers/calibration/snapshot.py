@@ -24,8 +24,7 @@ class Snapshot:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._attention = _attention_of(model)
+        self._attention = [(config, config._attn_implementation) for config in _configs(model)]
         self._modules = {module: dict(vars(module)) for module in model.modules()}
         # Handles of hooks refer to the very dictionary the hook is in: its contents are restored.
         self._contents = {
@@ -43,9 +42,9 @@ class Snapshot:
         for module, attributes in self._modules.items():
             vars(module).clear()
             vars(module).update(attributes)
-        if _attention_of(self._model) != self._attention:
-            set_attention: Any = self._model.set_attn_implementation
-            set_attention(self._attention)
+        for config, implementation in self._attention:
+            # Not by the property, which sets it for all that belong to this config.
+            config._attn_implementation_internal = implementation
 
 
 @contextmanager
@@ -76,5 +75,13 @@ def _content(value: Any) -> dict[Any, Any] | set[Any] | list[Any] | None:
     return value if isinstance(value, (dict, set, list)) else None
 
 
-def _attention_of(model: torch.nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Return the configs of a model and its parts in which an attention implementation stands."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())

@@ -9,8 +9,6 @@ from functools import partial
 
 import torch
 from compressed_tensors.modeling import (
-    initialize_hooked_attention,
-    initialize_hooked_kv_cache,
     register_key_hook,
     register_query_hook,
     register_value_hook,
@@ -119,10 +117,7 @@ class WatchedModel:
             quantization_enabled=False,
             _shared_reading=self._sharing,
         )
-        if planned.kind == "attention":
-            initialize_hooked_attention(self.model, module)
-        elif planned.kind == "kv_cache":
-            initialize_hooked_kv_cache(self.model, module)
+        lifecycle.expose_states(self.model, module, planned.kind)
         for tensor in planned.tensors:
             base_name = tensor.base_name
             lifecycle.initialize_observer(module, base_name, name=planned.name, attach=False)
