@@ -153,7 +153,7 @@ def measure(folder: Path, pipeline: str, scheme: str) -> dict[str, Any]:
     }
 
 
-def quantize(folder: Path, pipeline: str, scheme: str, output: Path) -> None:
+def quantize(folder: Path, pipeline: Any, scheme: str, output: Path) -> None:
     """Do the work that is measured."""
     torch.manual_seed(0)
     modifier = {"targets": "Linear", "ignore": ["lm_head"], **SCHEMES[scheme]}
