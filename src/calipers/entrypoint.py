@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -24,8 +24,9 @@ from calipers.calibration.snapshot import unchanged_on_error
 from calipers.calibration.watching import WatchedModel
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer
+from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.errors import NoDataError
+from calipers.errors import DeviceError, NoDataError, UnknownChoiceError
 from calipers.recipes import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ def oneshot(
     :param timeout: how long a process that gives no sign of life is waited for by the others
     :param progress: whether to show a progress bar; None: if a person looks at standard error
     """
-    place = None if device is None else torch.device(device)
+    _check_choice("pipeline", pipeline, get_args(PipelineChoice))
+    _check_choice("on_unseen", on_unseen, get_args(UnseenPolicy))
+    parse_size(max_shard_size)
+    place = _usable(device)
     sampling = {
         "num_samples": num_calibration_samples,
         "max_seq_length": max_seq_length,
@@ -207,6 +211,23 @@ def plan_for(
         else:
             model.set_submodule(name, module)
     return plan
+
+
+def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise UnknownChoiceError(option, given, known)
+
+
+def _usable(device: torch.device | str | None) -> torch.device | None:
+    """Return a device on which something can be computed."""
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+        float(torch.ones(1, device=found).sum())
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise DeviceError(str(device), str(error)) from error
+    return found
 
 
 def _choose_pipeline(

@@ -375,8 +375,19 @@ class ModelLoadError(CalipersError, OSError):
 
     def __init__(self, name: str, problem: str, what: str = "model") -> None:
         super().__init__(
-            f"Cannot load a {what} from '{name}': {problem.strip().splitlines()[0]} Give the "
-            f"folder or the name of a Hugging Face {what}."
+            f"Cannot load a {what} from '{name}': {problem.strip().splitlines()[0].rstrip('.')}. "
+            f"Give the folder or the name of a Hugging Face {what}."
+        )
+
+
+class RemoteCodeError(ModelLoadError):
+    """A model or tokenizer with code of its own, which nobody has allowed to run."""
+
+    def __init__(self, name: str, what: str = "model") -> None:
+        OSError.__init__(
+            self,
+            f"The {what} '{name}' comes with Python code of its own, which was not run. Read it, "
+            "and if you trust it pass trust_remote_code=True.",
         )
 
 
@@ -756,6 +767,28 @@ class HiddenQueriesError(ConfigurationError):
             f"{model} computes attention by '{implementation}', in which the queries cannot be "
             'seen or quantized. Call model.set_attn_implementation("sdpa") first, or quantize the '
             "keys and values alone (kv_cache_scheme)."
+        )
+
+
+class UnknownChoiceError(ConfigurationError):
+    """A word that is none of those an option knows."""
+
+    def __init__(self, option: str, given: object, known: Iterable[str]) -> None:
+        known = list(known)
+        super().__init__(
+            f"{option}={given!r} is not allowed.{did_you_mean(str(given), known)} "
+            f"Allowed: {_listing(known)}."
+        )
+
+
+class DeviceError(ConfigurationError):
+    """A device that there is not."""
+
+    def __init__(self, given: object, problem: str) -> None:
+        super().__init__(
+            f"device={given!r} cannot be used: {problem.strip().splitlines()[0].rstrip('.')}. Give "
+            "a device of torch such as 'cpu' or 'cuda:0', or leave it out to compute where the "
+            "model is."
         )
 
 

@@ -17,7 +17,7 @@ from compressed_tensors.utils import patch_attr
 from safetensors import safe_open
 from torch import Tensor
 
-from calipers.errors import ModelLoadError, QuantizedModelError
+from calipers.errors import ModelLoadError, QuantizedModelError, RemoteCodeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ def load_model(
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, QuantizedModelError):
             raise
-        raise ModelLoadError(name, str(error)) from error
+        raise _load_error(name, error) from error
     loaded.eval()  # type: ignore[no-untyped-call]
     return loaded
 
@@ -79,8 +79,14 @@ def load_tokenizer(
             name, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
-        raise ModelLoadError(name, str(error), what="tokenizer") from error
+        raise _load_error(name, error, "tokenizer") from error
     return loaded
+
+
+def _load_error(name: str, error: Exception, what: str = "model") -> ModelLoadError:
+    if "trust_remote_code" in str(error):
+        return RemoteCodeError(name, what)
+    return ModelLoadError(name, str(error), what)
 
 
 def _has_tokenizer(name: str) -> bool:
