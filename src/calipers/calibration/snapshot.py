@@ -80,7 +80,7 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
-        config = waiting.pop()
+        config: Any = waiting.pop()
         if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
             found[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
