@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,6 +318,33 @@ def test_gathered_sums_are_what_a_later_observer_takes() -> None:
     for name in linears(model):
         mine, other = model.get_submodule(name), at_once.get_submodule(name)
         assert torch.equal(mine.weight_scale, other.weight_scale)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_bad_activations_leave_nothing_behind(pipeline: Any, kind: str, tmp_path: Path) -> None:
+    model = small(kind)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = torch.nan
+    rows = [torch.tensor([1, 2, 3]), torch.tensor([4, 63, 5]), torch.tensor([63, 1])]
+    before, out = anatomy(model), tmp_path / "out"
+    message = r"\(input of model\.layers\.0\.self_attn\.q_proj\) .* It was batch 1, the first one"
+    with pytest.raises(NonFiniteError, match=message):
+        quietly(model, W8A8, rows, pipeline=pipeline, shuffle=False, output_dir=out)
+    assert anatomy(model) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_weight_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = small("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[2, 3] = torch.inf
+    before = anatomy(model)
+    message = r"\(weight of model\.layers\.1\.mlp\.up_proj\) was given 1 non-finite value "
+    with pytest.raises(NonFiniteError, match=message):
+        oneshot(model, "W8A16", output_dir=tmp_path / "out")
+    assert anatomy(model) == before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("pipeline", ["basic", "sequential"])
