@@ -9,7 +9,7 @@ from models import small_llama
 from calipers import IMatrixGatherer, QuantizationModifier, oneshot
 from calipers.errors import NoDataError
 
-SAMPLES = torch.randint(96, (64, 64), generator=torch.Generator().manual_seed(0))
+SAMPLES = torch.randint(96, (64, 96), generator=torch.Generator().manual_seed(0))
 
 
 def quantizer() -> QuantizationModifier:
@@ -28,6 +28,10 @@ def test_gathered_first_and_quantized_later() -> None:
     oneshot(model, IMatrixGatherer(ignore="lm_head"), SAMPLES, num_calibration_samples=64)
     linear = model.get_submodule("model.layers.1.mlp.down_proj")
     assert int(linear._imatrix_count) == SAMPLES.numel()
+    oneshot(model, IMatrixGatherer(ignore="lm_head"), SAMPLES[:48], num_calibration_samples=48)
+    assert int(linear._imatrix_count) == SAMPLES[:48].numel()  # anew, not on top
+    oneshot(model, IMatrixGatherer(ignore="lm_head"), SAMPLES, num_calibration_samples=64)
     later = oneshot(model, quantizer()).model
+    assert not hasattr(linear, "_imatrix_sum")
     for name, parameter in expected.named_parameters():
         assert torch.equal(parameter, later.get_parameter(name)), name

@@ -41,6 +41,8 @@ def freeze(model: torch.nn.Module, plan: Plan, qparams: QParams) -> None:
                 if (planned.name, tensor.base_name) in qparams:
                     found = qparams[planned.name, tensor.base_name]
                     store_qparams(module, tensor.base_name, found)
+                for name in tensor.sums:  # they have served
+                    vars(module).pop(name, None)
             vars(module)["quantization_status"] = QuantizationStatus.FROZEN
 
 

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -81,17 +81,18 @@ class PlannedTensor:
         return None if self._trial is None else self._trial.registered_name()
 
     @property
+    def sums(self) -> tuple[str, ...]:
+        """The sums of inputs that the observer of a weight wants, by their names on the module."""
+        return tuple(self._trial.gathered_fields()) if _gathers(self._trial) else ()
+
+    @property
     def needs_data(self) -> bool:
         """Whether data must run through the model before the range can be found."""
-        if self.base_name != "weight":
-            return self._trial is not None
-        return isinstance(self._trial, GathersInputs) and any(self._trial.gathered_fields())
+        return bool(self.sums) if self.base_name == "weight" else self._trial is not None
 
     def has_sums_on(self, module: torch.nn.Module) -> bool:
         """Whether the data of a weight was summed up before, and the sums are on its module."""
-        if self.base_name != "weight" or not isinstance(self._trial, GathersInputs):
-            return False
-        return all(hasattr(module, name) for name in self._trial.gathered_fields())
+        return bool(self.sums) and all(hasattr(module, name) for name in self.sums)
 
     @property
     def format(self) -> str:
@@ -106,6 +107,10 @@ class PlannedTensor:
         if self.args.block_structure:
             return f"{cut} " + "x".join(map(str, self.args.block_structure))
         return f"{cut} {self.args.group_size}" if (self.args.group_size or 0) > 0 else cut
+
+
+def _gathers(observer: Observer | None) -> TypeGuard[GathersInputs]:
+    return isinstance(observer, GathersInputs) and observer.base_name == "weight"
 
 
 @dataclass(frozen=True)

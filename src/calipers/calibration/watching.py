@@ -26,6 +26,7 @@ from calipers.calibration.snapshot import Snapshot
 from calipers.errors import NonFiniteError
 from calipers.observers import IMatrixMSEObserver, Observer, fuse_weight_observers
 from calipers.observers.gathering import GathersInputs
+from calipers.statistics.moments import SquareSums
 
 
 class WatchedModel:
@@ -50,6 +51,8 @@ class WatchedModel:
         self._before = Snapshot(self.model)
         self.model.eval()
         try:
+            for name in self.plan.gathered:
+                _forget_sums(self.module(name))
             for planned in self.plan.modules:
                 self._watch(planned)
             for name in self.plan.gathered:
@@ -159,6 +162,12 @@ def _register_gathering(module: torch.nn.Module, observer: GathersInputs) -> lis
     observer.begin_gathering(module.in_features)  # type: ignore[arg-type]
     hook = partial(lifecycle.gather_importance_hook, observer)
     return [module.register_forward_pre_hook(hook, with_kwargs=True)]
+
+
+def _forget_sums(module: torch.nn.Module) -> None:
+    """Let a gatherer begin anew, whatever an earlier one left."""
+    for name in SquareSums.reductions:
+        vars(module).pop(name, None)
 
 
 def _learns(observer: Observer) -> bool:
