@@ -13,13 +13,11 @@ from typing import Any, BinaryIO
 import torch
 
 from calipers.errors import ConfigurationError
-from calipers.kernels.memory import release_freed_memory
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 _BARE = 64
 _MOST_ROOM = 1 << 20
-_MOST_UNRELEASED = 1 << 24
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -126,26 +124,17 @@ class ShardWriter:
     _open: Shard | None = None
     _shards: list[tuple[Path, list[str]]] = field(default_factory=list)
     _total: int = 0
-    _unreleased: int = 0
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write all tensors, and the index if there is more than one shard."""
         try:
             for name, tensor in tensors:
                 self._shard_for(name, tensor.nbytes).add(name, tensor.detach().cpu().contiguous())
-                self._release(tensor.nbytes)
             self._end_shard()
         finally:
             if self._open is not None:
                 self._open.file.close()
         self._finish()
-
-    def _release(self, size: int) -> None:
-        """Give back what earlier tensors took, now and then."""
-        self._unreleased += size
-        if self._unreleased > _MOST_UNRELEASED:
-            release_freed_memory()
-            self._unreleased = 0
 
     def _shard_for(self, name: str, size: int) -> Shard:
         """Return the open shard if one more tensor fits into it, or begin another."""
