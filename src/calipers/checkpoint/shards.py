@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -75,7 +76,8 @@ class Shard:
     _header_size: int = _BARE
     _waiting: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def begin(self) -> None:
+        """Leave room for the header."""
         self.file.write(b" " * (_LENGTH.size + self.room))
 
     def has_room_for(self, name: str) -> bool:
@@ -133,7 +135,8 @@ class ShardWriter:
             self._end_shard()
         finally:
             if self._open is not None:
-                self._open.file.close()
+                with suppress(OSError):  # there is another error already
+                    self._open.file.close()
         self._finish()
 
     def _shard_for(self, name: str, size: int) -> Shard:
@@ -145,6 +148,7 @@ class ShardWriter:
         path = self.folder / f"model-{len(self._shards) + 1:05d}.safetensors"
         room = max(self.room, _aligned(_BARE + _entry_size(name)))
         self._open = Shard(path.open("wb"), room)
+        self._open.begin()
         return self._open
 
     def _end_shard(self) -> None:
