@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import calipers
 
 MIB = 1 << 20
-ALLOWANCE = 64 * MIB
+ALLOWANCE = 32 * MIB
 """What may come on top of three layers and the hidden states: the activations inside a layer, what
 the allocator keeps, and Python's own objects."""
 LAYERS = 3

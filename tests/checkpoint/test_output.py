@@ -206,7 +206,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["os.fsync", "calipers.checkpoint.shards.save_file"])
+@pytest.mark.parametrize("where", ["os.fsync", "calipers.checkpoint.shards.Shard.finish"])
 def test_a_disk_that_runs_full_leaves_nothing(
     model: PreTrainedModel,
     tmp_path: Path,

@@ -20,6 +20,7 @@ from calipers.calibration.lifecycle import observe
 from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor
 from calipers.calibration.watching import WatchedModel
 from calipers.errors import CalipersWarning, UnseenModulesError
+from calipers.kernels.memory import Freed
 from calipers.kernels.quantize import quantize_with_error
 from calipers.numerics.layout import Layout
 from calipers.observers import Observer, QParamsDict
@@ -151,6 +152,7 @@ class Conclusions:
         groups = self._weight_groups(modules)
         mine: dict[tuple[str, str], QParamsDict] = {}
         errors: dict[str, float] = {}
+        freed = Freed()
         with self._crew.step("working out the parameters of weights"):
             for group in self._crew.my_part(groups, self._size):
                 self._crew.check()
@@ -160,6 +162,9 @@ class Conclusions:
                     mine[name, "weight"] = observer.get_qparams()
                     weight: Any = self._watched.module(name).weight
                     errors[name] = weight_error(weight, observer.args, mine[name, "weight"])
+                    freed.count(weight.nbytes)
+                for name in group:
+                    self._watched.observers[name, "weight"].reset()
         for name in (name for group in groups for name in group):
             self._watched.observers[name, "weight"].reset()
         for found, error in self._crew.share((mine, errors)):

@@ -13,7 +13,6 @@ from torch import Tensor
 from calipers.calibration.pipelines import Batch, Batches, Run, call_model, moved
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import NoDecoderLayersError
-from calipers.kernels.memory import release_freed_memory
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -40,7 +39,6 @@ def run_sequential(run: Run, batches: Batches) -> None:
             with run.crew.step(f"calibrating {prefix}"):
                 stack.run_layer(number)
             run.conclude(inside[prefix])
-        release_freed_memory()
     behind = [name for name in outside if name not in before]
     if run.watched.data_observers(behind):
         with run.crew.step("calibrating what comes after the layers"):

@@ -12,7 +12,11 @@ from torch import nn
 
 from calipers.checkpoint.state import module_state, own_modules
 from calipers.errors import NotFrozenError
+from calipers.numerics.layout import strategy_name
 
+_OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
+_PACKED = ("weight_packed", "weight_zero_point")
+_PART = 1 << 19
 _STORABLE = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
 
 
@@ -53,6 +57,36 @@ def compressed_state(module: nn.Module) -> dict[str, torch.Tensor]:
     scheme = scheme_of(module)
     if scheme is None or module.quantization_status == QuantizationStatus.COMPRESSED:
         return state
-    compressor = BaseCompressor.get_value_from_registry(module_format(module, scheme).value)
+    form = module_format(module, scheme)
+    compressor = BaseCompressor.get_value_from_registry(form.value)
+    if form is CompressionFormat.pack_quantized and _has_scales_per_row(state, scheme):
+        return _packed_by_parts(compressor, state, scheme)
     compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
     return compressed
+
+
+def _has_scales_per_row(state: dict[str, torch.Tensor], scheme: QuantizationScheme) -> bool:
+    rows = len(state["weight"]) if state["weight"].dim() == 2 else -1
+    by_row = strategy_name(scheme.weights) in ("group", "channel")
+    return by_row and all(len(state[name]) == rows for name in _OF_ROWS if name in state)
+
+
+def _packed_by_parts(
+    compressor: type[BaseCompressor], state: dict[str, torch.Tensor], scheme: QuantizationScheme
+) -> dict[str, torch.Tensor]:
+    """Pack some rows at a time: packing takes many times the memory of what is packed.
+
+    Zero points are packed along the rows. The bits of 32 of them fill whole words.
+    """
+    weight = state["weight"]
+    step = max(32, _PART // weight.shape[1] // 32 * 32)
+    parts = []
+    for start in range(0, len(weight), step):
+        rows = {name: state[name][start : start + step] for name in _OF_ROWS if name in state}
+        parts.append(compressor.compress(state | rows, scheme))
+    joined = {
+        name: torch.cat([part[name] for part in parts]) if name in _PACKED else tensor
+        for name, tensor in parts[0].items()
+    }
+    whole = {"weight_scale": state["weight_scale"], "weight_shape": torch.tensor(weight.shape)}
+    return joined | whole

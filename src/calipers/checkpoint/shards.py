@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,13 +14,11 @@ from typing import Any, BinaryIO
 import torch
 
 from calipers.errors import ConfigurationError
-from calipers.kernels.memory import release_freed_memory
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 _BARE = 64
 _MOST_ROOM = 1 << 20
-_MOST_UNRELEASED = 1 << 24
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -77,7 +76,8 @@ class Shard:
     _header_size: int = _BARE
     _waiting: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def begin(self) -> None:
+        """Leave room for the header."""
         self.file.write(b" " * (_LENGTH.size + self.room))
 
     def has_room_for(self, name: str) -> bool:
@@ -126,26 +126,18 @@ class ShardWriter:
     _open: Shard | None = None
     _shards: list[tuple[Path, list[str]]] = field(default_factory=list)
     _total: int = 0
-    _unreleased: int = 0
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write all tensors, and the index if there is more than one shard."""
         try:
             for name, tensor in tensors:
                 self._shard_for(name, tensor.nbytes).add(name, tensor.detach().cpu().contiguous())
-                self._release(tensor.nbytes)
             self._end_shard()
         finally:
             if self._open is not None:
-                self._open.file.close()
+                with suppress(OSError):  # there is another error already
+                    self._open.file.close()
         self._finish()
-
-    def _release(self, size: int) -> None:
-        """Give back what earlier tensors took, now and then."""
-        self._unreleased += size
-        if self._unreleased > _MOST_UNRELEASED:
-            release_freed_memory()
-            self._unreleased = 0
 
     def _shard_for(self, name: str, size: int) -> Shard:
         """Return the open shard if one more tensor fits into it, or begin another."""
@@ -156,6 +148,7 @@ class ShardWriter:
         path = self.folder / f"model-{len(self._shards) + 1:05d}.safetensors"
         room = max(self.room, _aligned(_BARE + _entry_size(name)))
         self._open = Shard(path.open("wb"), room)
+        self._open.begin()
         return self._open
 
     def _end_shard(self) -> None:

@@ -12,6 +12,7 @@ from calipers.checkpoint.names import StoredNames, converted_back, stored_names
 from calipers.checkpoint.state import join, offloaded_tensors, own_modules, owner_of
 from calipers.checkpoint.ties import tied_names
 from calipers.errors import StoredLayoutError
+from calipers.kernels.memory import Freed
 
 
 def tensor_names(model: PreTrainedModel) -> StoredNames:
@@ -30,10 +31,13 @@ def checkpoint_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Give each tensor of the checkpoint with its name; the model is not changed."""
     waiting: dict[str, torch.Tensor] = {}
+    freed = Freed(most=1 << 20)  # of what is stored, which took several times as much to make
     for prefix, module in own_modules(model):
+        size = 0
         weight = names.renamed.get(join(prefix, "weight")) if has_quantized_weight(module) else None
         for local, tensor in compressed_state(module).items():
             name = join(prefix, local)
+            size += tensor.nbytes
             if weight is not None:
                 yield weight.removesuffix("weight") + local, tensor
             elif name in names.renamed:
@@ -44,6 +48,7 @@ def checkpoint_tensors(
                 if all(other in waiting for other in group):
                     together = {other: waiting.pop(other) for other in group}
                     yield from converted_back(model, together).items()
+        freed.count(size)
 
 
 def estimated_size(model: PreTrainedModel, names: StoredNames) -> int:
