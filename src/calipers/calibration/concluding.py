@@ -178,12 +178,13 @@ class Conclusions:
             for module in modules
             if (module.name, "weight") in self._watched.observers
         }
+        order = {observer: index for index, observer in enumerate(names)}
         groups, done = [], set()
         for observer in names:
             if observer not in done:
-                group = [observer, *observer._fused_observers]
+                group = {observer, *observer._fused_observers} & names.keys()
                 done.update(group)
-                groups.append([names[member] for member in names if member in group])
+                groups.append([names[member] for member in sorted(group, key=order.__getitem__)])
         return groups
 
     def _size(self, group: list[str]) -> int:

@@ -34,9 +34,10 @@ def freeze(model: torch.nn.Module, plan: Plan, qparams: QParams) -> None:
     with unchanged_on_error(model):
         _untie(model, {planned.name for planned in plan.modules if planned.scheme.weights})
         for planned in plan.modules:
-            scheme = schemes.setdefault(id(planned.scheme), copy.deepcopy(planned.scheme))
+            if id(planned.scheme) not in schemes:
+                schemes[id(planned.scheme)] = copy.deepcopy(planned.scheme)
             module = model.get_submodule(planned.name)
-            _prepare(model, module, planned, scheme)
+            _prepare(model, module, planned, schemes[id(planned.scheme)])
             for tensor in planned.tensors:
                 if (planned.name, tensor.base_name) in qparams:
                     found = qparams[planned.name, tensor.base_name]

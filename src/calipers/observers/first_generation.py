@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def construct(kind: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     Options in ``args.observer_kwargs`` reach a constructor that names them. One that knows only
     ``quantization_args`` is given that, and its ``base_name`` afterwards.
     """
-    takes = inspect.signature(kind).parameters
+    takes = _parameters(kind)
     args = keywords.get("args", keywords.get("quantization_args"))
     options = getattr(args, "observer_kwargs", None) or {}
     keywords = {**{key: value for key, value in options.items() if key in takes}, **keywords}
@@ -33,6 +34,11 @@ def construct(kind: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     observer = kind(**{**keywords, "quantization_args": args})
     observer.base_name = base_name
     return observer
+
+
+@lru_cache
+def _parameters(kind: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind).parameters)
 
 
 def calculate_by_piece(
