@@ -1,0 +1,51 @@
+"""What all errors have in common."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class CalipersError(Exception):
+    """Base of all errors that Calipers raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        # KeyError, a base of some subclasses, would show the repr of the message.
+        return str(self.args[0]) if self.args else ""
+
+
+class CalipersWarning(UserWarning):
+    """Something works, but not as the user may think it does."""
+
+
+class ConfigurationError(CalipersError, ValueError):
+    """What the user asked for cannot be done by anybody."""
+
+    exit_code = 2
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a sentence with the nearest known word, or nothing.
+
+    >>> did_you_mean("minmaxx", ["mse", "minmax"])
+    " Did you mean 'minmax'?"
+    """
+    by_lower = {each.lower(): each for each in known}
+    nearest = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
+    return f" Did you mean '{by_lower[nearest[0]]}'?" if nearest else ""
+
+
+def listing(words: Iterable[str]) -> str:
+    """Return words with commas between them."""
+    return ", ".join(words)
+
+
+def sizes_that_divide(size: int) -> str:
+    """Return a sentence with group sizes that fit a dimension, or another way out."""
+    divisors = [d for d in (16, 32, 64, 96, 128, 256) if size % d == 0]
+    if divisors:
+        return f"Group sizes that divide it: {listing(map(str, divisors))}"
+    return "Use strategy 'channel', or ignore this module"

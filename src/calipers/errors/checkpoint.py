@@ -1,0 +1,123 @@
+"""Models that are loaded and checkpoints that are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from calipers.errors.base import CalipersError, ConfigurationError, listing
+
+
+class ModelLoadError(CalipersError, OSError):
+    """A model or tokenizer that cannot be loaded."""
+
+    exit_code = 2
+
+    def __init__(self, name: str, problem: str, what: str = "model") -> None:
+        super().__init__(
+            f"Cannot load a {what} from '{name}': {problem.strip().splitlines()[0].rstrip('.')}. "
+            f"Give the folder or the name of a Hugging Face {what}."
+        )
+
+
+class RemoteCodeError(ModelLoadError):
+    """A model or tokenizer with code of its own, which nobody has allowed to run."""
+
+    def __init__(self, name: str, what: str = "model") -> None:
+        OSError.__init__(
+            self,
+            f"The {what} '{name}' comes with Python code of its own, which was not run. Read it, "
+            "and if you trust it pass trust_remote_code=True.",
+        )
+
+
+class QuantizedModelError(ConfigurationError):
+    """A model that somebody has quantized before."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is quantized already: its config has a quantization_config. Start from the "
+            "model in 16 or 32 bits."
+        )
+
+
+class CheckpointError(CalipersError):
+    """A checkpoint that cannot be written."""
+
+    exit_code = 7
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """The output folder is there already."""
+
+    def __init__(self, directory: object) -> None:
+        super().__init__(
+            f"The output folder '{directory}' exists already. Nothing was written. Choose another "
+            "one, or pass overwrite=True to replace it."
+        )
+
+
+class NotACheckpointError(CheckpointError, FileExistsError):
+    """A folder that holds something else than a checkpoint, and so is not replaced."""
+
+    def __init__(self, directory: object, found: Sequence[str]) -> None:
+        shown = listing(sorted(found)[:3]) + (", …" if len(found) > 3 else "")
+        super().__init__(
+            f"The output folder '{directory}' does not look like a checkpoint: it has no "
+            f"config.json, but {shown}. overwrite=True replaces empty folders and checkpoints "
+            "only. Choose another folder, or remove this one yourself."
+        )
+
+
+class OutputPathError(CheckpointError, OSError):
+    """A path at which no folder can be made."""
+
+    def __init__(self, directory: object, problem: str) -> None:
+        super().__init__(
+            f"Cannot write a checkpoint to '{directory}': {problem}. Choose another output folder."
+        )
+
+
+class DiskSpaceError(CheckpointError, OSError):
+    """A disk too small for the checkpoint."""
+
+    def __init__(self, directory: object, needed: int, free: int) -> None:
+        super().__init__(
+            f"The checkpoint needs about {_gigabytes(needed)}, but the disk of '{directory}' has "
+            f"{_gigabytes(free)} free. Nothing was written. Free some space, or choose a folder on "
+            "another disk."
+        )
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """The operating system refused to write."""
+
+    def __init__(self, directory: object, problem: object) -> None:
+        super().__init__(
+            f"Writing the checkpoint '{directory}' failed: {problem}. What was written has been "
+            "removed again; the model is unchanged, and can be written to another folder."
+        )
+
+
+class NotFrozenError(CheckpointError, ValueError):
+    """A module whose quantization parameters are not final."""
+
+    def __init__(self, module: str, status: object) -> None:
+        super().__init__(
+            f"Module '{module}' has a quantization scheme, but its status is {status}, not "
+            "'frozen'. Calibrate and freeze the model before writing it."
+        )
+
+
+class StoredLayoutError(CheckpointError, ValueError):
+    """A quantized tensor that the checkpoint's layout would cut into pieces or join with others."""
+
+    def __init__(self, tensor: str, together: Iterable[str]) -> None:
+        super().__init__(
+            f"'{tensor}' is quantized, but checkpoints of this model hold it in another shape, "
+            f"into which transformers converts {listing(together)}. Quantized tensors cannot be "
+            "converted. Add the module to 'ignore'."
+        )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.3f} GB"

@@ -1,0 +1,92 @@
+"""Recipes, and what they mean for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from calipers.errors.base import ConfigurationError, sizes_that_divide
+from calipers.errors.observing import DivisibilityError, LayoutError
+
+
+class RecipeError(ConfigurationError):
+    """A recipe that cannot be read, or that does not make sense.
+
+    :param problem: what is wrong, without the place
+    :param path: the keys that lead to it, as far as they are known
+    :param source: the file, or another word for where the recipe comes from
+    :param line: the line in it
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: Iterable[str | int] = (),
+        source: str | None = None,
+        line: int | None = None,
+    ) -> None:
+        self.problem = problem
+        self.path = tuple(path)
+        place = [*([source] if source else []), *([f"line {line}"] if line else [])]
+        super().__init__(f"{', '.join(place)}: {problem}" if place else problem)
+
+
+class UnmatchedPatternError(RecipeError):
+    """A pattern that matches nothing in the model it is meant for."""
+
+
+class ClaimError(RecipeError):
+    """Two modifiers that both want to quantize one tensor."""
+
+    def __init__(self, tensor: str, first: str, second: str) -> None:
+        super().__init__(
+            f"Both {first} and {second} quantize '{tensor}'. A tensor is quantized once: narrow "
+            "the targets of one of them, or add the module to its ignore list."
+        )
+
+
+class AlreadyQuantizedError(RecipeError):
+    """A recipe for modules that are quantized already."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__(
+            f"{_counted(modules)} already quantized (has a quantization_scheme). Start from the "
+            "unquantized model, or ignore these modules."
+        )
+
+
+class UnfitError(RecipeError):
+    """A tensor that cannot be quantized as the recipe says."""
+
+    def __init__(self, module: str, base_name: str, problem: object) -> None:
+        super().__init__(f"Module '{module}', {base_name}: {problem}")
+
+
+class ModulesDivisibilityError(DivisibilityError):
+    """Modules whose sizes the groups or blocks of the recipe do not divide."""
+
+    SHOWN: ClassVar[int] = 5
+
+    def __init__(self, offenders: Sequence[tuple[str, str, int, int]]) -> None:
+        lines = [
+            f"  {module}, {base_name}: {size} is not divisible by {group_size}. "
+            f"{sizes_that_divide(size)}."
+            for module, base_name, size, group_size in offenders[: self.SHOWN]
+        ]
+        if len(offenders) > self.SHOWN:
+            lines.append(f"  and {len(offenders) - self.SHOWN} more")
+        count = len(offenders)
+        LayoutError.__init__(
+            self,
+            f"The group or block size of the recipe does not divide {count} "
+            f"tensor{'s' if count > 1 else ''}:\n"
+            + "\n".join(lines)
+            + "\nChoose another group_size, or ignore these modules.",
+        )
+
+
+def _counted(names: Sequence[str], shown: int = 5) -> str:
+    listed = ", ".join(f"'{name}'" for name in names[:shown])
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{listed}{more} {'is' if len(names) == 1 else 'are'}"
