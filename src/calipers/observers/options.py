@@ -84,7 +84,7 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> 
 
     >>> parse_options(SearchOptions, {"patience": -1}, "mse")
     Traceback (most recent call last):
-    calipers.errors.InvalidOptionError: Observer 'mse': patience must be >= 0, got -1.
+    calipers.errors.observing.InvalidOptionError: Observer 'mse': patience must be >= 0, got -1.
     """
     for key in given:
         if key not in kind.model_fields:
