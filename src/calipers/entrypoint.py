@@ -158,7 +158,8 @@ def oneshot(
             findings = Findings(plan, Coverage(on_unseen))
             with watched:
                 conclusions = Conclusions(watched, findings, crew)
-                run = Run(watched, conclusions.conclude, crew, Progress(progress), place)
+                bar = Progress(progress if crew.rank == 0 else False)
+                run = Run(watched, conclusions.conclude, crew, bar, place)
                 _PIPELINES[chosen](run, batches)
             if crew.rank == 0:
                 report_coverage(findings.coverage)
