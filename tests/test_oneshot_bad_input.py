@@ -240,7 +240,7 @@ def test_a_path_without_a_model(tmp_path: Path, output: Path) -> None:
         "folder or the name of a Hugging Face model."
     )
     refused(errors.ModelLoadError, text, tmp_path / "empty", "W4A16", output=output)
-    text = f"Cannot load a model from '{tmp_path / 'nowhere'}': "
+    text = f"Cannot load a model from '{tmp_path / 'nowhere'}': there is no such folder. "
     for given in (tmp_path / "nowhere", str(tmp_path / "nowhere")):
         refused(errors.ModelLoadError, text, given, "W4A16", output=output)
 

@@ -40,6 +40,8 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = str(model)
+    if Path(name).is_absolute() and not Path(name).exists():
+        raise ModelLoadError(name, "there is no such folder")
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
         raise ModelLoadError(name, "there is no config.json in it")
     try:
