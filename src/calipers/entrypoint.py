@@ -19,7 +19,7 @@ from calipers.calibration.freezing import freeze
 from calipers.calibration.pipelines import Run, run_basic, run_datafree
 from calipers.calibration.plan import Plan
 from calipers.calibration.progress import Progress
-from calipers.calibration.sequential import onloaded, run_sequential
+from calipers.calibration.sequential import run_sequential
 from calipers.calibration.snapshot import unchanged_on_error
 from calipers.calibration.watching import WatchedModel
 from calipers.checkpoint.output import check_output
@@ -257,14 +257,9 @@ def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
     return [*tensors, *(f"{name}.input" for name in plan.gathered)]
 
 
-def _run_basic_on_device(run: Run, batches: Batches) -> None:
-    with onloaded([run.watched.model], run.device):
-        run_basic(run, batches)
-
-
 _PIPELINES: dict[str, Callable[[Run, Any], None]] = {
     "datafree": lambda run, _: run_datafree(run),
-    "basic": _run_basic_on_device,
+    "basic": run_basic,
     "sequential": run_sequential,
 }
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from compressed_tensors.offload import OffloadCache, disable_offloading
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from calipers.calibration.data import Batch, Batches
 from calipers.calibration.distributed import Crew
 from calipers.calibration.progress import Progress
 from calipers.calibration.watching import WatchedModel
-
-Batch = Mapping[str, Tensor]
-
-
-class Batches(Protocol):
-    """Batches that can be gone through more than once."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens that count."""
-        ...
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True)
@@ -59,14 +48,14 @@ def run_datafree(run: Run) -> None:
 def run_basic(run: Run, batches: Batches) -> None:
     """Run each batch through the whole model."""
     model, head = run.watched.model, _head_is_idle(run.watched)
-    with run.crew.step("calibrating the model"), run.progress.tokens(batches.num_tokens) as advance:
-        for index, batch in enumerate(batches):
-            run.crew.check()
-            mask = batch.get("attention_mask")
-            with run.watched.batch(index, mask):
-                call_model(model, moved(batch, run.device), skip_head=head)
-            advance(batch["input_ids"].numel() if mask is None else int(mask.sum()))
-    run.conclude(run.names)
+    with onloaded([model], run.device):
+        with run.crew.step("calibrating the model"), run.progress.tokens(batches.num_tokens) as add:
+            for index, batch in enumerate(batches):
+                run.crew.check()
+                with run.watched.batch(index, batch["attention_mask"]):
+                    call_model(model, moved(batch, run.device), skip_head=head)
+                add(int(batch["attention_mask"].sum()))
+        run.conclude(run.names)
 
 
 def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> None:
@@ -85,9 +74,29 @@ def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False)
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return a structure with its tensors on a device."""
-    if isinstance(value, Mapping) and not isinstance(value, dict):
-        value = dict(value)
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+@contextmanager
+def onloaded(
+    modules: Iterable[torch.nn.Module], device: torch.device, *, recurse: bool = True
+) -> Iterator[None]:
+    """Have the tensors of modules on a device; afterwards they are where, and what, they were."""
+    with ExitStack() as stack:
+        originals = []
+        for module in (m for each in modules for m in (each.modules() if recurse else [each])):
+            if isinstance(module._parameters, OffloadCache):
+                stack.enter_context(disable_offloading())
+                continue
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.device != device:
+                    originals.append((tensor, tensor.data))
+                    tensor.data = tensor.data.to(device)
+        try:
+            yield
+        finally:
+            for tensor, data in originals:
+                tensor.data = data
 
 
 def _head_is_idle(watched: WatchedModel) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from compressed_tensors.offload import OffloadCache, disable_offloading
 from torch import Tensor
 
-from calipers.calibration.pipelines import Batch, Batches, Run, call_model, moved
+from calipers.calibration.data import Batch, Batches
+from calipers.calibration.pipelines import Run, call_model, moved, onloaded
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import NoDecoderLayersError
 
@@ -67,7 +67,7 @@ class LayerStack:
     def __init__(self, run: Run, layers: Sequence[torch.nn.Module]) -> None:
         self._run, self._layers = run, layers
         self._hidden: list[Tensor] = []
-        self._masks: list[Tensor | None] = []
+        self._masks: list[Tensor] = []
         self._calls: list[list[Call]] = []
         self._beside: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
 
@@ -80,10 +80,10 @@ class LayerStack:
                 calls: list[Call] = []
                 for layer in self._layers:
                     vars(layer)["forward"] = self._noting(calls, batch["input_ids"].device)
-                with self._run.watched.batch(index, batch.get("attention_mask")):
+                with self._run.watched.batch(index, batch["attention_mask"]):
                     self._start(batch)
                 self._calls.append(calls)
-                self._masks.append(batch.get("attention_mask"))
+                self._masks.append(batch["attention_mask"])
 
     def run_layer(self, number: int) -> None:
         """Run all batches through a layer."""
@@ -139,12 +139,9 @@ class LayerStack:
                 calls.append((args, kwargs))
                 raise _ReachedEnd
 
-            own = vars(first).get("forward")
-            vars(first)["forward"] = forward
-            self._start(batch)
-            del vars(first)["forward"]
-            if own is not None:
-                vars(first)["forward"] = own
+            with _own_forwards([first]):
+                vars(first)["forward"] = forward
+                self._start(batch)
             args, kwargs = calls[0]
             with onloaded([first], self._run.device):
                 result = first(*args, **kwargs)
@@ -160,28 +157,6 @@ class LayerStack:
 
 
 @contextmanager
-def onloaded(
-    modules: Iterable[torch.nn.Module], device: torch.device, *, recurse: bool = True
-) -> Iterator[None]:
-    """Have the tensors of modules on a device; afterwards they are where, and what, they were."""
-    with ExitStack() as stack:
-        originals = []
-        for module in (m for each in modules for m in (each.modules() if recurse else [each])):
-            if isinstance(module._parameters, OffloadCache):
-                stack.enter_context(disable_offloading())
-                continue
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and tensor.device != device:
-                    originals.append((tensor, tensor.data))
-                    tensor.data = tensor.data.to(device)
-        try:
-            yield
-        finally:
-            for tensor, data in originals:
-                tensor.data = data
-
-
-@contextmanager
 def _own_forwards(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Bring the forward of each layer back in the end."""
     own = [vars(layer).get("forward") for layer in layers]
@@ -194,8 +169,8 @@ def _own_forwards(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
                 vars(layer)["forward"] = forward
 
 
-class _ReachedEnd(Exception):  # noqa: N818
-    """The last layer was called: the rest of the model need not run."""
+class _ReachedEnd(BaseException):
+    """The last layer was called: the rest of the model need not run, whatever errors it catches."""
 
 
 def _within(names: Iterable[str], prefix: str) -> list[str]:
