@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from calipers.calibration.lifecycle import Gatherer, Watcher
+from calipers.calibration.readers import Gatherer, Watcher
 from calipers.calibration.sharing import SharedReading
 from calipers.errors import ChangedInputError
 from calipers.observers import Observer

@@ -67,7 +67,7 @@ class Conclusions:
         self._crew.merge(self._watched.data_observers(names))
         modules = self._settle_unseen(modules)
         for name in wanted & self._watched.gatherers.keys():
-            self._findings.sums[name] = _gathered(self._watched.gatherers[name])
+            self._findings.sums[name] = self._watched.gatherers[name].gathered()
         self._solve_activations(modules)
         self._solve_weights(modules)
 
@@ -131,9 +131,9 @@ class Conclusions:
 
     def _silence(self, module: PlannedModule) -> None:
         """Without importance a weight is judged by plain error: coverage says it, once for all."""
-        observer: Any = self._watched.observers.get((module.name, "weight"))
+        observer = self._watched.observers.get((module.name, "weight"))
         if isinstance(observer, GathersInputs):
-            observer._has_warned = True
+            observer.fall_back_silently()
 
     # Parameters
 
@@ -182,7 +182,7 @@ class Conclusions:
         groups, done = [], set()
         for observer in names:
             if observer not in done:
-                group = {observer, *observer._fused_observers} & names.keys()
+                group = {observer, *observer.fused_with} & names.keys()
                 done.update(group)
                 groups.append([names[member] for member in sorted(group, key=order.__getitem__)])
         return groups
@@ -234,11 +234,6 @@ def _united_range(tensor: PlannedTensor, ranges: list[Range]) -> Observer:
         observed_like=likes[0],
     )
     return united
-
-
-def _gathered(observer: Observer) -> dict[str, Tensor]:
-    assert isinstance(observer, GathersInputs)
-    return {name: getattr(observer, name) for name in observer.gathered_fields()}
 
 
 _HINTS = {

@@ -19,8 +19,7 @@ module comes with its ``quantization_scheme``, and with parameters to be set, fr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from functools import cached_property
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,11 +30,10 @@ from torch import Tensor
 
 from calipers.calibration.masks import mask_for
 from calipers.calibration.plan import ModuleKind, args_for, observer_for
-from calipers.calibration.sharing import Reader, SharedReading
+from calipers.calibration.readers import Gatherer, Watcher, read
 from calipers.errors import (
     ConfigurationError,
     HiddenQueriesError,
-    NonFiniteError,
     NoStatisticsError,
 )
 from calipers.observers import Observer, QParamsDict
@@ -107,84 +105,7 @@ def gather_importance_hook(
     if tensor is not None and tensor.numel():
         assert isinstance(observer, Observer)
         mask = mask_for(tensor, "input", observer.label())
-        _read(module, observer, Gatherer, tensor, mask)
-
-
-class Watcher(Reader):
-    """An observer as a reader of tensors."""
-
-    def __init__(self, observer: Observer) -> None:
-        self.observer = observer
-
-    @cached_property
-    def key(self) -> Hashable:
-        """The whole configuration."""
-        return str(sorted(self.observer.configuration().items()))
-
-    @property
-    def label(self) -> str:
-        """The name of the observer."""
-        return self.observer.label()
-
-    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
-        """Observe the tensor."""
-        self.observer(tensor, mask=mask)
-
-    def copy_from(self, other: Reader) -> None:
-        """Take over the fields of another observer."""
-        assert isinstance(other, Watcher)
-        self.observer.load_fields(other.observer.fields())
-
-
-class Gatherer(Reader):
-    """An observer of a weight as a reader of the inputs of its module."""
-
-    def __init__(self, observer: GathersInputs) -> None:
-        assert isinstance(observer, Observer)
-        self.observer = observer
-        self.fields = tuple(observer.gathered_fields())
-
-    @cached_property
-    def key(self) -> Hashable:
-        """What is gathered, of what shape, and what becomes of NaN."""
-        shapes = tuple(value.shape for value in self._held().values())
-        return self.fields, shapes, self.observer.options.nonfinite
-
-    @property
-    def label(self) -> str:
-        """The name of the observer."""
-        return self.observer.label()
-
-    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
-        """Add the tensor to the sums."""
-        self.observer.gather_input(tensor, mask)
-        if not all(bool(torch.isfinite(value).all()) for value in self._held().values()):
-            count = int((~torch.isfinite(tensor)).sum())
-            raise NonFiniteError(self.label, count, tensor.numel(), tensor.shape)
-
-    def copy_from(self, other: Reader) -> None:
-        """Take over the sums of another observer."""
-        assert isinstance(other, Gatherer)
-        for name, value in other._held().items():
-            setattr(self.observer, name, value.clone())
-
-    def _held(self) -> dict[str, Tensor]:
-        return {name: getattr(self.observer, name) for name in self.fields}
-
-
-def _read(
-    module: torch.nn.Module,
-    observer: Any,
-    reader: type[Watcher] | type[Gatherer],
-    tensor: Tensor,
-    mask: Tensor | None,
-) -> None:
-    """Measure a tensor, together with others if the module takes part in that."""
-    sharing: SharedReading | None = getattr(module, "_shared_reading", None)
-    if sharing is None:
-        reader(observer).measure(tensor, mask)
-    else:
-        sharing.read(observer, reader, tensor, mask)
+        read(module, observer, Gatherer, tensor, mask)
 
 
 def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> None:
@@ -196,7 +117,7 @@ def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> Non
         )
     if tensor is not None and tensor.numel():
         mask = mask_for(tensor, base_name, observer.label())
-        _read(module, observer, Watcher, tensor, mask)
+        read(module, observer, Watcher, tensor, mask)
 
 
 def _first_tensor(value: Any) -> Tensor | None:

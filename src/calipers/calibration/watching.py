@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from compressed_tensors.modeling import (
@@ -42,7 +43,7 @@ class WatchedModel:
     def __init__(self, model: torch.nn.Module, plan: Plan, *, share_inputs: bool = True) -> None:
         self.model, self.plan = model, plan
         self.observers: dict[tuple[str, str], Observer] = {}
-        self.gatherers: dict[str, Observer] = {}
+        self.gatherers: dict[str, IMatrixMSEObserver] = {}
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
         self._sharing = SharedReading() if share_inputs else None
         self._before: Snapshot | None = None
@@ -100,7 +101,7 @@ class WatchedModel:
     def tokens(self, name: str) -> int:
         """Return the number of tokens that the observer that saw least of a module has seen."""
         seen = (
-            _gathered_tokens(observer) if _gathers(observer) else observer.num_observed_tokens
+            observer.gathered_tokens if _gathers(observer) else observer.num_observed_tokens
             for observer in self.data_observers([name])
         )
         return min(seen, default=0)
@@ -156,10 +157,10 @@ def _register(module: torch.nn.Module, base_name: str, observer: Observer) -> li
     return _register_gathering(module, observer) if isinstance(observer, GathersInputs) else []
 
 
-def _register_gathering(module: torch.nn.Module, observer: GathersInputs) -> list[RemovableHandle]:
+def _register_gathering(module: Any, observer: GathersInputs) -> list[RemovableHandle]:
     if observer.take_over(module) or not observer.can_gather(module):
         return []
-    observer.begin_gathering(module.in_features)  # type: ignore[arg-type]
+    observer.begin_gathering(module.in_features)
     hook = partial(lifecycle.gather_importance_hook, observer)
     return [module.register_forward_pre_hook(hook, with_kwargs=True)]
 
@@ -174,11 +175,5 @@ def _learns(observer: Observer) -> bool:
     return observer.base_name != "weight" or _gathers(observer)
 
 
-def _gathers(observer: Observer) -> bool:
+def _gathers(observer: Observer) -> TypeGuard[GathersInputs]:
     return isinstance(observer, GathersInputs) and any(observer.gathered_fields())
-
-
-def _gathered_tokens(observer: Observer) -> int:
-    assert isinstance(observer, GathersInputs)
-    counts = [name for name in observer.gathered_fields() if name.endswith("_count")]
-    return min((int(getattr(observer, name, 0)) for name in counts), default=0)

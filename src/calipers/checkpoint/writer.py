@@ -11,9 +11,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from calipers.checkpoint.companions import write_companions, write_json
+from calipers.checkpoint.compatibility import loading_problems
 from calipers.checkpoint.compression import check_frozen
 from calipers.checkpoint.config import checkpoint_config
-from calipers.checkpoint.loading import loading_problems
 from calipers.checkpoint.output import check_output, free_space, output_folder
 from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.tensors import checkpoint_tensors, estimated_size, tensor_names

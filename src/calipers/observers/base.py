@@ -353,6 +353,11 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         for observer in group:
             observer._fused_observers = group - {observer}
 
+    @property
+    def fused_with(self) -> frozenset[Observer]:
+        """The others that share its global scale."""
+        return frozenset(self._fused_observers)
+
     # Life in a model
 
     def attach(self, module: torch.nn.Module) -> None:

@@ -38,6 +38,16 @@ class GathersInputs:
         """Name the fields that are left on the module."""
         raise NotImplementedError
 
+    def gathered(self) -> dict[str, Tensor]:
+        """Return the sums, under the names of their fields."""
+        return {name: getattr(self, name) for name in self.gathered_fields()}
+
+    @property
+    def gathered_tokens(self) -> int:
+        """How many tokens went into the sums."""
+        counts = [name for name in self.gathered_fields() if name.endswith("_count")]
+        return min((int(getattr(self, name, 0)) for name in counts), default=0)
+
     def begin_gathering(self, channels: int) -> None:
         """Set the fields to what nothing amounts to."""
         raise NotImplementedError
@@ -90,6 +100,10 @@ class GathersInputs:
                 self._has_warned = True
                 warnings.warn(f"{error.reason} Falls back to plain error.", CalipersWarning, 3)
             return None
+
+    def fall_back_silently(self) -> None:
+        """Let importance that cannot be made be no news: somebody has told of it."""
+        self._has_warned = True
 
     def _see_input(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

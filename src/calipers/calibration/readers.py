@@ -1,0 +1,89 @@
+"""Observers as readers of tensors, which may read together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calipers.calibration.sharing import Reader, SharedReading
+from calipers.errors import NonFiniteError
+from calipers.observers import Observer
+from calipers.observers.gathering import GathersInputs
+
+
+class Watcher(Reader):
+    """An observer as a reader of tensors."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+
+    @cached_property
+    def key(self) -> Hashable:
+        """The whole configuration."""
+        return str(sorted(self.observer.configuration().items()))
+
+    @property
+    def label(self) -> str:
+        """The name of the observer."""
+        return self.observer.label()
+
+    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
+        """Observe the tensor."""
+        self.observer(tensor, mask=mask)
+
+    def copy_from(self, other: Reader) -> None:
+        """Take over the fields of another observer."""
+        assert isinstance(other, Watcher)
+        self.observer.load_fields(other.observer.fields())
+
+
+class Gatherer(Reader):
+    """An observer of a weight as a reader of the inputs of its module."""
+
+    def __init__(self, observer: GathersInputs) -> None:
+        assert isinstance(observer, Observer)
+        self.observer = observer
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What is gathered, of what shape, and what becomes of NaN."""
+        shapes = tuple((name, value.shape) for name, value in self.observer.gathered().items())
+        return shapes, self.observer.options.nonfinite
+
+    @property
+    def label(self) -> str:
+        """The name of the observer."""
+        return self.observer.label()
+
+    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
+        """Add the tensor to the sums."""
+        self.observer.gather_input(tensor, mask)
+        sums = self.observer.gathered().values()
+        if not all(bool(torch.isfinite(value).all()) for value in sums):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise NonFiniteError(self.label, count, tensor.numel(), tensor.shape)
+
+    def copy_from(self, other: Reader) -> None:
+        """Take over the sums of another observer."""
+        assert isinstance(other, Gatherer)
+        for name, value in other.observer.gathered().items():
+            setattr(self.observer, name, value.clone())
+
+
+def read(
+    module: torch.nn.Module,
+    observer: Any,
+    reader: type[Watcher] | type[Gatherer],
+    tensor: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Measure a tensor, together with others if the module takes part in that."""
+    sharing: SharedReading | None = getattr(module, "_shared_reading", None)
+    if sharing is None:
+        reader(observer).measure(tensor, mask)
+    else:
+        sharing.read(observer, reader, tensor, mask)
