@@ -14,7 +14,7 @@ from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.calibration.coverage import Coverage, shortened
+from calipers.calibration.coverage import Coverage
 from calipers.calibration.distributed import Crew
 from calipers.calibration.lifecycle import observe
 from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor
@@ -88,8 +88,7 @@ class Conclusions:
             return modules
         helpless = [module.name for module in unseen if not self._can_settle(module)]
         if helpless:
-            hint = _HINTS[coverage.policy]
-            raise UnseenModulesError(helpless, shortened(helpless), hint)
+            raise UnseenModulesError(helpless, coverage.policy)
         changed = {}
         for module in unseen:
             if coverage.policy == "weights_only":
@@ -234,17 +233,3 @@ def _united_range(tensor: PlannedTensor, ranges: list[Range]) -> Observer:
         observed_like=likes[0],
     )
     return united
-
-
-_HINTS = {
-    "error": (
-        "Give more or other data, ignore these modules, or choose what to do without data: "
-        'on_unseen="weights_only" (their activations stay as they are) or, for experts, '
-        'on_unseen="peers" (the largest range among their siblings).'
-    ),
-    "weights_only": "They have no weights to fall back on. Give more or other data.",
-    "peers": (
-        "They have no siblings that saw any. Give more or other data, ignore these modules, or "
-        'pass on_unseen="weights_only".'
-    ),
-}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from calipers.errors import counted, shortened
 
 UnseenPolicy = Literal["error", "weights_only", "peers"]
 
@@ -83,28 +84,12 @@ class Coverage:
         if self.unseen:
             done = {self.applied.get(name, "nothing done") for name in self.unseen}
             said.append(
-                f"{_count(self.unseen, 'module')} saw no tokens ({'; '.join(sorted(done))}): "
+                f"{counted(len(self.unseen), 'module')} saw no tokens ({'; '.join(sorted(done))}): "
                 f"{shortened(self.unseen)}."
             )
         if self.scarce:
             said.append(
-                f"{_count(self.scarce, 'module')} of experts saw less than {SCARCE:.0%} of an even "
-                f"share: {shortened(self.scarce)}. Give more data."
+                f"{counted(len(self.scarce), 'module')} of experts saw less than {SCARCE:.0%} of an "
+                f"even share: {shortened(self.scarce)}. Give more data."
             )
         return said
-
-
-def shortened(names: Iterable[str], most: int = 5) -> str:
-    """List some names and count the rest.
-
-    >>> shortened(["a", "b", "c"], most=2)
-    'a, b and 1 more'
-    """
-    names = list(names)
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
-
-
-def _count(things: Iterable[str] | Mapping[str, Any], what: str) -> str:
-    number = len(list(things))
-    return f"{number} {what}{'s' if number != 1 else ''}"

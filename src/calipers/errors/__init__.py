@@ -4,7 +4,9 @@ from calipers.errors.base import (
     CalipersError,
     CalipersWarning,
     ConfigurationError,
+    counted,
     did_you_mean,
+    shortened,
 )
 from calipers.errors.calibration import (
     ChangedInputError,
@@ -173,5 +175,7 @@ __all__ = [
     "UnsuitableError",
     "UnsupportedFormatError",
     "WeightGoneError",
+    "counted",
     "did_you_mean",
+    "shortened",
 ]

@@ -43,6 +43,26 @@ def listing(words: Iterable[str]) -> str:
     return ", ".join(words)
 
 
+def shortened(words: Iterable[str], most: int = 5) -> str:
+    """List some words and count the rest.
+
+    >>> shortened(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    words = list(words)
+    rest = f" and {len(words) - most} more" if len(words) > most else ""
+    return listing(words[:most]) + rest
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "module"), counted(2, "module")
+    ('1 module', '2 modules')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def sizes_that_divide(size: int) -> str:
     """Return a sentence with group sizes that fit a dimension, or another way out."""
     divisors = [d for d in (16, 32, 64, 96, 128, 256) if size % d == 0]

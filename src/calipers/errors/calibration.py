@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from calipers.errors.base import CalipersError, ConfigurationError, did_you_mean, listing
+from calipers.errors.base import (
+    CalipersError,
+    ConfigurationError,
+    counted,
+    did_you_mean,
+    listing,
+    shortened,
+)
 from calipers.errors.observing import LayoutError
+
+_UNSEEN_HINTS = {
+    "error": (
+        "Give more or other data, ignore these modules, or choose what to do without data: "
+        'on_unseen="weights_only" (their activations stay as they are) or, for experts, '
+        'on_unseen="peers" (the largest range among their siblings).'
+    ),
+    "weights_only": "They have no weights to fall back on. Give more or other data.",
+    "peers": (
+        "They have no siblings that saw any. Give more or other data, ignore these modules, or "
+        'pass on_unseen="weights_only".'
+    ),
+}
 
 
 class ChangedInputError(CalipersError, RuntimeError):
@@ -26,10 +46,11 @@ class UnseenModulesError(CalipersError, ValueError):
 
     exit_code = 4
 
-    def __init__(self, names: Sequence[str], shown: str, hint: str) -> None:
+    def __init__(self, names: Sequence[str], policy: str) -> None:
         self.names = tuple(names)
         super().__init__(
-            f"{len(names)} module{'s' if len(names) != 1 else ''} saw no tokens: {shown}. {hint}"
+            f"{counted(len(names), 'module')} saw no tokens: {shortened(names)}. "
+            f"{_UNSEEN_HINTS[policy]}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from calipers.errors.base import CalipersError, ConfigurationError, did_you_mean, listing
+from calipers.errors.base import CalipersError, ConfigurationError, counted, did_you_mean, listing
 
 
 class NoDataError(ConfigurationError):
@@ -12,8 +12,8 @@ class NoDataError(ConfigurationError):
 
     def __init__(self, tensors: Sequence[str]) -> None:
         super().__init__(
-            f"The recipe needs data for {len(tensors)} tensors (the first is {tensors[0]}), and no "
-            "dataset was given. Pass dataset=…, or choose dynamic activations and observers that "
+            f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is "
+            f"{tensors[0]}), and no dataset was given. Pass dataset=…, or choose dynamic activations and observers that "
             "look at weights alone. plan.table() shows which tensors need data."
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from calipers.errors.base import ConfigurationError, sizes_that_divide
+from calipers.errors.base import ConfigurationError, counted, shortened, sizes_that_divide
 from calipers.errors.observing import DivisibilityError, LayoutError
 
 
@@ -50,9 +50,10 @@ class AlreadyQuantizedError(RecipeError):
     """A recipe for modules that are quantized already."""
 
     def __init__(self, modules: Sequence[str]) -> None:
+        shown = shortened(f"'{name}'" for name in modules)
         super().__init__(
-            f"{_counted(modules)} already quantized (has a quantization_scheme). Start from the "
-            "unquantized model, or ignore these modules."
+            f"{shown} {'is' if len(modules) == 1 else 'are'} already quantized (has a "
+            "quantization_scheme). Start from the unquantized model, or ignore these modules."
         )
 
 
@@ -76,17 +77,10 @@ class ModulesDivisibilityError(DivisibilityError):
         ]
         if len(offenders) > self.SHOWN:
             lines.append(f"  and {len(offenders) - self.SHOWN} more")
-        count = len(offenders)
         LayoutError.__init__(
             self,
-            f"The group or block size of the recipe does not divide {count} "
-            f"tensor{'s' if count > 1 else ''}:\n"
+            f"The group or block size of the recipe does not divide "
+            f"{counted(len(offenders), 'tensor')}:\n"
             + "\n".join(lines)
             + "\nChoose another group_size, or ignore these modules.",
         )
-
-
-def _counted(names: Sequence[str], shown: int = 5) -> str:
-    listed = ", ".join(f"'{name}'" for name in names[:shown])
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{listed}{more} {'is' if len(names) == 1 else 'are'}"

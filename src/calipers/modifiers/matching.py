@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from compressed_tensors.utils.match import is_match
 
-from calipers.errors import CalipersWarning, UnmatchedPatternError, did_you_mean
+from calipers.errors import CalipersWarning, UnmatchedPatternError, did_you_mean, shortened
 
 Unmatched = Literal["error", "warn", "ignore"]
 """What a pattern that matches nothing leads to."""
@@ -55,7 +55,10 @@ def what_there_is(model: torch.nn.Module) -> str:
     """
     classes = sorted({type(module).__name__ for module in model.modules()})
     leaves = [name for name, module in model.named_modules() if name and not any(module.children())]
-    return f"Its classes: {_short(classes)}. Some of its names: {_short(leaves)}."
+    return (
+        f"Its classes: {shortened(classes, _SHOWN)}. "
+        f"Some of its names: {shortened(leaves, _SHOWN)}."
+    )
 
 
 def _nothing(model: torch.nn.Module, key: str, pattern: str) -> str:
@@ -69,8 +72,3 @@ def _nothing(model: torch.nn.Module, key: str, pattern: str) -> str:
         f"{key}: '{pattern}' matches no module of {type(model).__name__}.{hint} "
         f"{what_there_is(model)}"
     )
-
-
-def _short(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
