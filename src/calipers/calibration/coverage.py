@@ -89,7 +89,7 @@ class Coverage:
             )
         if self.scarce:
             said.append(
-                f"{counted(len(self.scarce), 'module')} of experts saw less than {SCARCE:.0%} of an "
-                f"even share: {shortened(self.scarce)}. Give more data."
+                f"{counted(len(self.scarce), 'module')} of experts saw less than {SCARCE:.0%} of "
+                f"an even share: {shortened(self.scarce)}. Give more data."
             )
         return said

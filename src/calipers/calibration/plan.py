@@ -25,7 +25,13 @@ _MEMORYLESS = {
     "static_minmax": "memoryless_minmax",
     "mse": "memoryless_mse",
 }
-_ARGS_OF = {"weight": "weights", "output": "output_activations"}
+SCHEME_FIELDS = {
+    "weight": "weights",
+    "input": "input_activations",
+    "output": "output_activations",
+}
+"""Which field of a scheme holds the arguments of a tensor of a Linear module."""
+
 _TENSORS_OF: dict[ModuleKind, tuple[str, ...]] = {
     "linear": ("weight", "input", "output"),
     "kv_cache": ("k", "v"),
@@ -35,10 +41,14 @@ _TENSORS_OF: dict[ModuleKind, tuple[str, ...]] = {
 
 def args_for(scheme: QuantizationScheme | None, base_name: str) -> QuantizationArgs | None:
     """Return how a scheme quantizes a tensor of its module, or None where it does not."""
-    found: QuantizationArgs | None = getattr(
-        scheme, _ARGS_OF.get(base_name, "input_activations"), None
-    )
+    field = SCHEME_FIELDS.get(base_name, "input_activations")  # also of attention states
+    found: QuantizationArgs | None = getattr(scheme, field, None)
     return found
+
+
+def default_observer(base_name: str) -> str:
+    """Return the name of the observer that watches a tensor where nobody chose one."""
+    return "memoryless_minmax" if base_name == "weight" else "static_minmax"
 
 
 def observer_for(base_name: str, args: QuantizationArgs) -> Observer | None:
@@ -51,15 +61,13 @@ def observer_for(base_name: str, args: QuantizationArgs) -> Observer | None:
     """
     if args.dynamic is True:
         return None
+    name = args.observer or default_observer(base_name)
     if base_name == "weight":
-        name = args.observer or "memoryless_minmax"
         name = _MEMORYLESS.get(Observer.get_value_from_registry(name).registered_name(), name)
         averaging = {"averaging_constant"} & (args.observer_kwargs or {}).keys()
         if averaging and name.startswith("memoryless"):
             kwargs = {k: v for k, v in args.observer_kwargs.items() if k not in averaging}
             args = args.model_copy(update={"observer_kwargs": kwargs})
-    else:
-        name = args.observer or "static_minmax"
     return Observer.load_from_registry(name, base_name=base_name, args=args)
 
 

@@ -13,8 +13,9 @@ class NoDataError(ConfigurationError):
     def __init__(self, tensors: Sequence[str]) -> None:
         super().__init__(
             f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is "
-            f"{tensors[0]}), and no dataset was given. Pass dataset=…, or choose dynamic activations and observers that "
-            "look at weights alone. plan.table() shows which tensors need data."
+            f"{tensors[0]}), and no dataset was given. Pass dataset=…, or choose dynamic "
+            "activations and observers that look at weights alone. plan.table() shows which "
+            "tensors need data."
         )
 
 

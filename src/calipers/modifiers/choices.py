@@ -15,6 +15,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator
 
+from calipers.calibration.plan import SCHEME_FIELDS
 from calipers.errors import (
     ConfigurationError,
     RecipeError,
@@ -27,7 +28,7 @@ from calipers.numerics.formats import Format
 from calipers.observers import Observer
 from calipers.observers.options import ObserverOptions, parse_options
 
-ARGS_FIELDS = ("weights", "input_activations", "output_activations")
+ARGS_FIELDS = tuple(SCHEME_FIELDS.values())
 """The fields of a scheme that hold arguments."""
 
 _WORDS: Mapping[str, type[Enum]] = {"type": QuantizationType, "strategy": QuantizationStrategy}

@@ -17,7 +17,12 @@ from compressed_tensors.utils.match import is_narrow_match, match_named_modules,
 from pydantic import model_validator
 from typing_extensions import Self
 
-from calipers.calibration.plan import ModuleKind, PlannedModule
+from calipers.calibration.plan import (
+    SCHEME_FIELDS,
+    ModuleKind,
+    PlannedModule,
+    default_observer,
+)
 from calipers.errors import CalipersWarning, RecipeError, UnmatchedPatternError
 from calipers.modifiers.base import Modifier, Path, Patterns, to_plain
 from calipers.modifiers.choices import (
@@ -38,13 +43,6 @@ from calipers.modifiers.matching import Unmatched, check_patterns, report, what_
 
 _DEFAULT_TARGETS = ("Linear",)
 _PASSED_OVER = ("bypass_divisibility_checks", "requires_calibration_data")
-_ALONE = {"weights": "weight_observer", "input": "input_observer", "output": "output_observer"}
-_SHORT = {"weights": "weights", "input_activations": "input", "output_activations": "output"}
-_DEFAULT_OBSERVERS = {
-    "weights": "memoryless_minmax",
-    "input_activations": "static_minmax",
-    "output_activations": "static_minmax",
-}
 
 
 class QuantizationModifier(Modifier):
@@ -152,12 +150,12 @@ class QuantizationModifier(Modifier):
                     )
 
     def _check_observers(self) -> None:
-        for short in _ALONE:
-            if len(list(self._choices(short))) > 1:
-                names = [key for key, _ in self._choices(short)]
+        for base_name in SCHEME_FIELDS:
+            names = [key for key, _ in self._choices(base_name)]
+            if len(names) > 1:
                 raise RecipeError(
                     f"QuantizationModifier has {_both(names)}: both choose the observer of "
-                    f"'{short}'. Keep one.",
+                    f"'{base_name}'. Keep one.",
                     path=(names[1].split(".")[0],),
                 )
         if not isinstance(self.scheme, str | dict):
@@ -165,10 +163,10 @@ class QuantizationModifier(Modifier):
                 self._check_one_observer(scheme)
 
     def _check_one_observer(self, scheme: QuantizationScheme) -> None:
-        for field, short in _SHORT.items():
-            args, choice = getattr(scheme, field), self._choice(short)
+        for base_name, field in SCHEME_FIELDS.items():
+            args, choice = getattr(scheme, field), self._choice(base_name)
             if choice and args and args.observer and choice.put_into(args) != args:
-                key = next(key for key, _ in self._choices(short))
+                key = next(key for key, _ in self._choices(base_name))
                 raise RecipeError(
                     f"QuantizationModifier.{key} chooses '{choice.name}', but '{field}' names the "
                     f"observer '{args.observer}' itself. Keep one.",
@@ -232,42 +230,45 @@ class QuantizationModifier(Modifier):
     def _observed(self, scheme: QuantizationScheme) -> QuantizationScheme:
         """Return a copy in which every observer is named; dynamic arguments need none."""
         chosen = {}
-        for field, short in _SHORT.items():
+        for base_name, field in SCHEME_FIELDS.items():
             args: QuantizationArgs | None = getattr(scheme, field)
             if args is None or args.dynamic is True:
                 continue
-            choice = self._choice(short)
+            choice = self._choice(base_name)
             if choice is None and args.observer is None:
                 kwargs = args.observer_kwargs or {}
-                choice = ObserverChoice(name=_DEFAULT_OBSERVERS[field], options=kwargs)
+                choice = ObserverChoice(name=default_observer(base_name), options=kwargs)
             if choice is not None:
                 chosen[field] = choice.put_into(args)
         copy: QuantizationScheme = scheme.model_copy(deep=True).model_copy(update=chosen)
         return copy
 
-    def _choices(self, short: str) -> Iterator[tuple[str, ObserverChoice]]:
-        """Go through the keys that choose the observer of weights, input or output."""
-        alone = getattr(self, _ALONE[short])
+    def _choices(self, base_name: str) -> Iterator[tuple[str, ObserverChoice]]:
+        """Go through the keys that choose the observer of weight, input or output."""
+        alone = getattr(self, f"{base_name}_observer")
         if alone is not None:
-            yield _ALONE[short], alone
-        if short != "weights" and self.activation_observer is not None:
+            yield f"{base_name}_observer", alone
+        if base_name != "weight" and self.activation_observer is not None:
             yield "activation_observer", self.activation_observer
-        together = None if self.observer is None else getattr(self.observer, short)
+        key = "weights" if base_name == "weight" else base_name
+        together = None if self.observer is None else getattr(self.observer, key)
         if together is not None:
-            yield f"observer.{short}", together
+            yield f"observer.{key}", together
 
-    def _choice(self, short: str) -> ObserverChoice | None:
-        return next((choice for _, choice in self._choices(short)), None)
+    def _choice(self, base_name: str) -> ObserverChoice | None:
+        return next((choice for _, choice in self._choices(base_name)), None)
 
     def _warn_of_idle_observers(self, schemes: Iterable[QuantizationScheme]) -> None:
         """Tell of a chosen observer that nothing will use."""
         used: set[str] = set()
         for scheme in schemes:
-            for field, short in _SHORT.items():
+            for base_name, field in SCHEME_FIELDS.items():
                 args = getattr(scheme, field)
                 if args is not None and args.dynamic is not True:
-                    used |= {key for key, _ in self._choices(short)}
-        for key in sorted({key for short in _ALONE for key, _ in self._choices(short)} - used):
+                    used |= {key for key, _ in self._choices(base_name)}
+        for key in sorted(
+            {key for base_name in SCHEME_FIELDS for key, _ in self._choices(base_name)} - used
+        ):
             warnings.warn(
                 f"{self.label()}.{key} has no effect: what it would watch is not quantized, or is "
                 "dynamic (its scale is found while the model runs).",

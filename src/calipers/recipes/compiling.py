@@ -8,7 +8,13 @@ import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationScheme
 
-from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor, args_for
+from calipers.calibration.plan import (
+    SCHEME_FIELDS,
+    Plan,
+    PlannedModule,
+    PlannedTensor,
+    args_for,
+)
 from calipers.errors import (
     AlreadyQuantizedError,
     CalipersError,
@@ -22,8 +28,6 @@ from calipers.modifiers.matching import what_there_is
 from calipers.numerics.layout import Layout
 
 Named = Sequence[tuple[str, Modifier]]
-
-_FIELDS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 
 
 def compile_modifiers(named: Named, model: torch.nn.Module) -> Plan:
@@ -77,7 +81,7 @@ def _merged(one: PlannedModule, other: PlannedModule) -> PlannedModule:
     assert one.kind == other.kind == "linear"
     args = {
         field: args_for(one.scheme, base) or args_for(other.scheme, base)
-        for base, field in _FIELDS.items()
+        for base, field in SCHEME_FIELDS.items()
     }
     same = one.scheme.targets == other.scheme.targets
     targets = list(one.scheme.targets) if same else [one.name]
