@@ -43,6 +43,7 @@ class OneshotResult:
     :param plan: what was quantized, how, and by which observers
     :param coverage: how many tokens each module saw
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param recipe: the recipe, as it was read
     :param output_dir: where the checkpoint is, if one was asked for
     """
 
@@ -92,7 +93,13 @@ def oneshot(
         DataLoader; needed if the plan needs data
     :param output_dir: where the checkpoint goes; None writes nothing
     :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
+    :param num_calibration_samples: how many samples to take, over all processes
+    :param max_seq_length: the longest sample, in tokens
+    :param batch_size: samples per batch
     :param packing: whether samples are joined and cut to equal length, so that nothing is padded
+    :param shuffle: whether to take samples from everywhere, or from the beginning
+    :param seed: of the shuffling
+    :param text_column: the column of the text, where records have several
     :param pipeline: ``datafree``, ``basic`` (the whole model), ``sequential`` (layer by layer), or
         ``auto``
     :param device: where the model computes; by default where it is
@@ -101,6 +108,8 @@ def oneshot(
     :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
     :param share_inputs: whether a tensor that several modules read is measured once for all
     :param overwrite: whether an existing checkpoint is replaced
+    :param max_shard_size: the largest size of a file of tensors
+    :param trust_remote_code: whether code that comes with the model may run
     :param timeout: how long a process that gives no sign of life is waited for by the others
     :param progress: whether to show a progress bar; None: if a person looks at standard error
     """
@@ -146,20 +155,18 @@ def oneshot(
         with unchanged_on_error(loaded):
             with crew.step("planning"):
                 plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
-                chosen = _choose_pipeline(pipeline, plan, loaded, place)
-                batches = None
-                if chosen != "datafree":
-                    if dataset is None:
-                        raise NoDataError(_wanting(plan, loaded))
-                    batches = _load_batches(dataset, words, loaded, crew, sampling)
+                wanting = _wanting(plan, loaded)
+                if wanting and (dataset is None or pipeline == "datafree"):
+                    raise NoDataError(wanting)
+                batches = _load_batches(dataset, words, loaded, crew, sampling) if wanting else None
+                chosen = _choose_pipeline(pipeline, loaded, place) if wanting else "datafree"
             if "sequential" in crew.share(chosen):
                 chosen = "sequential"  # where memory is short on one device, all go layer by layer
-            watched = WatchedModel(loaded, plan, share_inputs=share_inputs)
             findings = Findings(plan, Coverage(on_unseen))
-            with watched:
-                conclusions = Conclusions(watched, findings, crew)
+            with WatchedModel(loaded, plan, share_inputs=share_inputs) as watched:
+                conclude = Conclusions(watched, findings, crew).conclude
                 bar = Progress(progress if crew.rank == 0 else False)
-                run = Run(watched, conclusions.conclude, crew, bar, place)
+                run = Run(watched, conclude, crew, bar, place)
                 _PIPELINES[chosen](run, batches)
             if crew.rank == 0:
                 report_coverage(findings.coverage)
@@ -231,13 +238,8 @@ def _usable(device: torch.device | str | None) -> torch.device | None:
     return found
 
 
-def _choose_pipeline(
-    choice: PipelineChoice, plan: Plan, model: PreTrainedModel, device: torch.device
-) -> str:
-    if choice == "datafree" and _wanting(plan, model):
-        raise NoDataError(_wanting(plan, model))
-    if not _wanting(plan, model):
-        return "datafree"
+def _choose_pipeline(choice: PipelineChoice, model: PreTrainedModel, device: torch.device) -> str:
+    """Return how data runs through a model."""
     if choice != "auto":
         return choice
     if device.type == "cpu" or model.device == device:
