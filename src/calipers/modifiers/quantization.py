@@ -266,9 +266,8 @@ class QuantizationModifier(Modifier):
                 args = getattr(scheme, field)
                 if args is not None and args.dynamic is not True:
                     used |= {key for key, _ in self._choices(base_name)}
-        for key in sorted(
-            {key for base_name in SCHEME_FIELDS for key, _ in self._choices(base_name)} - used
-        ):
+        chosen = {key for base_name in SCHEME_FIELDS for key, _ in self._choices(base_name)}
+        for key in sorted(chosen - used):
             warnings.warn(
                 f"{self.label()}.{key} has no effect: what it would watch is not quantized, or is "
                 "dynamic (its scale is found while the model runs).",
