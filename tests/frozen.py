@@ -15,21 +15,18 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
     preset_name_to_scheme,
 )
+from models import random_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 from transformers import (
     LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
 )
 
 from calipers.observers import Observer
@@ -38,6 +35,22 @@ TOKENS = torch.arange(48).view(3, 16) * 7 % 128
 KV_FP8 = QuantizationArgs(
     num_bits=8, type="float", strategy="tensor", dynamic=False, observer="static_minmax"
 )
+SCHEMES = [
+    "W4A16",
+    "W4A16_ASYM",
+    "W2A16",
+    "W3A16",
+    "W8A16",
+    "W8A8",
+    "W8A8_STATIC",
+    "FP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "NVFP4",
+    "NVFP4A16",
+    "MXFP4A16",
+    "MXFP8",
+]
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -50,33 +63,22 @@ SIZES: dict[str, Any] = {
 
 
 def llama(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    return _random(LlamaForCausalLM, LlamaConfig(**{**SIZES, **options}), dtype)
+    return random_model(LlamaConfig(**{**SIZES, **options}), dtype)
 
 
 def qwen2(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    return _random(Qwen2ForCausalLM, Qwen2Config(**{**SIZES, **options}), dtype)
+    return random_model(Qwen2Config(**{**SIZES, **options}), dtype)
 
 
 def mixtral(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     config = MixtralConfig(**{**SIZES, "num_local_experts": 4, **options})
-    return _random(MixtralForCausalLM, config, dtype)
+    return random_model(config, dtype)
 
 
 def qwen2_moe(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     moe = {"num_experts": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
     config = Qwen2MoeConfig(**{**SIZES, **moe, "num_experts_per_tok": 2, **options})
-    return _random(Qwen2MoeForCausalLM, config, dtype)
-
-
-def _random(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    # A mean other than zero gives asymmetric formats something to do.
-    torch.manual_seed(1)
-    model = kind._from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(0.01, 0.05)
-    return model
+    return random_model(config, dtype)
 
 
 def scheme(name: str, targets: tuple[str, ...] = ("Linear",)) -> QuantizationScheme:

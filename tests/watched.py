@@ -9,20 +9,15 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from models import random_model
 from torch import Tensor, nn
 from transformers import (
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
 )
 
 from calipers.calibration.concluding import Conclusions, Findings
@@ -46,23 +41,16 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MOE = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-MODELS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **c: LlamaForCausalLM(LlamaConfig(**SIZES | c)),
-    "qwen2": lambda **c: Qwen2ForCausalLM(Qwen2Config(**SIZES | c)),
-    "mistral": lambda **c: MistralForCausalLM(MistralConfig(**SIZES | {"sliding_window": 4} | c)),
-    "gemma3": lambda **c: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SIZES
-            | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-            | c
-        )
+CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "mistral": (MistralConfig, {"sliding_window": 4}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
     ),
-    "mixtral": lambda **c: MixtralForCausalLM(
-        MixtralConfig(**SIZES | {"num_local_experts": 4} | c)
-    ),
-    "qwen2_moe": lambda **c: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(**SIZES | MOE | {"num_experts_per_tok": 2} | c)
-    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "qwen2_moe": (Qwen2MoeConfig, {**MOE, "num_experts_per_tok": 2}),
 }
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False)
 CHANNEL = QuantizationArgs(num_bits=8, strategy="channel")
@@ -70,13 +58,8 @@ CHANNEL = QuantizationArgs(num_bits=8, strategy="channel")
 
 def small(kind: str, **changes: Any) -> Any:
     """A random model whose activations are neither tiny nor centred."""
-    torch.manual_seed(1)
-    model = MODELS[kind](**changes).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(0.01, 0.2)
-    return model
+    kind_of_config, options = CONFIGS[kind]
+    return random_model(kind_of_config(**{**SIZES, **options, **changes}), spread=0.2)
 
 
 def samples(count: int, seed: int = 0) -> list[Tensor]:

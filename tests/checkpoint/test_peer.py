@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from frozen import KV_FP8, freeze, llama, mixtral, qwen2_moe, scheme, unfuse
+from frozen import KV_FP8, SCHEMES, freeze, llama, mixtral, qwen2_moe, scheme, unfuse
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -19,25 +19,7 @@ from calipers.checkpoint.writer import write_checkpoint
 
 pytest.importorskip("llmcompressor")
 
-SCHEMES = [
-    "W4A16",
-    "W4A16_ASYM",
-    "W2A16",
-    "W3A16",
-    "W8A16",
-    "W8A8",
-    "W8A8_STATIC",
-    "FP8",
-    "FP8_DYNAMIC",
-    "FP8_BLOCK",
-    "NVFP4",
-    "NVFP4A16",
-    "MXFP4A16",
-    "MXFP8",
-    "FP8+KV",
-    "MIXED",
-    "ATTENTION",
-]
+DENSE = [*SCHEMES, "FP8+KV", "MIXED", "ATTENTION"]
 MOE_SCHEMES = ["W4A16", "FP8_DYNAMIC"]
 Described = dict[str, tuple[list[int], str]]
 
@@ -53,7 +35,7 @@ def run_peer(folder: Path, model: PreTrainedModel, schemes: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_peer(tmp_path_factory.mktemp("dense"), llama(torch.bfloat16), SCHEMES)
+    return run_peer(tmp_path_factory.mktemp("dense"), llama(torch.bfloat16), DENSE)
 
 
 @pytest.fixture(scope="module", params=[mixtral, qwen2_moe], ids=["mixtral", "qwen2_moe"])
@@ -78,7 +60,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", DENSE)
 def test_dense(dense: Path, name: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(dense / "source")
     if name == "MIXED":

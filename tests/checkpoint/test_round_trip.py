@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from frozen import (
     KV_FP8,
+    SCHEMES,
     freeze,
     llama,
     logits_of,
@@ -24,22 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import CalipersWarning
 
-SCHEMES = [
-    "W4A16",
-    "W4A16_ASYM",
-    "W2A16",
-    "W3A16",
-    "W8A16",
-    "W8A8",
-    "W8A8_STATIC",
-    "FP8",
-    "FP8_DYNAMIC",
-    "FP8_BLOCK",
-    "NVFP4",
-    "NVFP4A16",
-    "MXFP4A16",
-    "MXFP8",
-]
 # transformers decodes these to bfloat16 and then cannot multiply them with float32.
 BFLOAT16_ONLY = ["NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8"]
 EPSILON = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
