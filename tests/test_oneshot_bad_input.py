@@ -144,8 +144,13 @@ def test_no_data_where_data_is_needed(family: str, output: Path) -> None:
 
 
 def test_the_pipeline_without_data_where_data_is_needed(output: Path) -> None:
+    text = (
+        "The recipe needs data for 14 tensors (the first is "
+        'model.layers.0.self_attn.q_proj.input), and pipeline="datafree" uses none. Choose another '
+        "pipeline, or"
+    )
     options = {"pipeline": "datafree", "output": output}
-    refused(errors.NoDataError, "The recipe needs data", build(), FP8, token_ids(), **options)
+    refused(errors.NoDataError, text, build(), FP8, token_ids(), **options)
 
 
 @pytest.mark.parametrize("pipeline", ["basic", "sequential"])

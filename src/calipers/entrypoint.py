@@ -157,7 +157,7 @@ def oneshot(
                 plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
                 wanting = _wanting(plan, loaded)
                 if wanting and (dataset is None or pipeline == "datafree"):
-                    raise NoDataError(wanting)
+                    raise NoDataError(wanting, has_dataset=dataset is not None)
                 batches = _load_batches(dataset, words, loaded, crew, sampling) if wanting else None
                 chosen = _choose_pipeline(pipeline, loaded, place) if wanting else "datafree"
             if "sequential" in crew.share(chosen):
@@ -209,12 +209,15 @@ def plan_for(
     model: torch.nn.Module, recipe: Recipe, *, calibrate_all_experts: bool = False
 ) -> Plan:
     """Compile a recipe for a model, whose fused experts become modules where it quantizes them."""
-    fused = {name: module for name, module in fused_experts(model).items() if recipe.wants(name)}
+    fused = {
+        name: module
+        for name, module in fused_experts(model).items()
+        if recipe.aims_at_experts(name)
+    }
     unfuse_experts(model, fused)
     plan = recipe.compile(model)
-    named = [*(module.name for module in plan.modules), *plan.gathered]
     for name, module in fused.items():
-        if any(other.startswith(f"{name}.") for other in named):
+        if any(other.startswith(f"{name}.") for other in plan.names):
             vars(model.get_submodule(name))["calibrate_all_experts"] = calibrate_all_experts
         else:
             model.set_submodule(name, module)

@@ -274,11 +274,6 @@ def test_a_plan_that_needs_data_says_so(pipeline: Any) -> None:
     assert anatomy(model) == before
 
 
-def test_datafree_with_data_is_refused_too() -> None:
-    with pytest.raises(NoDataError):
-        oneshot(small("llama"), W8A8, [[1, 2, 3]], pipeline="datafree")
-
-
 def quietly(*args: Any, **kwargs: Any) -> Any:
     """Oneshot, which says that this is little data."""
     with warnings.catch_warnings():

@@ -238,7 +238,7 @@ def test_a_weight_that_is_not_finite_names_the_module() -> None:
     plan = Plan(plan_of(model, inputs=None).modules)
     message = r"\(weight of model\.layers\.1\.mlp\.down_proj\) was given 1 non-finite value "
     with pytest.raises(NonFiniteError, match=message):
-        calibrated(model, plan, lambda given: given.conclude(given.names))
+        calibrated(model, plan, lambda given: given.conclude(given.watched.plan.names))
     assert anatomy(model) == before
 
 

@@ -33,16 +33,10 @@ class Run:
     progress: Progress
     device: torch.device
 
-    @property
-    def names(self) -> list[str]:
-        """The modules of the plan."""
-        planned = [module.name for module in self.watched.plan.modules]
-        return list(dict.fromkeys([*planned, *self.watched.plan.gathered]))
-
 
 def run_datafree(run: Run) -> None:
     """Conclude from the weights alone."""
-    run.conclude(run.names)
+    run.conclude(run.watched.plan.names)
 
 
 def run_basic(run: Run, batches: Batches) -> None:
@@ -55,7 +49,7 @@ def run_basic(run: Run, batches: Batches) -> None:
                 with run.watched.batch(index, batch["attention_mask"]):
                     call_model(model, moved(batch, run.device), skip_head=head)
                 add(int(batch["attention_mask"].sum()))
-        run.conclude(run.names)
+        run.conclude(run.watched.plan.names)
 
 
 def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> None:

@@ -147,6 +147,12 @@ class Plan:
     modules: tuple[PlannedModule, ...] = ()
     gathered: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        """The modules that are quantized or gathered from, each once."""
+        quantized = [module.name for module in self.modules]
+        return list(dict.fromkeys([*quantized, *self.gathered]))
+
     def __iter__(self) -> Iterator[PlannedTensor]:
         """Go through all tensors."""
         return (tensor for module in self.modules for tensor in module.tensors)

@@ -23,11 +23,11 @@ def run_sequential(run: Run, batches: Batches) -> None:
     Only the layer at work is on the device. Between layers the hidden states of all batches are
     where the batches are; the parameters of a layer are worked out as soon as its data is through.
     """
-    layers = decoder_layers(run.watched.model)
+    layers, names = decoder_layers(run.watched.model), run.watched.plan.names
     stack = LayerStack(run, list(layers.values()))
-    inside = {prefix: _within(run.names, prefix) for prefix in layers}
-    layered = {name for names in inside.values() for name in names}
-    outside = [name for name in run.names if name not in layered]
+    inside = {prefix: _within(names, prefix) for prefix in layers}
+    layered = {name for found in inside.values() for name in found}
+    outside = [name for name in names if name not in layered]
     with run.crew.step("embedding the data"):
         stack.enter(batches)
     # What lies before the layers has seen its data by now; what lies behind them has not.

@@ -8,12 +8,17 @@ from calipers.errors.base import CalipersError, ConfigurationError, counted, did
 
 
 class NoDataError(ConfigurationError):
-    """A plan that needs data, and no data."""
+    """A plan that needs data, and no data that runs."""
 
-    def __init__(self, tensors: Sequence[str]) -> None:
+    def __init__(self, tensors: Sequence[str], *, has_dataset: bool = False) -> None:
+        problem, remedy = (
+            ('pipeline="datafree" uses none', "Choose another pipeline")
+            if has_dataset
+            else ("no dataset was given", "Pass dataset=…")
+        )
         super().__init__(
             f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is "
-            f"{tensors[0]}), and no dataset was given. Pass dataset=…, or choose dynamic "
+            f"{tensors[0]}), and {problem}. {remedy}, or choose dynamic "
             "activations and observers that look at weights alone. plan.table() shows which "
             "tensors need data."
         )

@@ -80,8 +80,8 @@ class Recipe:
         ]
         return compile_modifiers(named, model)
 
-    def wants(self, experts: str) -> bool:
-        """Whether it aims at Linear layers that the experts of this name would have, if unfused."""
+    def aims_at_experts(self, experts: str) -> bool:
+        """Whether a modifier means Linear layers that these experts would have, if unfused."""
         layer = torch.nn.Linear(1, 1, device="meta")
         names = [f"{experts}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
         return any(modifier.aims_at(name, layer) for modifier in self.modifiers for name in names)
