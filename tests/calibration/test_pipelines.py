@@ -208,6 +208,21 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
     assert same_qparams(found, expected)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_hooks_on_layers_that_change_what_they_see_do_so_once(number: int) -> None:
+    model, batches = small("llama"), batches_of(samples(2), 1)
+    layer = model.model.layers[number]
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * 2 + 1, *args[1:]))
+    handle = layer.register_forward_hook(lambda _module, _args, result: result * 3 + 1)
+    plan = plan_of(model)
+    expected = calibrated(model, plan, run_basic, batches)
+    found = calibrated(model, plan, run_sequential, batches)
+    assert same_qparams(found, expected)
+    assert len(layer._forward_pre_hooks) == len(layer._forward_hooks) == 1
+    handle.remove()
+    assert not layer._forward_hooks
+
+
 def test_sequential_names_the_batch_of_bad_values() -> None:
     model = small("llama")
     with torch.no_grad():

@@ -183,11 +183,17 @@ def onloaded(
 
 @contextmanager
 def _own_forwards(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Bring the forward of each layer back in the end."""
+    """Bring the forward of each layer back in the end; hooks wait until it is the layer's turn."""
     own = [vars(layer).get("forward") for layer in layers]
+    # Handles of hooks refer to the very dictionary the hook is in: its contents are restored.
+    kept = [(h, h.copy()) for m in layers for h in (m._forward_pre_hooks, m._forward_hooks)]
     try:
+        for hooks, _ in kept:
+            hooks.clear()
         yield
     finally:
+        for hooks, content in kept:
+            hooks.update(content)
         for layer, forward in zip(layers, own, strict=True):
             vars(layer).pop("forward", None)
             if forward is not None:
