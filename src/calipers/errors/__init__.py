@@ -27,6 +27,7 @@ from calipers.errors.checkpoint import (
     OutputPathError,
     QuantizedModelError,
     RemoteCodeError,
+    SourceFolderError,
     StoredLayoutError,
 )
 from calipers.errors.data import (
@@ -153,6 +154,7 @@ __all__ = [
     "RemoteCodeError",
     "SavedStateError",
     "ShapeChangedError",
+    "SourceFolderError",
     "SplitsError",
     "StoreLostError",
     "StoredLayoutError",
