@@ -13,7 +13,13 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from watched import (
     CHANNEL,
     STATIC,
@@ -247,6 +253,19 @@ def test_layers_are_found() -> None:
     model = small("mixtral", num_local_experts=8)
     model.extra = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
     assert list(decoder_layers(model)) == ["model.layers.0", "model.layers.1"]
+
+
+def test_the_layers_are_those_of_the_decoder() -> None:
+    """Others may be more: here those of the images, which text does not reach."""
+    text = small("llama").config
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=0)
+    model = LlavaForConditionalGeneration(config)
+    names = ["model.language_model.layers.0", "model.language_model.layers.1"]
+    assert list(decoder_layers(model)) == names
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,19 @@ def run_sequential(run: Run, batches: Batches) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Find the stack of layers that a model consists of: name → layer, in order."""
+    """Find the stack of layers that a model consists of: name → layer, in order.
+
+    Where a model has several, as those that see images do, it is the one of its decoder.
+    """
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    stacks = [
+    everywhere = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module)
     ]
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    within = set(decoder.modules()) if isinstance(decoder, torch.nn.Module) else set()
+    stacks = [found for found in everywhere if found[1] in within] or everywhere
     named = [(n, m) for n, m in stacks if all(type(layer).__name__ in classes for layer in m)]
     if not (named or stacks):
         raise NoDecoderLayersError(type(model).__name__)
