@@ -229,6 +229,15 @@ def test_hooks_on_layers_that_change_what_they_see_do_so_once(number: int) -> No
     assert not layer._forward_hooks
 
 
+@pytest.mark.parametrize("shared", ["", ".mlp.up_proj"])
+def test_what_layers_share_sees_the_data_of_all(shared: str) -> None:
+    model, batches = small("llama"), batches_of(samples(2), 1)
+    model.set_submodule(f"model.layers.1{shared}", model.get_submodule(f"model.layers.0{shared}"))
+    expected = calibrated(model, plan_of(model), run_basic, batches)
+    found = calibrated(model, plan_of(model), run_sequential, batches)
+    assert same_qparams(found, expected)
+
+
 def test_sequential_names_the_batch_of_bad_values() -> None:
     model = small("llama")
     with torch.no_grad():

@@ -25,7 +25,7 @@ def run_sequential(run: Run, batches: Batches) -> None:
     """
     layers = decoder_layers(run.watched.model)
     stack = LayerStack(run, list(layers.values()))
-    inside = {prefix: _within(run.names, prefix) for prefix in layers}
+    inside = _by_last_layer(run, layers)
     layered = {name for names in inside.values() for name in names}
     outside = [name for name in run.names if name not in layered]
     with run.crew.step("embedding the data"):
@@ -210,5 +210,12 @@ class _ReachedEnd(Exception):  # noqa: N818
     """The last layer was called: the rest of the model need not run."""
 
 
-def _within(names: Iterable[str], prefix: str) -> list[str]:
-    return [name for name in names if name == prefix or name.startswith(f"{prefix}.")]
+def _by_last_layer(run: Run, layers: dict[str, torch.nn.Module]) -> dict[str, list[str]]:
+    """Return the modules of each layer; one that several layers share is ready with the last."""
+    last = {module: prefix for prefix, layer in layers.items() for module in layer.modules()}
+    inside: dict[str, list[str]] = {prefix: [] for prefix in layers}
+    for name in run.names:
+        prefix = last.get(run.watched.module(name))
+        if prefix is not None:
+            inside[prefix].append(name)
+    return inside
