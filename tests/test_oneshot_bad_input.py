@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from families import Untouched, build, saved, token_ids
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import calipers
 from calipers import errors
 from calipers.checkpoint import shards
+from calipers.checkpoint.writer import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -380,6 +381,28 @@ def test_a_disk_that_another_program_fills(
     text = "failed: No space left on device. What was written has been removed again"
     big = build(vocab_size=4096)
     refused(errors.CheckpointWriteError, text, big, "W8A16", output=small_disk / "out")
+
+
+@pytest.mark.parametrize("pipeline", ["auto", "sequential"])
+@pytest.mark.parametrize("holder", [".", "..", "link"])
+def test_the_model_itself_is_not_overwritten(holder: str, pipeline: str, tmp_path: Path) -> None:
+    source = tmp_path / "all" / "source"
+    source.mkdir(parents=True)
+    build().save_pretrained(source)
+    (source.parent / "config.json").write_text("{}")
+    (source / "link").symlink_to(source)
+    output = (source / holder).resolve() if holder != "link" else source / "link"
+    place = source.parent if holder == ".." else source
+    text = (
+        f"The output folder '{place}' would replace the model that is quantized, which was loaded "
+        f"from '{source}'. Nothing was written. Choose another folder."
+    )
+    options: dict[str, Any] = {"output": output, "overwrite": True, "pipeline": pipeline}
+    refused(errors.SourceFolderError, text, source, FP8, token_ids(), **options)
+    loaded = AutoModelForCausalLM.from_pretrained(source)
+    refused(errors.SourceFolderError, text, loaded, FP8, token_ids(), **options)
+    with pytest.raises(errors.SourceFolderError, match=re.escape(text)):
+        write_checkpoint(loaded, output, recipe="", overwrite=True)
 
 
 @FAMILIES

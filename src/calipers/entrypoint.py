@@ -25,6 +25,7 @@ from calipers.calibration.watching import WatchedModel
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.shards import parse_size
+from calipers.checkpoint.source import check_apart
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import DeviceError, NoDataError, UnknownChoiceError
 from calipers.recipes import Recipe, load_recipe
@@ -148,6 +149,8 @@ def oneshot(
                 trust_remote_code=trust_remote_code,
                 on_disk_for=(place or torch.device("cpu")) if lazily else None,
             )
+            if output_dir is not None:
+                check_apart(output_dir, loaded)
             words = load_tokenizer(tokenizer, loaded, trust_remote_code=trust_remote_code)
         if crew.world_size > 1:
             crew.agree({"model": fingerprint(loaded)})

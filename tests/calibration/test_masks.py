@@ -24,6 +24,7 @@ B, S = MASK.shape
         ((B * S, 8), "input"),
         ((1, B * S, 8), "input"),
         ((B, S, 3, 8), "input"),
+        ((B, 1, S, 8), "input"),
         ((B * S, 3, 8), "output"),
         ((B, 3, S, 8), "q"),
         ((B, 1, S, 8), "k"),
@@ -33,7 +34,7 @@ B, S = MASK.shape
 def test_layouts_take_the_mask(shape: tuple[int, ...], base_name: str) -> None:
     """Each token is marked by its own number, or -1 if it must not count."""
     number = torch.where(MASK.bool(), torch.arange(B * S).reshape(B, S), -1).float()
-    if base_name in ("q", "k", "v"):
+    if base_name in ("q", "k", "v") or shape[:3] == (B, 1, S):
         tensor = number.reshape(shape[0], 1, shape[2], 1).expand(shape)
     else:
         tokens = 2 if shape[:2] in ((B, S), (1, B * S)) else 1
@@ -93,6 +94,7 @@ def test_masks_nest_and_errors_restore_them() -> None:
     ("shape", "base_name"),
     [
         ((S, B, 8), "input"),
+        ((B, 3, S, 8), "input"),
         ((B, S + 1, 8), "input"),
         ((7, 8), "output"),
         ((8,), "input"),

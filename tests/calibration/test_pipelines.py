@@ -13,7 +13,13 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from watched import (
     CHANNEL,
     STATIC,
@@ -208,6 +214,30 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
     assert same_qparams(found, expected)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_hooks_on_layers_that_change_what_they_see_do_so_once(number: int) -> None:
+    model, batches = small("llama"), batches_of(samples(2), 1)
+    layer = model.model.layers[number]
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * 2 + 1, *args[1:]))
+    handle = layer.register_forward_hook(lambda _module, _args, result: result * 3 + 1)
+    plan = plan_of(model)
+    expected = calibrated(model, plan, run_basic, batches)
+    found = calibrated(model, plan, run_sequential, batches)
+    assert same_qparams(found, expected)
+    assert len(layer._forward_pre_hooks) == len(layer._forward_hooks) == 1
+    handle.remove()
+    assert not layer._forward_hooks
+
+
+@pytest.mark.parametrize("shared", ["", ".mlp.up_proj"])
+def test_what_layers_share_sees_the_data_of_all(shared: str) -> None:
+    model, batches = small("llama"), batches_of(samples(2), 1)
+    model.set_submodule(f"model.layers.1{shared}", model.get_submodule(f"model.layers.0{shared}"))
+    expected = calibrated(model, plan_of(model), run_basic, batches)
+    found = calibrated(model, plan_of(model), run_sequential, batches)
+    assert same_qparams(found, expected)
+
+
 def test_sequential_names_the_batch_of_bad_values() -> None:
     model = small("llama")
     with torch.no_grad():
@@ -232,6 +262,19 @@ def test_layers_are_found() -> None:
     model = small("mixtral", num_local_experts=8)
     model.extra = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
     assert list(decoder_layers(model)) == ["model.layers.0", "model.layers.1"]
+
+
+def test_the_layers_are_those_of_the_decoder() -> None:
+    """Others may be more: here those of the images, which text does not reach."""
+    text = small("llama").config
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=0)
+    model = LlavaForConditionalGeneration(config)
+    names = ["model.language_model.layers.0", "model.language_model.layers.1"]
+    assert list(decoder_layers(model)) == names
 
 
 @pytest.mark.parametrize(

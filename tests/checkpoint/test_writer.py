@@ -154,6 +154,25 @@ def test_what_stands_beside_the_source_is_copied(tmp_path: Path) -> None:
     assert (path / "modeling_own.py").read_text() == "answer = 42"
 
 
+def test_a_config_that_was_changed_after_loading_is_what_is_written(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    llama().save_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.config.rms_norm_eps = 0.5
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.5
+    freeze(model, scheme("W8A16"))
+    path = write_checkpoint(model, tmp_path / "out", recipe="")
+    config = json.loads((path / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["rms_norm_eps"]) == (1, 0.5)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    torch.testing.assert_close(logits_of(loaded), logits_of(model))
+
+
 def test_a_name_that_is_no_folder_is_no_problem(tmp_path: Path) -> None:
     model = freeze(llama(), scheme("W4A16"))
     for name in ("nobody/nothing", "not a/name/at all"):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from models import small_llama
+from transformers import OPTConfig, OPTForCausalLM
 
 from calipers.errors import (
     AlreadyQuantizedError,
@@ -67,6 +69,18 @@ class TestClaims:
         assert names[:2] == ["model.layers.0.self_attn", "model.layers.0.self_attn.q_proj"]
         assert plan.modules[0].kind == "kv_cache"
         assert len(names) == 17
+
+    def test_states_of_unknown_shape(self) -> None:
+        """This is said before the data runs, not after."""
+        sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "vocab_size": 32}
+        config = OPTConfig(**sizes, num_attention_heads=2, word_embed_proj_dim=32)
+        message = (
+            "Module 'model.decoder.layers.0.self_attn', k/v: compressed-tensors does not find the "
+            "shape of the attention states of OPTForCausalLM: Cannot determine "
+            "num_key_value_heads from config. Its queries, keys and values cannot be quantized."
+        )
+        with pytest.raises(UnfitError, match=f"^{re.escape(message)}$"):
+            load_recipe(QuantizationModifier(kv_cache_scheme=FP8)).compile(OPTForCausalLM(config))
 
     def test_the_cache_twice(self, llama: torch.nn.Module) -> None:
         attention = QuantizationModifier(targets="LlamaAttention", input_activations=FP8)

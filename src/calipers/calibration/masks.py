@@ -121,4 +121,7 @@ def _over_hidden(mask: Tensor, hidden: Tensor) -> Tensor | None:
         if leading[: len(tokens)] == tokens:
             rest = (1,) * (len(leading) - len(tokens))
             return mask.reshape(*tokens, *rest).expand(leading)
+    # A dimension of one may stand between those of the tokens: (batch, 1, sequence, features).
+    if [size for size in leading if size != 1] == [size for size in mask.shape if size != 1]:
+        return mask.reshape(leading)
     return None

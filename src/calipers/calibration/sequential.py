@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ def run_sequential(run: Run, batches: Batches) -> None:
     """
     layers, names = decoder_layers(run.watched.model), run.watched.plan.names
     stack = LayerStack(run, list(layers.values()))
-    inside = {prefix: _within(names, prefix) for prefix in layers}
+    inside = _by_last_layer(run, layers)
     layered = {name for found in inside.values() for name in found}
     outside = [name for name in names if name not in layered]
     with run.crew.step("embedding the data"):
@@ -47,13 +47,19 @@ def run_sequential(run: Run, batches: Batches) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Find the stack of layers that a model consists of: name → layer, in order."""
+    """Find the stack of layers that a model consists of: name → layer, in order.
+
+    Where a model has several, as those that see images do, it is the one of its decoder.
+    """
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    stacks = [
+    everywhere = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module)
     ]
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    within = set(decoder.modules()) if isinstance(decoder, torch.nn.Module) else set()
+    stacks = [found for found in everywhere if found[1] in within] or everywhere
     named = [(n, m) for n, m in stacks if all(type(layer).__name__ in classes for layer in m)]
     if not (named or stacks):
         raise NoDecoderLayersError(type(model).__name__)
@@ -158,11 +164,17 @@ class LayerStack:
 
 @contextmanager
 def _own_forwards(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Bring the forward of each layer back in the end."""
+    """Bring the forward of each layer back in the end; hooks wait until it is the layer's turn."""
     own = [vars(layer).get("forward") for layer in layers]
+    # Handles of hooks refer to the very dictionary the hook is in: its contents are restored.
+    kept = [(h, h.copy()) for m in layers for h in (m._forward_pre_hooks, m._forward_hooks)]
     try:
+        for hooks, _ in kept:
+            hooks.clear()
         yield
     finally:
+        for hooks, content in kept:
+            hooks.update(content)
         for layer, forward in zip(layers, own, strict=True):
             vars(layer).pop("forward", None)
             if forward is not None:
@@ -173,5 +185,12 @@ class _ReachedEnd(BaseException):
     """The last layer was called: the rest of the model need not run, whatever errors it catches."""
 
 
-def _within(names: Iterable[str], prefix: str) -> list[str]:
-    return [name for name in names if name == prefix or name.startswith(f"{prefix}.")]
+def _by_last_layer(run: Run, layers: dict[str, torch.nn.Module]) -> dict[str, list[str]]:
+    """Return the modules of each layer; one that several layers share is ready with the last."""
+    last = {module: prefix for prefix, layer in layers.items() for module in layer.modules()}
+    inside: dict[str, list[str]] = {prefix: [] for prefix in layers}
+    for name in run.watched.plan.names:
+        prefix = last.get(run.watched.module(name))
+        if prefix is not None:
+            inside[prefix].append(name)
+    return inside

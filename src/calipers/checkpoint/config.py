@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import compressed_tensors
@@ -38,6 +39,11 @@ _PATCHED = (
     ("torch_dtype", "dtype"),
     ("num_experts", "num_local_experts", "moe_num_experts"),
 )
+_INESSENTIAL = {
+    *(key for keys in _PATCHED for key in keys),
+    *("_name_or_path", "architectures", "auto_map", "transformers_version"),
+    QUANTIZATION_CONFIG_NAME,
+}
 # Typed: the function is not.
 _experts_scheme: Callable[[QuantizationConfig], QuantizationScheme] = get_experts_scheme
 _EXPERTS = r"re:.*\.experts\..*"
@@ -53,9 +59,9 @@ def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_config(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the model's config: the original file where there is one, brought up to date."""
+    """Return the model's config: the original file, where it still tells what the model is."""
     folder = source_folder(model)
-    if folder is None:
+    if folder is None or _changed_since(folder, model):
         return _serialized(model)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop(QUANTIZATION_CONFIG_NAME, None)
@@ -66,6 +72,19 @@ def model_config(model: PreTrainedModel) -> dict[str, Any]:
         if value is not None:
             text[next((key for key in keys if key in text), keys[-1])] = value
     return config
+
+
+def _changed_since(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether anybody changed the config after it was read: layers cut off, a vocabulary grown."""
+    read = type(model.config).from_pretrained(folder)
+    return _essence(read.to_dict()) != _essence(model.config.to_dict())
+
+
+def _essence(value: Any) -> Any:
+    """Return a config without what is brought up to date anyhow, or says nothing of the model."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _essence(each) for key, each in value.items() if key not in _INESSENTIAL}
 
 
 def _serialized(model: PreTrainedModel) -> dict[str, Any]:

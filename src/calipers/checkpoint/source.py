@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
+
+from calipers.errors import SourceFolderError
 
 
 def source_folder(model: PreTrainedModel) -> Path | None:
@@ -25,3 +28,10 @@ def source_folder(model: PreTrainedModel) -> Path | None:
         if isinstance(cached, str):
             return Path(cached).parent
     return None
+
+
+def check_apart(directory: str | os.PathLike[str], model: PreTrainedModel) -> None:
+    """Refuse an output folder that is, or holds, the one the model was loaded from."""
+    source, path = source_folder(model), Path(directory).resolve()
+    if source is not None and path in (source.resolve(), *source.resolve().parents):
+        raise SourceFolderError(path, source)

@@ -16,6 +16,7 @@ from calipers.checkpoint.compression import check_frozen
 from calipers.checkpoint.config import checkpoint_config
 from calipers.checkpoint.output import check_output, free_space, output_folder
 from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
+from calipers.checkpoint.source import check_apart
 from calipers.checkpoint.tensors import checkpoint_tensors, estimated_size, tensor_names
 from calipers.errors import CalipersWarning, DiskSpaceError
 
@@ -41,6 +42,7 @@ def write_checkpoint(
     :param max_shard_size: the largest size of a file of tensors, in bytes or as ``"5GB"``
     """
     path = check_output(directory, overwrite)
+    check_apart(path, model)
     shard_size = parse_size(max_shard_size)
     check_frozen(model)
     names = tensor_names(model)

@@ -29,6 +29,7 @@ from calipers.errors.checkpoint import (
     OutputPathError,
     QuantizedModelError,
     RemoteCodeError,
+    SourceFolderError,
     StoredLayoutError,
 )
 from calipers.errors.data import (
@@ -155,6 +156,7 @@ __all__ = [
     "RemoteCodeError",
     "SavedStateError",
     "ShapeChangedError",
+    "SourceFolderError",
     "SplitsError",
     "StoreLostError",
     "StoredLayoutError",

@@ -56,6 +56,16 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
         )
 
 
+class SourceFolderError(CheckpointError, FileExistsError):
+    """An output folder in whose place the model itself lies."""
+
+    def __init__(self, directory: object, source: object) -> None:
+        super().__init__(
+            f"The output folder '{directory}' would replace the model that is quantized, which "
+            f"was loaded from '{source}'. Nothing was written. Choose another folder."
+        )
+
+
 class NotACheckpointError(CheckpointError, FileExistsError):
     """A folder that holds something else than a checkpoint, and so is not replaced."""
 

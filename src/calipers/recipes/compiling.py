@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
 
 from calipers.calibration.plan import (
     SCHEME_FIELDS,
@@ -102,6 +104,8 @@ def _check(model: torch.nn.Module, planned: Sequence[PlannedModule]) -> None:
     seen: set[tuple[str, int]] = set()  # thousands of modules share a few arguments
     for each in planned:
         module = model.get_submodule(each.name)
+        if each.kind != "linear":
+            _check_heads(model, each)
         for tensor in each.tensors:
             _check_module(module, tensor)
             if (tensor.base_name, id(tensor.args)) not in seen:
@@ -116,6 +120,22 @@ def _check_module(module: torch.nn.Module, tensor: PlannedTensor) -> None:
     if tensor.base_name == "input" and isinstance(module, torch.nn.Embedding):
         problem = "the input of an Embedding is token ids. Quantize its weights only."
         raise UnfitError(tensor.module, tensor.base_name, problem)
+
+
+def _check_heads(model: Any, planned: PlannedModule) -> None:
+    """Ask compressed-tensors for the shape of attention states now, not after all the data."""
+    try:
+        config = model.config.get_text_config(decoder=True)
+        for find in (get_num_attn_heads, get_num_kv_heads, get_head_dim):
+            find(config)
+    except Exception as error:
+        reason = str(error).split(". ")[0]
+        tensors = "/".join(tensor.base_name for tensor in planned.tensors)
+        problem = (
+            "compressed-tensors does not find the shape of the attention states of "
+            f"{type(model).__name__}: {reason}. Its queries, keys and values cannot be quantized."
+        )
+        raise UnfitError(planned.name, tensors, problem) from error
 
 
 def _check_args(tensor: PlannedTensor) -> None:
