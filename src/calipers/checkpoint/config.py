@@ -77,7 +77,7 @@ def model_config(model: PreTrainedModel) -> dict[str, Any]:
 def _changed_since(folder: Path, model: PreTrainedModel) -> bool:
     """Whether anybody changed the config after it was read: layers cut off, a vocabulary grown."""
     read = type(model.config).from_pretrained(folder)
-    return _essence(read.to_dict()) != _essence(model.config.to_dict())
+    return bool(_essence(read.to_dict()) != _essence(model.config.to_dict()))
 
 
 def _essence(value: Any) -> Any:
