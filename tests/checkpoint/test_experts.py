@@ -12,9 +12,15 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from frozen import freeze, logits_of, mixtral, qwen2_moe, scheme, unfuse
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
+from calipers import oneshot
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import CalipersWarning
 
@@ -192,3 +198,25 @@ def test_experts_that_checkpoints_hold_fused_keep_their_own_names(
     assert {"model.layers.0.mlp.shared_expert_gate", "blocks.0.mlp.shared_expert_gate"} <= set(
         config["ignore"]
     )
+
+
+def test_experts_without_a_gate_are_found_again(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "n_groups": 1}
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 8, "chunk_size": 16}
+    moe = {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = NemotronHConfig(**sizes, **mamba, **moe, **heads)
+    torch.manual_seed(0)
+    model = NemotronHForCausalLM(config).eval()
+    options = {"weights": {"num_bits": 8, "strategy": "channel"}, "ignore": ["lm_head"]}
+    recipe = {"modifiers": {"QuantizationModifier": options}}
+    path = oneshot(model, recipe, output_dir=tmp_path / "out", progress=False).output_dir
+    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    stored = {name for name in load_file(path / "model.safetensors") if ".experts." in name}
+    assert "backbone.layers.1.mixer.experts.3.up_proj.weight_packed" in stored
+    assert all(name.startswith("backbone.layers.") for name in stored)
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=1e-4, atol=1e-5)
+    dynamic = {"modifiers": {"QuantizationModifier": {"scheme": "INT8", "ignore": ["lm_head"]}}}
+    with pytest.warns(CalipersWarning, match=r"transformers cannot load experts .*complete"):
+        oneshot(NemotronHForCausalLM(config), dynamic, output_dir=tmp_path / "8", progress=False)

@@ -15,9 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from calipers import oneshot
 from calipers.checkpoint.tensors import estimated_size, tensor_names
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.errors import ConfigurationError, NotFrozenError, StoredLayoutError
+from calipers.errors import (
+    CalipersWarning,
+    ConfigurationError,
+    NotFrozenError,
+    StoredLayoutError,
+)
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -171,6 +177,19 @@ def test_a_config_that_was_changed_after_loading_is_what_is_written(tmp_path: Pa
     assert config["architectures"] == ["LlamaForCausalLM"]
     loaded = AutoModelForCausalLM.from_pretrained(path)
     torch.testing.assert_close(logits_of(loaded), logits_of(model))
+
+
+def test_a_packed_embedding_is_written_with_a_warning(tmp_path: Path) -> None:
+    model = llama()
+    expected = (
+        r"^transformers cannot load an Embedding in the format pack-quantized \(here "
+        r"'model.embed_tokens'\). The tensors are complete, for clients that read them.$"
+    )
+    recipe = {"modifiers": {"QuantizationModifier": {"targets": "Embedding", "scheme": "W8A16"}}}
+    with pytest.warns(CalipersWarning, match=expected):
+        path = oneshot(model, recipe, output_dir=tmp_path / "out", progress=False).output_dir
+    with pytest.raises(AttributeError):  # when this works, the warning is to go
+        AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_a_name_that_is_no_folder_is_no_problem(tmp_path: Path) -> None:

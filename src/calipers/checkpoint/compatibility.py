@@ -33,6 +33,12 @@ def loading_problems(model: PreTrainedModel) -> Iterator[str]:
             f"transformers decodes {', '.join(small)} to bfloat16, and this model is {model.dtype}:"
             " load the checkpoint with from_pretrained(…, dtype=torch.bfloat16)."
         )
+    for name, (module, _) in schemes.items():
+        if isinstance(module, nn.Embedding) and formats[name].value.endswith("pack-quantized"):
+            yield (
+                f"transformers cannot load an Embedding in the format {formats[name].value} (here "
+                f"'{name}'). The tensors are complete, for clients that read them."
+            )
     yield from _problems_of_experts(model, {n: (formats[n], s) for n, (_, s) in schemes.items()})
 
 

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_PROJECTIONS = ("up_proj", "down_proj")  # and, in most models, a gate_proj
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,13 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
     modules: list[str] = []
     for name, count in unfused_experts(model).items():
         first = len(modules)
-        modules += [f"{name}.{i}.{part}" for i in range(count) for part in _PROJECTIONS]
-        numbers = torch.arange(first, len(modules)).view(count, len(_PROJECTIONS), 1)
-        marks[f"{name}.gate_up_proj"] = numbers[:, :2].expand(-1, -1, 2).contiguous()
-        marks[f"{name}.down_proj"] = numbers[:, 2:].expand(-1, -1, 2).contiguous()
+        gated = hasattr(model.get_submodule(f"{name}.0"), "gate_proj")
+        parts = ("gate_proj", *_PROJECTIONS) if gated else _PROJECTIONS
+        modules += [f"{name}.{i}.{part}" for i in range(count) for part in parts]
+        numbers = torch.arange(first, len(modules)).view(count, len(parts), 1)
+        up = f"{name}.gate_up_proj" if gated else f"{name}.up_proj"
+        marks[up] = numbers[:, :-1].expand(-1, -1, 2).contiguous()
+        marks[f"{name}.down_proj"] = numbers[:, -1:].expand(-1, -1, 2).contiguous()
     if not marks:
         return {}
     # A model loaded from fused experts does not know how others store them; its class does.
