@@ -239,6 +239,13 @@ def test_a_model_that_is_quantized_already(tmp_path: Path, output: Path) -> None
     refused(errors.AlreadyQuantizedError, "already quantized", model, "W8A16", output=output)
 
 
+def test_a_module_that_is_no_model_of_transformers(output: Path) -> None:
+    text = "Cannot load a model from 'Linear': it is not a model of transformers. "
+    with pytest.raises(errors.ModelLoadError, match=text):
+        calipers.oneshot(torch.nn.Linear(2, 2), "W8A16", output_dir=output)
+    assert not output.exists()
+
+
 def test_a_path_without_a_model(tmp_path: Path, output: Path) -> None:
     (tmp_path / "empty").mkdir()
     text = (

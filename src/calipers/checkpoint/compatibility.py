@@ -65,10 +65,12 @@ def _expert_problem(form: CompressionFormat, scheme: QuantizationScheme) -> str 
     weights = scheme.weights
     if form is CompressionFormat.nvfp4_pack_quantized:
         return "loads NVFP4 experts without their global scale, and so computes nonsense"
-    if form is CompressionFormat.pack_quantized:
-        return None if weights.symmetric else "cannot load experts with zero points"
-    if form is CompressionFormat.mxfp4_pack_quantized:
-        return None
-    if form is CompressionFormat.float_quantized and strategy_name(weights) in _ONE_SCALE:
-        return None
-    return f"cannot load experts in the format {form.value} per {strategy_name(weights)}"
+    if form is CompressionFormat.pack_quantized and not weights.symmetric:
+        return "cannot load experts with zero points"
+    plain = form is CompressionFormat.float_quantized and strategy_name(weights) in _ONE_SCALE
+    packed = (CompressionFormat.pack_quantized, CompressionFormat.mxfp4_pack_quantized)
+    if not plain and form not in packed:
+        return f"cannot load experts in the format {form.value} per {strategy_name(weights)}"
+    if scheme.input_activations is not None:
+        return "does not quantize what goes into experts, so that its results differ a little"
+    return None

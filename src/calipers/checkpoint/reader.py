@@ -35,6 +35,8 @@ def load_model(
         where the files do not hold the weights as the model does, they are loaded all the same
     """
     if not isinstance(model, (str, Path)):
+        if not hasattr(model, "config"):
+            raise ModelLoadError(type(model).__name__, "it is not a model of transformers")
         _refuse_quantized(model.config, type(model).__name__)
         return model
     from transformers import AutoConfig, AutoModelForCausalLM
