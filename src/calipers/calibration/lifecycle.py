@@ -103,7 +103,6 @@ def gather_importance_hook(
     """Add the input of a module to the sums of an observer: bound to it, a forward-pre hook."""
     tensor = _first_tensor((args, kwargs))
     if tensor is not None and tensor.numel():
-        assert isinstance(observer, Observer)
         mask = mask_for(tensor, "input", observer.label())
         read(module, observer, Gatherer, tensor, mask)
 

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -16,7 +16,7 @@ from rich.table import Table
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import strategy_name
 from calipers.observers import Observer
-from calipers.observers.gathering import GathersInputs
+from calipers.observers.gathering import gathers
 
 ModuleKind = Literal["linear", "kv_cache", "attention"]
 
@@ -91,7 +91,7 @@ class PlannedTensor:
     @property
     def sums(self) -> tuple[str, ...]:
         """The sums of inputs that the observer of a weight wants, by their names on the module."""
-        return tuple(self._trial.gathered_fields()) if _gathers(self._trial) else ()
+        return tuple(self._trial.gathered_fields()) if gathers(self._trial) else ()
 
     @property
     def needs_data(self) -> bool:
@@ -115,10 +115,6 @@ class PlannedTensor:
         if self.args.block_structure:
             return f"{cut} " + "x".join(map(str, self.args.block_structure))
         return f"{cut} {self.args.group_size}" if (self.args.group_size or 0) > 0 else cut
-
-
-def _gathers(observer: Observer | None) -> TypeGuard[GathersInputs]:
-    return isinstance(observer, GathersInputs) and observer.base_name == "weight"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ class Gatherer(Reader):
     """An observer of a weight as a reader of the inputs of its module."""
 
     def __init__(self, observer: GathersInputs) -> None:
-        assert isinstance(observer, Observer)
         self.observer = observer
 
     @cached_property

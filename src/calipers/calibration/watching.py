@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from compressed_tensors.modeling import (
@@ -26,7 +26,7 @@ from calipers.calibration.sharing import SharedReading
 from calipers.calibration.snapshot import Snapshot
 from calipers.errors import NonFiniteError
 from calipers.observers import IMatrixMSEObserver, Observer, fuse_weight_observers
-from calipers.observers.gathering import GathersInputs
+from calipers.observers.gathering import GathersInputs, gathers
 from calipers.statistics.moments import SquareSums
 
 
@@ -101,7 +101,7 @@ class WatchedModel:
     def tokens(self, name: str) -> int:
         """Return the number of tokens that the observer that saw least of a module has seen."""
         seen = (
-            observer.gathered_tokens if _gathers(observer) else observer.num_observed_tokens
+            observer.gathered_tokens if gathers(observer) else observer.num_observed_tokens
             for observer in self.data_observers([name])
         )
         return min(seen, default=0)
@@ -172,8 +172,4 @@ def _forget_sums(module: torch.nn.Module) -> None:
 
 
 def _learns(observer: Observer) -> bool:
-    return observer.base_name != "weight" or _gathers(observer)
-
-
-def _gathers(observer: Observer) -> TypeGuard[GathersInputs]:
-    return isinstance(observer, GathersInputs) and any(observer.gathered_fields())
+    return observer.base_name != "weight" or gathers(observer)

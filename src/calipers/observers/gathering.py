@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from pydantic import Field
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from calipers.errors import CalipersWarning, ImportanceError
+from calipers.observers.base import Observer
 from calipers.observers.options import ObserverOptions
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class ImportanceOptions(ObserverOptions):
     strict: bool = Field(default=False, description="unusable importance is an error")
 
 
-class GathersInputs:
+class GathersInputs(Observer):
     """Sums up the inputs of a module by a hook, and leaves the sums on the module.
 
     ``attach`` takes over the sums another observer left there, or starts summing; ``detach`` stops.
@@ -141,3 +142,10 @@ class GathersInputs:
             isinstance(owner, GathersInputs) and mine <= set(owner.gathered_fields())
             for owner in owners
         )
+
+
+def gathers(observer: Observer | None) -> TypeGuard[GathersInputs]:
+    """Whether an observer of a weight sums up the inputs of its module."""
+    if not isinstance(observer, GathersInputs) or observer.base_name != "weight":
+        return False
+    return any(observer.gathered_fields())

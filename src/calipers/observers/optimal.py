@@ -62,7 +62,7 @@ class Report(NamedTuple):
 
 
 @Observer.register("optimal")
-class OptimalObserver(GathersInputs, SquareSums, BlockHessians, Observer):
+class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
     """Takes, of all scales that can be stored, the one with the least Σ w·(q−x)².
 
     ``attach`` it to a Linear, run data through the model, ``detach`` it, observe the weight. It
