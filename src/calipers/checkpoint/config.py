@@ -31,7 +31,7 @@ from calipers.checkpoint.compression import module_format, scheme_of
 from calipers.checkpoint.names import expert_names, stored_module_names
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.state import own_modules
-from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.ties import says_tied, tied_names
 
 # What calibration may change, under each of the names that models have for it.
 _PATCHED = (
@@ -102,8 +102,7 @@ def _dtype(model: PreTrainedModel) -> str:
 
 def _ties(model: PreTrainedModel) -> bool:
     """Whether the embeddings are tied, whatever the config says: quantizing one unties them."""
-    said = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
-    return bool(said and tied_names(model))
+    return says_tied(model) and bool(tied_names(model))
 
 
 class _NamesInMemory:

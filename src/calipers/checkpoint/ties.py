@@ -22,6 +22,11 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
+def says_tied(model: PreTrainedModel) -> bool:
+    """Whether the config says that embedding and head are one."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
+
+
 def _declared_ties(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     for prefix, module in model.named_modules():
         for copy, source in (getattr(module, "_tied_weights_keys", None) or {}).items():
@@ -43,5 +48,4 @@ def _is_tied(
     if one.device.type != "meta" and one.data_ptr() == other.data_ptr():
         return True
     # Offloading makes two tensors of one. They are still tied if the model says so.
-    said = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
-    return bool(said) and torch.equal(read_tensor(model, copy), read_tensor(model, source))
+    return says_tied(model) and torch.equal(read_tensor(model, copy), read_tensor(model, source))
