@@ -162,13 +162,16 @@ class Conclusions:
                     weight: Any = self._watched.module(name).weight
                     errors[name] = weight_error(weight, observer.args, mine[name, "weight"])
                     freed.count(weight.nbytes)
-                for name in group:
-                    self._watched.observers[name, "weight"].reset()
-        for name in (name for group in groups for name in group):
-            self._watched.observers[name, "weight"].reset()
+                self._forget(group)
+        self._forget(name for group in groups for name in group)  # also what others solved
         for found, error in self._crew.share((mine, errors)):
             self._findings.qparams |= found
             self._findings.errors |= error
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Let observers go of the weights and sums they have no more use for."""
+        for name in names:
+            self._watched.observers[name, "weight"].reset()
 
     def _weight_groups(self, modules: list[PlannedModule]) -> list[list[str]]:
         """Put modules together whose weights share a global scale."""
