@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from models import small_llama
+
+from calipers import oneshot
 from calipers.calibration.progress import Progress
 
 
@@ -18,14 +23,24 @@ def test_tokens_show_the_rate_and_the_time_left(capsys: pytest.CaptureFixture[st
     assert not shown.out
 
 
-def test_layers_are_gone_through_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(Progress(shown=True).layers(["a", "b", "c"])) == ["a", "b", "c"]
-    assert "3/3" in capsys.readouterr().err
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_every_pipeline_counts_all_tokens(
+    pipeline: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = torch.randint(96, (40, 120))
+    oneshot(small_llama(), "FP8", samples, num_calibration_samples=40, pipeline=pipeline)
+    assert not capsys.readouterr().err  # nobody looks
+    options: dict[str, Any] = {"num_calibration_samples": 40, "pipeline": pipeline}
+    oneshot(small_llama(), "FP8", samples, progress=True, **options)
+    shown = capsys.readouterr().err
+    assert "4800/4800 tokens" in shown
+    assert "tokens/s" in shown
 
 
 def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress().tokens(10) as advance:
         advance(10)
-    assert list(Progress(shown=False).layers(["a"])) == ["a"]
+    with Progress(shown=False).tokens(10) as advance:
+        advance(10)
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     ProgressColumn,
     Task,
     TextColumn,
@@ -29,21 +28,18 @@ class Progress:
         self._shown = sys.stderr.isatty() if shown is None else shown
 
     @contextmanager
-    def tokens(self, total: int) -> Iterator[Callable[[int], None]]:
-        """Show tokens; what is yielded is told how many more have run."""
-        with self._bars(TextColumn("{task.completed}/{task.total} tokens"), _TokenRate()) as bars:
+    def tokens(self, total: int) -> Iterator[Callable[[float], None]]:
+        """Show tokens; what is yielded is told how many more have run, maybe some way only."""
+        columns = (
+            TextColumn("calibrating"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total} tokens"),
+            _TokenRate(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=Console(stderr=True), disable=not self._shown) as bars:
             task = bars.add_task("calibrating", total=total)
             yield lambda more: bars.advance(task, more)
-
-    def layers(self, names: Sequence[str]) -> Iterator[str]:
-        """Go through the names of layers, and show at which one we are."""
-        with self._bars(MofNCompleteColumn(), TextColumn("layers")) as bars:
-            yield from bars.track(names, description="calibrating")
-
-    def _bars(self, *middle: ProgressColumn) -> Bars:
-        columns = (TextColumn("{task.description}"), BarColumn(), *middle)
-        console = Console(stderr=True)
-        return Bars(*columns, TimeRemainingColumn(), console=console, disable=not self._shown)
 
 
 class _TokenRate(ProgressColumn):

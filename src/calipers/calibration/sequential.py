@@ -34,11 +34,12 @@ def run_sequential(run: Run, batches: Batches) -> None:
     shared = run.crew.share({name for name in outside if run.watched.tokens(name)})
     before = [name for name in outside if name in set().union(*shared)]
     run.conclude(before)
-    for number, prefix in enumerate(run.progress.layers(list(layers))):
-        with onloaded([layers[prefix]], run.device):
-            with run.crew.step(f"calibrating {prefix}"):
-                stack.run_layer(number)
-            run.conclude(inside[prefix])
+    with run.progress.tokens(batches.num_tokens) as add:
+        for number, (prefix, layer) in enumerate(layers.items()):
+            with onloaded([layer], run.device):
+                with run.crew.step(f"calibrating {prefix}"):
+                    stack.run_layer(number, add)
+                run.conclude(inside[prefix])
     behind = [name for name in outside if name not in before]
     if run.watched.data_observers(behind):
         with run.crew.step("calibrating what comes after the layers"):
@@ -91,8 +92,8 @@ class LayerStack:
                 self._calls.append(calls)
                 self._masks.append(batch["attention_mask"])
 
-    def run_layer(self, number: int) -> None:
-        """Run all batches through a layer."""
+    def run_layer(self, number: int, add: Callable[[float], None]) -> None:
+        """Run all batches through a layer, and tell the progress of each."""
         layer, device = self._layers[number], self._run.device
         for index, hidden in enumerate(self._hidden):
             self._run.crew.check()
@@ -101,6 +102,7 @@ class LayerStack:
                 result = layer(hidden.to(device), *args, **kwargs)
             result = result[0] if isinstance(result, tuple) else result
             self._hidden[index] = result.to(hidden.device)
+            add(int(self._masks[index].sum()) / len(self._layers))
 
     def leave(self, batches: Batches) -> None:
         """Run what comes behind the layers."""
