@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,3 +23,9 @@ settings.load_profile("calipers")
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A folder that does not exist, in one that does not exist either."""
+    return tmp_path / "place" / "out"

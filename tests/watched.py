@@ -186,3 +186,8 @@ def same_qparams(first: Findings, second: Findings) -> bool:
         for key, found in first.qparams.items()
         for value, other in zip(found.values(), second.qparams[key].values(), strict=True)
     )
+
+
+def heads(states: Sequence[Tensor]) -> list[Tensor]:
+    """Projections as (batch, heads, sequence, dim)."""
+    return [each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in states]

@@ -1,0 +1,140 @@
+"""What a bad place for the output gets: a clear error, and what was there stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, token_ids
+from refusals import FAMILIES, FP8, refused
+from transformers import AutoModelForCausalLM
+
+import calipers
+from calipers import errors
+from calipers.checkpoint import shards
+from calipers.checkpoint.writer import write_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
+
+
+# The folder
+
+
+def test_an_output_folder_that_exists_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("calipers.entrypoint.load_model", lambda *_, **__: pytest.fail("loaded"))
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text("mine")
+    text = f"The output folder '{output}' exists already. Nothing was written."
+    refused(errors.CheckpointExistsError, text, build(), "W4A16", output=output)
+    assert (output / "config.json").read_text() == "mine"
+
+
+def test_overwriting_replaces_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    calipers.oneshot(build(), "W4A16", output_dir=output, progress=False)
+    (output / "left over").touch()
+    calipers.oneshot(build(), "W8A16", output_dir=output, overwrite=True, progress=False)
+    assert not (output / "left over").exists()
+    assert '"num_bits": 8' in (output / "config.json").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").touch()
+    text = "does not look like a checkpoint"
+    options = {"output": other, "overwrite": True}
+    refused(errors.NotACheckpointError, text, build(), "W4A16", **options)
+
+
+def test_a_failed_run_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    calipers.oneshot(build(), "W4A16", output_dir=output, progress=False)
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    fail_after(monkeypatch, 5)
+    text = "No space left on device"
+    options = {"output": output, "overwrite": True}
+    refused(errors.CheckpointWriteError, text, build(), "W8A16", **options)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+@pytest.mark.parametrize("pipeline", ["auto", "sequential"])
+@pytest.mark.parametrize("holder", [".", "..", "link"])
+def test_the_model_itself_is_not_overwritten(holder: str, pipeline: str, tmp_path: Path) -> None:
+    source = tmp_path / "all" / "source"
+    source.mkdir(parents=True)
+    build().save_pretrained(source)
+    (source.parent / "config.json").write_text("{}")
+    (source / "link").symlink_to(source)
+    output = (source / holder).resolve() if holder != "link" else source / "link"
+    place = source.parent if holder == ".." else source
+    text = (
+        f"The output folder '{place}' would replace the model that is quantized, which was loaded "
+        f"from '{source}'. Nothing was written. Choose another folder."
+    )
+    options: dict[str, Any] = {"output": output, "overwrite": True, "pipeline": pipeline}
+    refused(errors.SourceFolderError, text, source, FP8, token_ids(), **options)
+    loaded = AutoModelForCausalLM.from_pretrained(source)
+    refused(errors.SourceFolderError, text, loaded, FP8, token_ids(), **options)
+    with pytest.raises(errors.SourceFolderError, match=re.escape(text)):
+        write_checkpoint(loaded, output, recipe="", overwrite=True)
+
+
+# A full disk
+
+
+def fail_after(monkeypatch: pytest.MonkeyPatch, tensors: int) -> None:
+    """Let the disk be full when this many tensors are written."""
+    write, count = shards.Shard._write, iter(range(10**6))
+
+    def failing(shard: shards.Shard, name: str, tensor: torch.Tensor) -> None:
+        if next(count) >= tensors:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(shard, name, tensor)
+
+    monkeypatch.setattr(shards.Shard, "_write", failing)
+
+
+@FAMILIES
+@pytest.mark.parametrize("tensors", [0, 7])
+def test_a_disk_that_fills_up(
+    tensors: int, family: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_after(monkeypatch, tensors)
+    text = f"Writing the checkpoint '{output}' failed: No space left on device."
+    refused(errors.CheckpointWriteError, text, build(family), FP8, token_ids(), output=output)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs a disk of its own")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_is_too_small(small_disk: Path) -> None:
+    text = "The checkpoint needs about 0.00"
+    big = build(vocab_size=4096)
+    refused(errors.DiskSpaceError, text, big, "W8A16", output=small_disk / "out")
+
+
+def test_a_disk_that_another_program_fills(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("calipers.checkpoint.writer.free_space", lambda _: 10**12)
+    text = "failed: No space left on device. What was written has been removed again"
+    big = build(vocab_size=4096)
+    refused(errors.CheckpointWriteError, text, big, "W8A16", output=small_disk / "out")
