@@ -32,7 +32,6 @@ def freeze(model: torch.nn.Module, plan: Plan, qparams: QParams) -> None:
     """
     schemes: dict[int, QuantizationScheme] = {}
     with unchanged_on_error(model):
-        _untie(model, {planned.name for planned in plan.modules if planned.scheme.weights})
         for planned in plan.modules:
             if id(planned.scheme) not in schemes:
                 schemes[id(planned.scheme)] = copy.deepcopy(planned.scheme)
@@ -71,17 +70,3 @@ def _load_once(module: Any) -> None:
             return quantized(self, *args, **kwargs)
 
     module._original_forward_func = forward
-
-
-def _untie(model: Any, quantized: set[str]) -> None:
-    """Let the embedding and the head have a weight each, if one of them is quantized."""
-    if not hasattr(model, "get_input_embeddings"):
-        return
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None or embedding.weight is not head.weight:
-        return
-    names = {name for name, module in model.named_modules() if module in (embedding, head)}
-    if names & quantized:
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        model.config = copy.deepcopy(model.config)
-        model.config.get_text_config(decoder=True).tie_word_embeddings = False
