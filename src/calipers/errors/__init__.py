@@ -32,6 +32,7 @@ from calipers.errors.checkpoint import (
     SourceFolderError,
     StoredLayoutError,
 )
+from calipers.errors.command_line import OptionsError
 from calipers.errors.data import (
     AllPaddingError,
     BatchError,
@@ -44,6 +45,7 @@ from calipers.errors.data import (
     EmptyDataError,
     MissingPackageError,
     NoDataError,
+    NoLibrarySourcesError,
     NoTokenizerError,
     NotTextError,
     RecordError,
@@ -137,6 +139,7 @@ __all__ = [
     "ModulesDivisibilityError",
     "NoDataError",
     "NoDecoderLayersError",
+    "NoLibrarySourcesError",
     "NoStatisticsError",
     "NoTokenizerError",
     "NonFiniteError",
@@ -145,6 +148,7 @@ __all__ = [
     "NotFrozenError",
     "NotMergeableError",
     "NotTextError",
+    "OptionsError",
     "OutputPathError",
     "QuantizedModelError",
     "RankFailedError",

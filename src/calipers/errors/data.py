@@ -190,3 +190,14 @@ class MissingPackageError(DataError, ImportError):
             f"Reading {what} needs the package {package}, which is not installed. "
             "Install it with: pip install 'calipers[data]'"
         )
+
+
+class NoLibrarySourcesError(DataError, FileNotFoundError):
+    """A Python that came without the sources of its standard library."""
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(
+            f"The demo calibrates and evaluates with the sources of Python's standard library, and "
+            f"'{folder}' has none of them. Run it with a Python that was installed with its "
+            "library as .py files."
+        )

@@ -1,0 +1,97 @@
+"""The arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The folder or the name of a Hugging Face model; 'demo' is the one that ships.",
+    ),
+]
+Scheme = Annotated[
+    str | None,
+    typer.Option("--scheme", "-s", metavar="NAME", help="A preset; see 'calipers schemes'."),
+]
+RecipeFile = Annotated[
+    Path | None,
+    typer.Option("--recipe", "-r", metavar="FILE", help="A recipe in YAML, instead of --scheme."),
+]
+WeightObserver = Annotated[
+    str | None,
+    typer.Option(
+        "--observer",
+        metavar="NAME[,OPTION=VALUE…]",
+        help="Who watches the weights, such as optimal,importance=hessian; "
+        "see 'calipers observers'.",
+    ),
+]
+ActivationObserver = Annotated[
+    str | None,
+    typer.Option(
+        "--activation-observer",
+        metavar="NAME[,OPTION=VALUE…]",
+        help="Who watches static activations.",
+    ),
+]
+Ignored = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="NAME",
+        help="A module, a class or a re: pattern that stays as it is; again for more.  "
+        "[default: lm_head]",
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="FILE",
+        help="Text, .jsonl, .json, .parquet, or a folder of save_to_disk; 'demo' is the standard "
+        "library of this Python.",
+    ),
+]
+TextColumn = Annotated[
+    str | None,
+    typer.Option("--text-column", metavar="NAME", help="The column of the text, of several."),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option("--tokenizer", metavar="PATH", help="The tokenizer, if not beside the model."),
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples per batch.")]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="NAME", help="Where to compute, such as cuda:0.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+]
+
+
+def observer_choice(text: str | None) -> dict[str, Any] | None:
+    """Read an observer with its options.
+
+    >>> observer_choice("optimal,importance=hessian,shortlist=8")
+    {'name': 'optimal', 'importance': 'hessian', 'shortlist': 8}
+    """
+    if text is None:
+        return None
+    import yaml
+
+    from calipers.errors import OptionsError
+
+    name, *rest = (part.strip() for part in text.split(","))
+    options = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not (key and equals):
+            raise OptionsError(f"'{part}' in '{text}' is no option of an observer", "NAME=VALUE")
+        options[key.strip()] = yaml.safe_load(value)
+    return {"name": name, **options}

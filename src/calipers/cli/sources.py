@@ -1,0 +1,68 @@
+"""What the words on the command line stand for: models, data, recipes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from calipers.cli.options import observer_choice
+from calipers.errors import OptionsError
+
+if TYPE_CHECKING:
+    from calipers.recipes import Recipe
+
+DEMO = "demo"
+
+
+def model_source(name: str) -> str:
+    """Return the path or the name of a model; ``demo`` is the one that ships."""
+    if name != DEMO or os.path.exists(name):
+        return name
+    from calipers.demo import MODEL
+
+    return str(MODEL)
+
+
+def data_source(name: str | None, part: Literal["calibration", "evaluation"]) -> Any:
+    """Return the path of data; ``demo`` are the texts of the standard library."""
+    if name != DEMO or os.path.exists(name):
+        return name
+    from calipers.demo.text import library_texts
+
+    return list(library_texts(part).values())
+
+
+def recipe_source(
+    scheme: str | None,
+    recipe: Path | None,
+    observer: str | None,
+    activation_observer: str | None,
+    ignore: list[str] | None,
+) -> Recipe:
+    """Make the recipe that the options mean."""
+    from calipers.modifiers import QuantizationModifier
+    from calipers.modifiers.choices import preset_name
+    from calipers.recipes import load_recipe
+
+    if (scheme is None) == (recipe is None):
+        problem = (
+            "neither --scheme nor --recipe" if scheme is None else "both --scheme and --recipe"
+        )
+        raise OptionsError(f"The command has {problem}", "one of them, such as --scheme W4A16")
+    chosen = {"--observer": observer, "--activation-observer": activation_observer}
+    given = [option for option, value in chosen.items() if value] + ["--ignore"] * bool(ignore)
+    if recipe is not None:
+        if given:
+            raise OptionsError(f"{given[0]} has no meaning beside --recipe", "it in the recipe")
+        return load_recipe(recipe)
+    assert scheme is not None
+    return load_recipe(
+        QuantizationModifier(
+            scheme=preset_name(scheme),
+            ignore=tuple(ignore or ["lm_head"]),
+            weight_observer=observer_choice(observer),  # type: ignore[arg-type]
+            activation_observer=observer_choice(activation_observer),  # type: ignore[arg-type]
+            unmatched="error" if ignore else "ignore",
+        )
+    )

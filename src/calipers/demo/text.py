@@ -1,0 +1,64 @@
+"""The text that the demo calibrates and evaluates with: the standard library of this Python.
+
+Which part a module belongs to follows from its name alone: whatever the version of Python, nobody
+is evaluated on a module that the model which ships has learned from.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from calipers.errors import NoLibrarySourcesError
+
+Part = Literal["training", "calibration", "evaluation"]
+
+# Tests, tables of data, generated files, and what some distributions leave out.
+_LEFT_OUT = {
+    "__phello__",
+    "dist-packages",
+    "distutils",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "tkinter",
+    "turtledemo",
+}
+
+
+def part_of(module: str) -> Part:
+    """Return the part to which a top-level module or package belongs.
+
+    >>> [part_of(name) for name in ("argparse", "typing", "pdb")]
+    ['training', 'calibration', 'evaluation']
+    """
+    lot = zlib.crc32(module.encode()) % 20
+    return "evaluation" if lot < 2 else "calibration" if lot < 3 else "training"
+
+
+def library_texts(part: Part) -> dict[str, str]:
+    """Return the sources of one part of the standard library, by file name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    texts = {
+        str(path.relative_to(root)): path.read_text(encoding="utf-8", errors="replace")
+        for path in _sources(root)
+        if part_of(path.relative_to(root).parts[0].removesuffix(".py")) == part
+    }
+    if not any(texts.values()):
+        raise NoLibrarySourcesError(root)
+    return texts
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if not _LEFT_OUT & set(parts) and not parts[0].startswith("_sysconfigdata"):
+            yield path
