@@ -37,7 +37,7 @@ _LEFT_OUT = {
 def part_of(module: str) -> Part:
     """Return the part to which a top-level module or package belongs.
 
-    >>> [part_of(name) for name in ("argparse", "typing", "pdb")]
+    >>> [part_of(name) for name in ("argparse", "threading", "pdb")]
     ['training', 'calibration', 'evaluation']
     """
     lot = zlib.crc32(module.encode()) % 20
