@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.utils import is_module_quantized
@@ -60,7 +61,8 @@ def compressed_state(module: nn.Module) -> dict[str, torch.Tensor]:
     form = module_format(module, scheme)
     compressor = BaseCompressor.get_value_from_registry(form.value)
     if form is CompressionFormat.pack_quantized and _has_scales_per_row(state, scheme):
-        return _packed_by_parts(compressor, state, scheme)
+        pack = _packed_shapes if state["weight"].is_meta else _packed_by_parts
+        return pack(compressor, state, scheme)
     compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
     return compressed
 
@@ -69,6 +71,18 @@ def _has_scales_per_row(state: dict[str, torch.Tensor], scheme: QuantizationSche
     rows = len(state["weight"]) if state["weight"].dim() == 2 else -1
     by_row = strategy_name(scheme.weights) in ("group", "channel")
     return by_row and all(len(state[name]) == rows for name in _OF_ROWS if name in state)
+
+
+def _packed_shapes(
+    compressor: type[BaseCompressor], state: dict[str, torch.Tensor], scheme: QuantizationScheme
+) -> dict[str, torch.Tensor]:
+    """Pack tensors without values; the library leaves such zero points as they are."""
+    packed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
+    if "weight_zero_point" in packed:
+        rows, columns = state["weight_zero_point"].shape
+        column = pack_to_int32(torch.zeros(rows, 1, dtype=torch.int8), scheme.weights.num_bits, 0)
+        packed["weight_zero_point"] = column.to("meta").expand(-1, columns)
+    return packed
 
 
 def _packed_by_parts(

@@ -14,13 +14,24 @@ import torch
 from compressed_tensors.offload import offload_module
 from compressed_tensors.offload.cache.disk import DiskCache
 from compressed_tensors.utils import patch_attr
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from torch import Tensor
 
-from calipers.errors import ModelLoadError, QuantizedModelError, RemoteCodeError
+from calipers.errors import (
+    CalipersError,
+    GgufError,
+    ModelLoadError,
+    PickledModelError,
+    QuantizedModelError,
+    RemoteCodeError,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_model(
@@ -28,40 +39,45 @@ def load_model(
     *,
     trust_remote_code: bool = False,
     on_disk_for: torch.device | None = None,
+    quantized: bool = False,
 ) -> PreTrainedModel:
     """Return the model that was given, or load it from a folder or by its name.
 
     :param on_disk_for: leave the weights on disk and read each when it is needed on this device;
         where the files do not hold the weights as the model does, they are loaded all the same
+    :param quantized: whether it may be quantized already
     """
     if not isinstance(model, (str, Path)):
         if not hasattr(model, "config"):
             raise ModelLoadError(type(model).__name__, "it is not a model of transformers")
-        _refuse_quantized(model.config, type(model).__name__)
+        if not quantized:
+            _refuse_quantized(model.config, type(model).__name__)
         return model
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     name = str(model)
-    if Path(name).is_absolute() and not Path(name).exists():
-        raise ModelLoadError(name, "there is no such folder")
-    if Path(name).exists() and not (Path(name) / "config.json").is_file():
-        raise ModelLoadError(name, "there is no config.json in it")
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        _refuse_quantized(config, name)
+    with _errors_of_loading(name):
+        config = _load_config(name, trust_remote_code, quantized=quantized)
         if on_disk_for is not None and Path(name).is_dir():
             lazy = _left_on_disk(Path(name), config, on_disk_for, trust_remote_code)
             if lazy is not None:
                 return lazy
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto", trust_remote_code=trust_remote_code
+            name, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
         )
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, QuantizedModelError):
-            raise
-        raise _load_error(name, error) from error
     loaded.eval()  # type: ignore[no-untyped-call]
     return loaded
+
+
+def load_skeleton(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a model from its config alone: its tensors have shapes and dtypes, and no values."""
+    name = str(name)
+    with _errors_of_loading(name):
+        config = _load_config(name, trust_remote_code)
+        with torch.device("meta"):
+            model = _build(config, trust_remote_code, config.dtype or _stored_dtype(Path(name)))
+    model.config._name_or_path = name
+    return model
 
 
 def load_tokenizer(
@@ -78,19 +94,70 @@ def load_tokenizer(
         return None
     from transformers import AutoTokenizer
 
-    try:
+    with _errors_of_loading(name, "tokenizer"):
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise _load_error(name, error, "tokenizer") from error
     return loaded
 
 
-def _load_error(name: str, error: Exception, what: str = "model") -> ModelLoadError:
-    if "trust_remote_code" in str(error):
-        return RemoteCodeError(name, what)
-    return ModelLoadError(name, str(error), what)
+@contextmanager
+def _errors_of_loading(name: str, what: str = "model") -> Iterator[None]:
+    """Put what transformers says into words of ours."""
+    try:
+        yield
+    except CalipersError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise RemoteCodeError(name, what) from error
+        if "use_safetensors" in str(error):
+            raise PickledModelError(name, "it has no model.safetensors") from error
+        raise ModelLoadError(name, str(error), what) from error
+
+
+def _load_config(
+    name: str, trust_remote_code: bool, *, quantized: bool = False
+) -> PreTrainedConfig:
+    """Return the config of a model; one that is quantized is refused where it may not be."""
+    from transformers import AutoConfig
+
+    _check_place(name)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        name, trust_remote_code=trust_remote_code
+    )
+    if not quantized:
+        _refuse_quantized(config, name)
+    return config
+
+
+def _check_place(name: str) -> None:
+    """Refuse what is on disk and is not a model of transformers in safetensors."""
+    path = Path(name)
+    if not path.exists():
+        if path.is_absolute() or not _can_be_on_hub(name):
+            raise ModelLoadError(name, "there is no such folder")
+        return
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    by_suffix = {file.suffix.lower(): file.name for file in reversed(files)}
+    if ".safetensors" not in by_suffix:
+        if ".gguf" in by_suffix:
+            raise GgufError(name, by_suffix[".gguf"])
+        pickles = sorted(by_suffix[suffix] for suffix in _PICKLES if suffix in by_suffix)
+        if pickles:
+            raise PickledModelError(name, pickles[0])
+    if path.is_file():
+        raise ModelLoadError(name, "it is a file")
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(name, "there is no config.json in it")
+
+
+def _can_be_on_hub(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _has_tokenizer(name: str) -> bool:
@@ -109,15 +176,11 @@ def _left_on_disk(
     folder: Path, config: PreTrainedConfig, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel | None:
     """Build a model whose weights stay in the files of ``folder``; None if they cannot."""
-    from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    files = _tensor_files(folder)
+    files = tensor_files(folder)
     with _parameters_without_memory():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=config.dtype, trust_remote_code=trust_remote_code
-        )
-    model.tie_weights()
+        model = _build(config, trust_remote_code, config.dtype)
     model.config._name_or_path = str(folder)
     if get_model_conversion_mapping(model, add_legacy=False) or not files:
         return None
@@ -131,6 +194,19 @@ def _left_on_disk(
     for module in model.modules():
         offload_module(module, device, "disk", offload_dir=storage.name)
     model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _build(
+    config: PreTrainedConfig, trust_remote_code: bool, dtype: torch.dtype | str | None
+) -> PreTrainedModel:
+    """Build a model without its weights, tied as it would be with them."""
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    model.tie_weights()
     return model
 
 
@@ -159,8 +235,18 @@ def _note_file(parameter: Tensor, file: Path, name: str) -> None:
     }
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype that transformers loads a model in whose config has none: the first."""
+    for name, file in tensor_files(folder).items():
+        with safe_open(file, framework="pt") as tensors:
+            dtype: torch.dtype = tensors.get_slice(name)[:0].dtype
+        if dtype.is_floating_point:
+            return dtype
+    return None
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a checkpoint."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         where: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from calipers.cli import INTERRUPTED
 from calipers.errors import CalipersError, CalipersWarning
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 EXIT_CODES = "Exit codes: 0 done, 2 wrong input, 130 interrupted, others: something failed."
-INTERRUPTED = 130
 OUR_BUG = 70
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -55,7 +56,8 @@ def _told(command: Command) -> Callable[..., None]:
     def run(*, as_json: bool, debug: bool, **given: Any) -> None:
         with _errors_in_words(as_json, debug), _warnings_in_words(as_json):
             report = command(**given)
-        _print(report, as_json)
+            if _is_first_process():
+                _print(report, as_json)
 
     signature = inspect.signature(command, eval_str=True)
     added = [_flag("as_json", Json), _flag("debug", Debug)]
@@ -71,15 +73,39 @@ def _flag(name: str, kind: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
 
 
+def _is_first_process() -> bool:
+    """Whether this process speaks for all that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _print(report: Report, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.data, indent=2, ensure_ascii=False))
-        return
+    else:
+        console().print(report.view)
+
+
+def console(*, for_errors: bool = False) -> Console:
+    """Return what people read: the terminal, or a pipe, whose reader wants whole lines."""
     from rich.console import Console
 
-    # Who reads a pipe wants whole lines.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000
-    Console(width=width).print(report.view)
+    stream = sys.stderr if for_errors else sys.stdout
+    return Console(
+        stderr=for_errors,
+        width=None if stream.isatty() or "COLUMNS" in os.environ else 1000,
+        color_system=None if _is_plain() else "auto",
+        highlight=False,
+    )
+
+
+def shows_progress() -> bool:
+    """Whether a person looks at standard error, at a terminal that can move its cursor."""
+    return sys.stderr.isatty() and not _is_plain()
+
+
+def _is_plain() -> bool:
+    """Whether the terminal wants text and nothing else."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 @contextmanager
@@ -87,34 +113,37 @@ def _errors_in_words(as_json: bool, debug: bool) -> Iterator[None]:
     """Turn what goes wrong into a sentence on standard error and an exit code."""
     try:
         yield
-    except KeyboardInterrupt as error:
-        if debug:
-            raise
-        _fail("Interrupted. Nothing half-written is left.", INTERRUPTED, error, as_json)
-    except CalipersError as error:
-        if debug:
-            raise
-        _fail(as_options(str(error)), error.exit_code, error, as_json)
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if debug:
-            raise
-        told = f"{type(error).__name__}: {error}"
-        _fail(
-            f"{told}. This looks like a bug of Calipers; --debug shows more.",
-            OUR_BUG,
-            error,
-            as_json,
-        )
+            traceback.print_exception(error)
+        _fail(error, *_in_words(error), as_json)
 
 
-def _fail(text: str, code: int, error: BaseException, as_json: bool) -> NoReturn:
+def _in_words(error: BaseException) -> tuple[str, int]:
+    """Return a sentence for a user, and the exit code."""
+    if _came_from_interrupt(error):
+        return "Interrupted. Nothing half-written is left.", INTERRUPTED
+    if isinstance(error, CalipersError):
+        return as_options(str(error)), error.exit_code
+    told = f"{type(error).__name__}: {error}".rstrip(".")
+    return f"{told}. This looks like a bug of Calipers; --debug shows more.", OUR_BUG
+
+
+def _came_from_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is at the root: libraries say that they cannot be imported when it comes."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _fail(error: BaseException, text: str, code: int, as_json: bool) -> NoReturn:
     if as_json:
         told = {"type": type(error).__name__, "message": text, "exit_code": code}
         print(json.dumps({"error": told}, ensure_ascii=False), file=sys.stderr)
     else:
-        say("Error", text, "bold red")
+        _say("Error", text, "bold red")
     raise typer.Exit(code) from error
 
 
@@ -122,7 +151,9 @@ def _fail(text: str, code: int, error: BaseException, as_json: bool) -> NoReturn
 def _warnings_in_words(as_json: bool) -> Iterator[None]:
     """Show our warnings as sentences on standard error; those of libraries are for developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("COMPRESSED_TENSORS_LOG_LEVEL", "ERROR")
+    if not shows_progress():
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("default", CalipersWarning)
@@ -135,17 +166,14 @@ def _show_warning(as_json: bool, message: Warning | str, *_: Any, **__: Any) -> 
     if as_json:
         print(json.dumps({"warning": text}, ensure_ascii=False), file=sys.stderr)
     else:
-        say("Warning", text, "bold yellow")
+        _say("Warning", text, "bold yellow")
 
 
-def say(kind: str, text: str, style: str = "bold") -> None:
+def _say(kind: str, text: str, style: str) -> None:
     """Print a sentence to standard error."""
-    from rich.console import Console
     from rich.text import Text
 
-    line = Text.assemble((f"{kind}: ", style), text)
-    width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else 1000
-    Console(stderr=True, width=width).print(line)
+    console(for_errors=True).print(Text.assemble((f"{kind}: ", style), text))
 
 
 _NAMES = {
@@ -157,8 +185,9 @@ _NAMES = {
 }
 _OPTIONS = (
     *("overwrite", "trust_remote_code", "text_column", "pipeline", "batch_size", "max_shard_size"),
-    *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "packing", "shuffle"),
+    *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "share_inputs"),
 )
+_PHRASES = {"no dataset was given": "there is no --data", "plan.table()": "calipers plan"}
 
 
 def as_options(text: str) -> str:
@@ -171,7 +200,9 @@ def as_options(text: str) -> str:
 
     def option(match: re.Match[str]) -> str:
         name, value = match[1], match[2].strip("'\"")
-        flag = "--" + _NAMES.get(name, name.replace("_", "-"))
-        return flag if value == "True" else f"{flag} {value}"
+        flag = _NAMES.get(name, name.replace("_", "-"))
+        return {"True": f"--{flag}", "False": f"--no-{flag}"}.get(value, f"--{flag} {value}")
 
+    for phrase, spelt in _PHRASES.items():
+        text = text.replace(phrase, spelt)
     return re.sub(rf"\b({names})=('[^']*'|\"[^\"]*\"|\.\.\.|…|[\w.-]*\w)", option, text)

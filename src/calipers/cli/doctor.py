@@ -2,12 +2,101 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
 from calipers.cli.command import Report
+from calipers.cli.tables import facts_table
+from calipers.cli.words import size_in_words
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_PACKAGES = (
+    *("calipers", "torch", "compressed-tensors", "transformers", "safetensors", "huggingface-hub"),
+    *("pydantic", "typer", "rich", "datasets", "pyarrow", "llmcompressor", "vllm"),
+)
 
 
 def doctor() -> Report:
-    """To be written.
+    """Say what is installed, which kernels run and why, and what the machine has.
 
     Example: calipers doctor
     """
-    return Report({}, "nothing")
+    from calipers.kernels import describe
+
+    kernels = describe()
+    data = {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "kernels": asdict(kernels),
+        "devices": _devices(),
+        "cores": os.cpu_count(),
+        "memory": _memory(),
+        "disk": {"folder": os.getcwd(), "free": shutil.disk_usage(".").free},
+    }
+    return Report(data, _view(data, str(kernels)))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Return what torch can compute on, the CPU first."""
+    import torch
+
+    found: list[dict[str, Any]] = [{"name": "cpu", "description": platform.processor() or "CPU"}]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        for index in range(torch.accelerator.device_count()):
+            found.append({"name": f"{kind.type}:{index}", "description": _described(kind, index)})
+    return found
+
+
+def _described(kind: Any, index: int) -> str:
+    import torch
+
+    name = torch.cuda.get_device_name(index) if kind.type == "cuda" else kind.type
+    free, total = torch.accelerator.get_memory_info(index)
+    return f"{name}, {size_in_words(free)} of {size_in_words(total)} free"
+
+
+def _memory() -> dict[str, int] | None:
+    """Return the bytes of memory, and those that are free; None where nobody tells."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        pages = {"total": os.sysconf("SC_PHYS_PAGES"), "free": os.sysconf("SC_AVPHYS_PAGES")}
+    except (AttributeError, ValueError, OSError):
+        return None
+    return {name: page * count for name, count in pages.items()}
+
+
+def _view(data: dict[str, Any], kernels: str) -> RenderableType:
+    memory = data["memory"]
+    facts = {
+        "python": f"{data['python']}, {data['executable']}",
+        "platform": data["platform"],
+        **{name: found or "not installed" for name, found in data["packages"].items()},
+        "kernels": kernels,
+        "devices": "\n".join(f"{each['name']}: {each['description']}" for each in data["devices"]),
+        "cores": str(data["cores"]),
+        "memory": "unknown" if memory is None else _free_of(memory),
+        "disk": f"{size_in_words(data['disk']['free'])} free in {data['disk']['folder']}",
+    }
+    return facts_table(facts)
+
+
+def _free_of(memory: dict[str, int]) -> str:
+    return f"{size_in_words(memory['free'])} of {size_in_words(memory['total'])} free"

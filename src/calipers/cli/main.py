@@ -1,60 +1,67 @@
-"""The program ``calipers``."""
+"""The program ``calipers``: how it begins, and how it ends when somebody wants it to.
+
+Nothing is imported here that takes time, so that Ctrl-C is answered from the first moment on.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Any, NoReturn
 
-import typer
-
-from calipers import __version__
-from calipers.cli.command import EXIT_CODES, add_to
-from calipers.cli.demo import demo
-from calipers.cli.doctor import doctor
-from calipers.cli.evaluate import evaluate
-from calipers.cli.observers import observers
-from calipers.cli.plan import plan
-from calipers.cli.quantize import quantize
-from calipers.cli.schemes import schemes
-
-app = typer.Typer(
-    name="calipers",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=f"Try first: calipers demo. {EXIT_CODES}",
-)
-for command in (quantize, plan, evaluate, observers, schemes, doctor, demo):
-    add_to(app, command)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"calipers {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def calipers(
-    _version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
-    ] = False,
-) -> None:
-    """Find the scales that lose the least, and quantize language models with them."""
-
-
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    """End as an exception would, so that nothing half-written stays behind."""
-    sys.exit(128 + number)
+from calipers.cli import INTERRUPTED
 
 
 def main() -> None:
     """Run the program."""
-    signal.signal(signal.SIGTERM, _leave)
-    app(prog_name="calipers")
+    with _signals_answered():
+        from calipers.cli.app import app
+
+        _accept_any_encoding()
+        app(prog_name="calipers")
+
+
+@contextmanager
+def _signals_answered() -> Iterator[None]:
+    """End as an exception would, so that nothing half-written stays behind."""
+    sys.unraisablehook = _raise_later
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _leave)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; libraries are closing down
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _raise_later(lost: Any) -> None:
+    """Send an interrupt again that came where nothing can be raised, as in the import machinery."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    import _thread
+    import threading
+
+    threading.Timer(0.01, _thread.interrupt_main).start()
+
+
+def _accept_any_encoding() -> None:
+    """Let a terminal without a sign show another one, and not fail."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

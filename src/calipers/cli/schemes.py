@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from calipers.cli.command import Report
+from calipers.cli.tables import facts_table, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from calipers.cli.presets import Preset
+
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="The preset to tell all about.", show_default=False),
+]
 
 
-def schemes() -> Report:
-    """To be written.
+def schemes(name: Name = None) -> Report:
+    """List all presets of schemes, what each does and when to use it; or show one of them.
 
-    Example: calipers schemes
+    Example: calipers schemes NVFP4
     """
-    return Report({}, "nothing")
+    from calipers.cli.presets import Preset, preset_names
+
+    if name is not None:
+        one = Preset.of(name)
+        return Report(one.as_dict(), _single(one))
+    all_ = [Preset.of(each) for each in preset_names()]
+    return Report([each.as_dict() for each in all_], _list(all_))
+
+
+def _list(presets: list[Preset]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    columns = ("name", "weights", "activations", "bits", "data", "when to use it")
+    shown = table(*columns, numbers=("bits",), wrapped=("when to use it",))
+    for each in presets:
+        data = "yes" if each.needs_data else "no"
+        shown.add_row(
+            each.name, each.weights, each.activations, f"{each.bits:.4g}", data, Text(each.when)
+        )
+    end = "bits: per weight in the checkpoint, scales included (a layer of 4096 × 4096, bfloat16)"
+    more = "data: whether activations must be measured; some observers of weights want data, too"
+    return Group(shown, Text(f"{end}\n{more}\nMore about one: calipers schemes NAME"))
+
+
+def _single(preset: Preset) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    note = "The same as a recipe, to be changed and given with --recipe:"
+    return Group(facts_table(preset.facts()), "", Text(f"{note}\n\n{preset.recipe}"))

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from calipers.recipes import Recipe
 
 DEMO = "demo"
+_DATA = (
+    "the path of a text, .jsonl, .json or .parquet file or of a folder of save_to_disk, or 'demo'"
+)
 
 
 def model_source(name: str) -> str:
@@ -26,8 +29,10 @@ def model_source(name: str) -> str:
 
 def data_source(name: str | None, part: Literal["calibration", "evaluation"]) -> Any:
     """Return the path of data; ``demo`` are the texts of the standard library."""
-    if name != DEMO or os.path.exists(name):
+    if name is None or os.path.exists(name):
         return name
+    if name != DEMO:
+        raise OptionsError(f"--data '{name}' does not exist", _DATA)
     from calipers.demo.text import library_texts
 
     return list(library_texts(part).values())

@@ -19,6 +19,34 @@ class ModelLoadError(CalipersError, OSError):
         )
 
 
+class GgufError(ModelLoadError):
+    """A model in the format of llama.cpp."""
+
+    def __init__(self, name: str, file: str) -> None:
+        OSError.__init__(
+            self,
+            f"'{name}' is a model in GGUF, the format of llama.cpp ({file}), and most such models "
+            "are quantized already. Give the folder or the name of the Hugging Face model that it "
+            "was made from. If there is none, transformers can turn it back: "
+            f'AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}") and '
+            "save_pretrained(…), the same with AutoTokenizer.",
+        )
+
+
+class PickledModelError(ModelLoadError):
+    """A model whose weights are pickles, which can run any code."""
+
+    def __init__(self, name: str, file: str) -> None:
+        OSError.__init__(
+            self,
+            f"The weights of '{name}' are pickles ({file}), which can run any code when they are "
+            "opened; Calipers opens safetensors only. If you trust where they come from, convert "
+            "the model once, with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder), the same "
+            "with AutoTokenizer, and give the other folder.",
+        )
+
+
 class RemoteCodeError(ModelLoadError):
     """A model or tokenizer with code of its own, which nobody has allowed to run."""
 

@@ -95,8 +95,8 @@ class NoTokenizerError(DataError):
 
     def __init__(self, where: str) -> None:
         super().__init__(
-            f"{where} is text, and no tokenizer was given. Pass the tokenizer of the model, or "
-            "token ids instead of text."
+            f"{where} is text, and no tokenizer was given. Pass tokenizer=… (the folder or the "
+            "name of the one that belongs to the model), or token ids instead of text."
         )
 
 

@@ -50,6 +50,7 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
     A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
     all it must do. It may declare what its fields remember (``reductions``) and which options it
     has (``Options``; a class that declares none takes any, from ``self.args.observer_kwargs``).
+    The first line of its docstring, ``remembers`` and ``when`` tell people about it.
 
     :param base_name: what is observed: ``weight``, ``input``, ``output``, ``q``, ``k`` or ``v``
     :param args: how it will be quantized; never changed
@@ -63,6 +64,8 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
     """
 
     Options: ClassVar[type[ObserverOptions] | None] = None
+    remembers: ClassVar[str] = ""
+    when: ClassVar[str] = ""
     reductions: ClassVar[Mapping[str, Reduction]] = {
         "min_vals": Reduction.LAST,
         "max_vals": Reduction.LAST,

@@ -50,6 +50,8 @@ class ValueCountsObserver(ValueCounts, Observer):
     32
     """
 
+    remembers = "how often each value occurred, and extrema"
+    when = "activations: measure once, then `adopt` by any of the next three"
     Options = ObserverOptions
     reductions: ClassVar[Mapping[str, Reduction]] = {
         "min_vals": Reduction.MIN,
@@ -133,6 +135,7 @@ class HistogramMSEObserver(ValueCountsObserver):
     and 8 significant bits (the latter then improved until its codes stay as they are).
     """
 
+    when = "activations and KV cache: the best of all storable scales for all data at once"
     Options = HistogramMSEOptions
     options: HistogramMSEOptions
 
@@ -187,6 +190,7 @@ class PercentileObserver(ValueCountsObserver):
     No end lies beyond the extrema, and 100 gives exactly them.
     """
 
+    when = "activations with outliers, in int8"
     Options = PercentileOptions
     options: PercentileOptions
 
@@ -217,6 +221,7 @@ class EntropyObserver(ValueCountsObserver):
     [−absmax, absmax] for symmetric formats, and from minimum to maximum, and to zero, for others.
     """
 
+    when = "for comparison: it clips too much for language models"
     Options = EntropyOptions
     options: EntropyOptions
 

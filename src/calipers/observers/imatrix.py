@@ -49,6 +49,8 @@ class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
     sums stay on the module for the next observer that is attached there.
     """
 
+    remembers = "best shrunk range under importance, Σx² and tokens"
+    when = "weights at 4 bits and below"
     Options = IMatrixOptions
     options: IMatrixOptions
 

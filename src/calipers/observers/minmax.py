@@ -18,6 +18,8 @@ from calipers.statistics.moving_average import MovingAverage
 class MemorylessMinMaxObserver(Observer):
     """Takes the extrema of the last tensor. The default for weights."""
 
+    remembers = "extrema of the last tensor"
+    when = "weights, fast"
     Options = ObserverOptions
 
     @in_pieces
@@ -31,6 +33,8 @@ class MemorylessMinMaxObserver(Observer):
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """Takes the extrema of all tensors. The default for static activations."""
 
+    remembers = "extrema of all tensors"
+    when = "static activations"
     reductions: ClassVar[Mapping[str, Reduction]] = {
         "min_vals": Reduction.MIN,
         "max_vals": Reduction.MAX,
@@ -41,4 +45,6 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 class MinMaxObserver(MovingAverage, MemorylessMinMaxObserver):
     """Takes a moving average of the extrema of each tensor."""
 
+    remembers = "moving average of extrema"
+    when = "activations with rare spikes"
     Options = MovingAverageOptions

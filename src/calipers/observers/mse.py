@@ -22,6 +22,8 @@ from calipers.statistics.moving_average import MovingAverage
 class MemorylessMSEObserver(Observer):
     """Takes the best of the shrunk ranges of the last tensor."""
 
+    remembers = "best shrunk range of the last tensor"
+    when = "weights"
     Options = SearchOptions
     options: SearchOptions
 
@@ -52,6 +54,8 @@ class MemorylessMSEObserver(Observer):
 class MovingAverageMSEObserver(MovingAverage, MemorylessMSEObserver):
     """Takes a moving average of the best ranges of each tensor."""
 
+    remembers = "moving average of the best shrunk ranges"
+    when = "activations"
     Options = MovingAverageSearchOptions
 
 
@@ -68,4 +72,6 @@ class ExpandedSearchOptions(SearchOptions):
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     """Tries wider ranges too: fp4 is so coarse that its largest code may be better left unused."""
 
+    remembers = "best of wider and narrower ranges"
+    when = "weights in NVFP4"
     Options = ExpandedSearchOptions

@@ -81,6 +81,8 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
     True
     """
 
+    remembers = "Σx² or Σx xᵀ of the inputs; the best of all storable scales"
+    when = "weights: the recommended one, under importance"
     Options = OptimalOptions
     options: OptimalOptions
     reductions: ClassVar[Mapping[str, Reduction]] = {

@@ -14,11 +14,14 @@ Options = TypeVar("Options", bound="ObserverOptions")
 
 
 def _demand(holds: Callable[[float], bool], text: str) -> AfterValidator:
+    """Return a validator that has the demand in words as its docstring."""
+
     def check(value: float) -> float:
         if not (math.isfinite(value) and holds(value)):
             raise ValueError(f"must be {text}, got {value}")
         return value
 
+    check.__doc__ = text
     return AfterValidator(check)
 
 

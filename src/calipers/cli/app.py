@@ -1,0 +1,44 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from calipers import __version__
+from calipers.cli.command import EXIT_CODES, add_to
+from calipers.cli.demo import demo
+from calipers.cli.doctor import doctor
+from calipers.cli.evaluate import evaluate
+from calipers.cli.observers import observers
+from calipers.cli.plan import plan
+from calipers.cli.quantize import quantize
+from calipers.cli.schemes import schemes
+
+app = typer.Typer(
+    name="calipers",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help is there at once, without rich
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Try first: calipers demo. {EXIT_CODES}",
+)
+for command in (quantize, plan, evaluate, observers, schemes, doctor, demo):
+    add_to(app, command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"calipers {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def calipers(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Find the scales that lose the least, and quantize language models with them."""

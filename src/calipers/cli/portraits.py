@@ -1,0 +1,135 @@
+"""What observers say of themselves: their docstrings, declarations and options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from compressed_tensors.quantization import QuantizationArgs
+from pydantic import AfterValidator
+from pydantic.fields import FieldInfo
+
+from calipers.errors import UnsuitableError
+from calipers.observers import Observer
+from calipers.observers.gathering import GathersInputs
+from calipers.observers.options import ObserverOptions
+
+_TENSORS = {
+    "weight": "weights",
+    "input": "inputs",
+    "output": "outputs",
+    "q": "queries",
+    "k": "keys",
+    "v": "values",
+}
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """An observer, told to people.
+
+    :param does: the first line of its docstring
+    :param merges: whether what two of them saw can be put together
+    :param options: name, type, default and meaning of each
+    """
+
+    name: str
+    does: str
+    remembers: str
+    when: str
+    watches: tuple[str, ...]
+    merges: str
+    options: tuple[dict[str, Any], ...]
+    example: str
+
+    @classmethod
+    def of(cls, observer: type[Observer]) -> Portrait:
+        """Ask a class about itself."""
+        name = observer.registered_name()
+        return cls(
+            name=name,
+            does=inspect.cleandoc(observer.__doc__ or "").partition("\n")[0].replace("``", "`"),
+            remembers=observer.remembers,
+            when=observer.when,
+            watches=tuple(_watched(observer)),
+            merges=_merges(observer),
+            options=tuple(_options(observer.Options or ObserverOptions)),
+            example=_example(name, observer.when),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return asdict(self)
+
+    def facts(self) -> dict[str, str]:
+        """Return what there is to say in a few words each."""
+        return {
+            "remembers": self.remembers,
+            "when": self.when,
+            "watches": ", ".join(self.watches),
+            "merges": self.merges,
+        }
+
+
+def _watched(observer: type[Observer]) -> Iterator[str]:
+    """Give the tensors that the observer is made for."""
+    args = QuantizationArgs(num_bits=8, strategy="tensor")
+    for base_name, word in _TENSORS.items():
+        if issubclass(observer, GathersInputs) and base_name != "weight":
+            continue
+        try:
+            observer(base_name, args)
+        except UnsuitableError:
+            continue
+        yield word
+
+
+def _merges(observer: type[Observer]) -> str:
+    kept = [each for each in observer.declared().values() if not each.is_mergeable]
+    if not kept:
+        return "yes: the order and the cutting of the data do not matter"
+    if issubclass(observer, GathersInputs):
+        return "the sums of inputs do, until a weight is observed"
+    return f"no: it keeps the {kept[0].value.removesuffix(' only')}"
+
+
+def _options(kind: type[ObserverOptions]) -> Iterator[dict[str, Any]]:
+    for name, field in kind.model_fields.items():
+        yield {
+            "name": name,
+            "type": _type(field),
+            "default": field.default,
+            "meaning": _meaning(kind, name),
+        }
+
+
+def _type(field: FieldInfo) -> str:
+    """Return the type of an option in words, with what is allowed."""
+    if get_origin(field.annotation) is Literal:
+        return " or ".join(map(str, get_args(field.annotation)))
+    name: str = getattr(field.annotation, "__name__", str(field.annotation))
+    demands = filter(None, map(_demand, field.metadata))
+    return ", ".join([name, *demands])
+
+
+def _demand(rule: Any) -> str | None:
+    if isinstance(rule, AfterValidator):
+        return rule.func.__doc__
+    if hasattr(rule, "ge"):
+        return f">= {rule.ge}"
+    return f"<= {rule.le}" if hasattr(rule, "le") else None
+
+
+def _meaning(kind: type[ObserverOptions], name: str) -> str:
+    """Return the description of an option, which a class may take from one of its bases."""
+    fields = (base.model_fields.get(name) for base in kind.__mro__ if hasattr(base, "model_fields"))
+    return next((field.description for field in fields if field and field.description), "")
+
+
+def _example(name: str, when: str) -> str:
+    weights = when.startswith("weights")
+    scheme = "NVFP4A16" if "NVFP4" in when else "W4A16" if weights else "FP8"
+    option = "--observer" if weights else "--activation-observer"
+    return f"calipers quantize demo --scheme {scheme} {option} {name} --data demo -o demo-{name}"

@@ -1,0 +1,53 @@
+"""How numbers and names are put to people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def size_in_words(size: float) -> str:
+    """Return a size with a unit.
+
+    >>> size_in_words(12), size_in_words(657_664), size_in_words(16.06e9)
+    ('12 bytes', '658 kB', '16.1 GB')
+    """
+    power = 0
+    while abs(size) >= 999.5 and power < len(_UNITS) - 1:
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {_UNITS[power]}"
+
+
+def pattern_of(name: str) -> str:
+    """Return the name of a module without the numbers in it.
+
+    >>> pattern_of("model.layers.12.mlp.experts.3.up_proj")
+    'model.layers.*.mlp.experts.*.up_proj'
+    """
+    return _NUMBER.sub("*", name)
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Return one name for modules whose names differ in their numbers alone.
+
+    >>> common_name(["layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "layers.5.mlp"])
+    'layers.{0..2,5}.mlp'
+    """
+    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
+    numbers = map(_ranges, columns)
+    return _NUMBER.sub(lambda _: next(numbers), names[0])
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    if runs == [runs[0]] and len(runs[0]) == 1:
+        return str(runs[0][0])
+    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"
