@@ -14,14 +14,12 @@ import torch
 from compressed_tensors.offload import offload_module
 from compressed_tensors.offload.cache.disk import DiskCache
 from compressed_tensors.utils import patch_attr
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from torch import Tensor
 
+from calipers.checkpoint.place import check_place
 from calipers.errors import (
     CalipersError,
-    GgufError,
     ModelLoadError,
     PickledModelError,
     QuantizedModelError,
@@ -30,8 +28,6 @@ from calipers.errors import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_model(
@@ -113,7 +109,8 @@ def _errors_of_loading(name: str, what: str = "model") -> Iterator[None]:
             raise RemoteCodeError(name, what) from error
         if "use_safetensors" in str(error):
             raise PickledModelError(name, "it has no model.safetensors") from error
-        raise ModelLoadError(name, str(error), what) from error
+        absent = "" if Path(name).exists() else "there is no such folder, and on the hub: "
+        raise ModelLoadError(name, absent + str(error).strip(), what) from error
 
 
 def _load_config(
@@ -122,42 +119,11 @@ def _load_config(
     """Return the config of a model; one that is quantized is refused where it may not be."""
     from transformers import AutoConfig
 
-    _check_place(name)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        name, trust_remote_code=trust_remote_code
-    )
+    check_place(name)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     if not quantized:
         _refuse_quantized(config, name)
     return config
-
-
-def _check_place(name: str) -> None:
-    """Refuse what is on disk and is not a model of transformers in safetensors."""
-    path = Path(name)
-    if not path.exists():
-        if path.is_absolute() or not _can_be_on_hub(name):
-            raise ModelLoadError(name, "there is no such folder")
-        return
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    by_suffix = {file.suffix.lower(): file.name for file in reversed(files)}
-    if ".safetensors" not in by_suffix:
-        if ".gguf" in by_suffix:
-            raise GgufError(name, by_suffix[".gguf"])
-        pickles = sorted(by_suffix[suffix] for suffix in _PICKLES if suffix in by_suffix)
-        if pickles:
-            raise PickledModelError(name, pickles[0])
-    if path.is_file():
-        raise ModelLoadError(name, "it is a file")
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(name, "there is no config.json in it")
-
-
-def _can_be_on_hub(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
 
 
 def _has_tokenizer(name: str) -> bool:

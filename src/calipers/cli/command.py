@@ -48,7 +48,7 @@ def add_to(app: typer.Typer, command: Command) -> None:
     printed, and an error becomes a sentence and an exit code.
     """
     text, _, example = inspect.cleandoc(command.__doc__ or "").rpartition("\n\nExample: ")
-    app.command(command.__name__, help=text, epilog=f"Example: {example}")(_told(command))
+    app.command(command.__name__, help=text, epilog=f"\b\nExample:\n  {example}")(_told(command))
 
 
 def _told(command: Command) -> Callable[..., None]:
@@ -187,7 +187,13 @@ _OPTIONS = (
     *("overwrite", "trust_remote_code", "text_column", "pipeline", "batch_size", "max_shard_size"),
     *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "share_inputs"),
 )
-_PHRASES = {"no dataset was given": "there is no --data", "plan.table()": "calipers plan"}
+_PHRASES = {
+    r"no dataset was given": "there is no --data",
+    r"plan\.table\(\)": "calipers plan",
+    r"^QuantizationModifier\.weight_observer": "--observer",
+    r"^QuantizationModifier\.activation_observer": "--activation-observer",
+}
+"""What else is said in words of Python; recipes in files come with the name of the file."""
 
 
 def as_options(text: str) -> str:
@@ -204,5 +210,5 @@ def as_options(text: str) -> str:
         return {"True": f"--{flag}", "False": f"--no-{flag}"}.get(value, f"--{flag} {value}")
 
     for phrase, spelt in _PHRASES.items():
-        text = text.replace(phrase, spelt)
+        text = re.sub(phrase, spelt, text)
     return re.sub(rf"\b({names})=('[^']*'|\"[^\"]*\"|\.\.\.|…|[\w.-]*\w)", option, text)

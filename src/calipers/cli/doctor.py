@@ -24,7 +24,7 @@ _PACKAGES = (
 
 
 def doctor() -> Report:
-    """Say what is installed, which kernels run and why, and what the machine has.
+    """Say what is installed, and which kernels run and why.
 
     Example: calipers doctor
     """

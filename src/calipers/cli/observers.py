@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="The observer to tell all about.", show_default=False),
+    typer.Argument(metavar="NAME", help="The observer to tell all about.", show_default=False),
 ]
 
 
 def observers(name: Name = None) -> Report:
-    """List all observers, what each does and when to use it; or tell all about one of them.
+    """List the observers and when to use each, or tell all about one.
 
     Example: calipers observers optimal
     """

@@ -66,7 +66,9 @@ Tokenizer = Annotated[
     str | None,
     typer.Option("--tokenizer", metavar="PATH", help="The tokenizer, if not beside the model."),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples per batch.")]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per batch.")
+]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="Where to compute, such as cuda:0.")
 ]

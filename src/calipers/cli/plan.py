@@ -44,17 +44,18 @@ def plan(
     every: All = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> Report:
-    """Show what a recipe would do to a model, tensor by tensor, and the size before and after.
+    """Show what would be quantized, and the size before and after.
 
     Nothing is changed, and no weight is loaded: the config of the model is enough.
 
     Example: calipers plan demo --scheme W4A16 --observer optimal
     """
+    source = model_source(model)
     wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore)
     from calipers.checkpoint.reader import load_skeleton
     from calipers.cli.forecast import forecast
 
-    skeleton = load_skeleton(model_source(model), trust_remote_code=trust_remote_code)
+    skeleton = load_skeleton(source, trust_remote_code=trust_remote_code)
     found = forecast(skeleton, wanted)
     return Report({"model": model, **found.as_dict()}, _view(found, every))
 

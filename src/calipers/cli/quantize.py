@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from calipers.checkpoint.output import check_output
 from calipers.cli.command import Report, shows_progress
 from calipers.cli.options import (
     ActivationObserver,
@@ -42,11 +43,14 @@ Output = Annotated[
     Path,
     typer.Option("--output", "-o", metavar="FOLDER", help="Where the checkpoint goes."),
 ]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="How many samples to take.")]
+Samples = Annotated[
+    int, typer.Option("--samples", metavar="N", min=1, help="How many samples to take.")
+]
 SeqLen = Annotated[
     int | None,
     typer.Option(
         "--seq-len",
+        metavar="N",
         min=1,
         help="The longest sample, in tokens.  [default: 2048, or the context of the model]",
         show_default=False,
@@ -81,7 +85,7 @@ ShareInputs = Annotated[
         help="Measure a tensor that several modules read once for all.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the choice of samples.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the choice of samples.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
 ShardSize = Annotated[
     str, typer.Option("--max-shard-size", metavar="SIZE", help="The largest file of tensors.")
@@ -112,20 +116,22 @@ def quantize(
     max_shard_size: ShardSize = "5GB",
     trust_remote_code: TrustRemoteCode = False,
 ) -> Report:
-    """Quantize a model, and write a checkpoint that vLLM and transformers load.
+    """Quantize a model for vLLM and transformers.
 
-    If anything fails, no output is left.
+    Writes a checkpoint in the formats of compressed-tensors. If anything fails, none is left.
 
     Example: calipers quantize demo --scheme W4A16 --observer optimal --data demo -o demo-w4a16
     """
+    check_output(output, overwrite)  # first: what is wrong is said before anything is imported
+    source, texts = model_source(model), data_source(data, "calibration")
     wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore)
     from calipers import oneshot
 
     start = time.monotonic()
     result = oneshot(
-        model_source(model),
+        source,
         wanted,
-        data_source(data, "calibration"),
+        texts,
         output_dir=output,
         tokenizer=tokenizer,
         num_calibration_samples=samples,

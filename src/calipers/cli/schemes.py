@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="The preset to tell all about.", show_default=False),
+    typer.Argument(metavar="NAME", help="The preset to tell all about.", show_default=False),
 ]
 
 
 def schemes(name: Name = None) -> Report:
-    """List all presets of schemes, what each does and when to use it; or show one of them.
+    """List the presets and when to use each, or show one.
 
     Example: calipers schemes NVFP4
     """

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from calipers.checkpoint.place import check_place
 from calipers.cli.options import observer_choice
 from calipers.errors import OptionsError
 
@@ -21,6 +22,7 @@ _DATA = (
 def model_source(name: str) -> str:
     """Return the path or the name of a model; ``demo`` is the one that ships."""
     if name != DEMO or os.path.exists(name):
+        check_place(name)
         return name
     from calipers.demo import MODEL
 
@@ -46,22 +48,22 @@ def recipe_source(
     ignore: list[str] | None,
 ) -> Recipe:
     """Make the recipe that the options mean."""
-    from calipers.modifiers import QuantizationModifier
-    from calipers.modifiers.choices import preset_name
-    from calipers.recipes import load_recipe
-
     if (scheme is None) == (recipe is None):
         problem = (
             "neither --scheme nor --recipe" if scheme is None else "both --scheme and --recipe"
         )
         raise OptionsError(f"The command has {problem}", "one of them, such as --scheme W4A16")
-    chosen = {"--observer": observer, "--activation-observer": activation_observer}
-    given = [option for option, value in chosen.items() if value] + ["--ignore"] * bool(ignore)
     if recipe is not None:
-        if given:
-            raise OptionsError(f"{given[0]} has no meaning beside --recipe", "it in the recipe")
+        chosen = {"--observer": observer, "--activation-observer": activation_observer}
+        for option, value in {**chosen, "--ignore": ignore}.items():
+            if value:
+                raise OptionsError(f"{option} has no meaning beside --recipe", "it in the recipe")
+    from calipers.modifiers import QuantizationModifier
+    from calipers.modifiers.choices import preset_name
+    from calipers.recipes import load_recipe
+
+    if scheme is None:
         return load_recipe(recipe)
-    assert scheme is not None
     return load_recipe(
         QuantizationModifier(
             scheme=preset_name(scheme),
