@@ -8,6 +8,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from typer.testing import CliRunner, Result
+
+from calipers.cli.app import app
 
 PROGRAM = [sys.executable, "-m", "calipers.cli.main"]
 
@@ -36,3 +41,9 @@ def run(
         encoding="utf-8",
         **options,
     )
+
+
+def run_here(*arguments: str) -> Result:
+    """Run a command in this process, where everything is imported already."""
+    with patch.dict(os.environ):
+        return CliRunner().invoke(app, [*arguments])

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+import os
+import platform
+
+import torch
+from shell import run, run_here
+
+from calipers import __version__
+from calipers.kernels import describe
+
+
+def test_the_doctor_tells_versions_kernels_and_machine() -> None:
+    done = run("doctor", env={"CALIPERS_NATIVE": "0"})
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:1] != " ")
+    assert facts["calipers"].rstrip() == __version__
+    assert facts["torch"].rstrip() == torch.__version__
+    assert facts["python"].startswith(platform.python_version())
+    assert "without native kernels: CALIPERS_NATIVE=0 is set" in facts["kernels"]
+    assert facts["devices"].startswith("cpu")
+    assert "free in" in facts["disk"]
+
+
+def test_the_same_as_data() -> None:
+    told = json.loads(run_here("doctor", "--json").stdout)
+    assert told["packages"]["calipers"] == __version__
+    assert told["kernels"]["native"] == describe().native
+    assert told["cores"] == os.cpu_count()
+    assert told["disk"]["free"] > 0
+    assert 0 < told["memory"]["free"] <= told["memory"]["total"]
+
+
+def test_a_wrong_choice_of_kernels_is_told() -> None:
+    done = run("doctor", "--json", env={"CALIPERS_NATIVE": "avx3000"})
+    if describe().instruction_set is None:
+        return
+    error = json.loads(done.stderr)["error"]
+    assert (done.returncode, done.stdout, error["exit_code"]) == (2, "", 2)
+    assert error["type"] == "ConfigurationError"
+    assert error["message"].startswith("CALIPERS_NATIVE=avx3000: this machine has ")

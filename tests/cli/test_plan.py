@@ -1,0 +1,165 @@
+"""What ``calipers plan`` foretells is what comes to pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, saved, token_ids
+from shell import run, run_here
+
+import calipers
+from calipers.checkpoint.reader import load_model, load_skeleton
+from calipers.checkpoint.sizes import size_on_disk
+from calipers.cli.forecast import Forecast, forecast
+from calipers.cli.words import common_name
+
+pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
+
+PRESETS = (
+    *("W4A16", "W4A16_ASYM", "W3A16", "W8A16", "W8A8", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
+    *("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8"),
+)
+KV_CACHE = {"scheme": "W8A16", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}}
+HEAD_TOO = {"scheme": "W8A16"}
+ASYM_CHANNEL = {"weights": {"num_bits": 3, "symmetric": False, "strategy": "channel"}}
+BY_FAMILY: dict[str, tuple[Any, ...]] = {
+    "llama": (*PRESETS, KV_CACHE, HEAD_TOO, ASYM_CHANNEL),
+    "llama tied": ("W4A16", "NVFP4", HEAD_TOO),
+    "qwen2": ("W4A16_ASYM", "FP8"),
+    "mixtral": ("W4A16_ASYM", "FP8", "NVFP4"),
+    "qwen3-moe": ("W4A16", "MXFP4"),
+}
+
+
+def cases() -> Iterator[Any]:
+    for family, recipes in BY_FAMILY.items():
+        for recipe in recipes:
+            named = recipe if isinstance(recipe, str) else " ".join(map(str, recipe))
+            yield pytest.param(family, recipe, id=f"{family}-{named}")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("families")
+    return {
+        family: saved(build(family, torch.bfloat16), place / family.replace(" ", "-"))
+        for family in BY_FAMILY
+    }
+
+
+def recipe_of(recipe: Any) -> Any:
+    modifier = {"QuantizationModifier": recipe}
+    return recipe if isinstance(recipe, str) else {"modifiers": [modifier]}
+
+
+def foretold(folder: Path, recipe: Any) -> Forecast:
+    return forecast(load_skeleton(folder), calipers.load_recipe(recipe_of(recipe)))
+
+
+@pytest.mark.parametrize(("family", "recipe"), list(cases()))
+def test_the_size_is_that_of_the_checkpoint(
+    family: str, recipe: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = folders[family]
+    found = foretold(source, recipe)
+    done = calipers.oneshot(
+        source,
+        recipe_of(recipe),
+        token_ids(),
+        output_dir=tmp_path / "out",
+        calibrate_all_experts=True,
+        progress=False,
+    )
+    assert found.before == size_on_disk(source)
+    assert found.after == size_on_disk(tmp_path / "out")
+    keys = ("module", "tensor", "format", "strategy", "observer", "data")
+    assert [{key: getattr(row, key) for key in keys} for row in found.rows] == done.plan.rows()
+    assert found.needs_data == done.plan.needs_data
+
+
+@pytest.mark.parametrize("family", list(BY_FAMILY))
+def test_what_is_not_quantized_keeps_its_size(family: str, folders: dict[str, Path]) -> None:
+    """Also where the head is quantized, and no longer one with the embedding."""
+    for recipe in ("W8A16", HEAD_TOO):
+        found = foretold(folders[family], recipe)
+        before, after = (
+            total - sum(getattr(row, side) for row in found.rows)
+            for side, total in (("before", found.before), ("after", found.after))
+        )
+        assert before == after > 0
+
+
+def test_a_skeleton_has_the_tensors_of_the_model_and_no_values(folders: dict[str, Path]) -> None:
+    for folder in folders.values():
+        skeleton, loaded = load_skeleton(folder), load_model(folder)
+        shapes = [
+            {name: (tensor.shape, tensor.dtype) for name, tensor in each.state_dict().items()}
+            for each in (skeleton, loaded)
+        ]
+        assert shapes[0] == shapes[1]
+        assert all(tensor.is_meta for tensor in skeleton.state_dict().values())
+
+
+def test_a_config_without_a_dtype(tmp_path: Path) -> None:
+    """The files tell it, as they do when the model is loaded."""
+    folder = saved(build("llama", torch.float16), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_skeleton(folder).dtype == load_model(folder).dtype == torch.float16
+
+
+def test_a_plan_needs_no_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folders["llama"] / "config.json").read_bytes())
+    assert foretold(tmp_path, "W4A16").after < foretold(tmp_path, "W8A16").after
+
+
+def test_alike_modules_are_one_row_for_people_and_all_rows_for_machines(model: Path) -> None:
+    arguments = ("plan", str(model), "--scheme", "W4A16", "--observer", "optimal")
+    told = run(*arguments)
+    assert (told.returncode, told.stderr) == (0, "")
+    lines = told.stdout.splitlines()
+    row = next(line for line in lines if "q_proj" in line)
+    assert row.split() == [
+        *("model.layers.{0..1}.self_attn.q_proj", "×2", "weight", "int4", "group", "128"),
+        *("optimal", "yes", "65.5", "kB", "16.9", "kB"),
+    ]
+    assert sum("q_proj" in line for line in lines) == 1
+    assert "14 tensors quantized; the checkpoint: 658 kB → 220 kB (33%)." in lines
+    assert "It needs data, for 14 tensors: --data of calipers quantize." in lines
+
+    data = json.loads(run_here(*arguments, "--json").stdout)
+    assert len(data["rows"]) == 14
+    assert data["before"] == size_on_disk(model)
+    assert data["rows"][0] == {
+        "module": "model.layers.0.self_attn.q_proj",
+        "tensor": "weight",
+        "format": "int4",
+        "strategy": "group 128",
+        "observer": "optimal",
+        "data": "yes",
+        "before": 128 * 128 * 2,
+        "after": 128 * 128 // 2 + 128 * 2 + 16,
+    }
+    every = run_here(*arguments, "--all").stdout
+    assert "model.layers.1.self_attn.q_proj " in every
+    assert "×" not in every
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["lm_head"], "lm_head"),
+        (["layers.3.mlp"], "layers.3.mlp"),
+        ([f"l.{i}.e.{j}.up" for i in (0, 1) for j in (0, 2, 3)], "l.{0..1}.e.{0,2..3}.up"),
+        (["h.0", "h.1"], "h.{0..1}"),
+        (["conv1d.7.w2", "conv1d.9.w2"], "conv1d.{7,9}.w2"),
+    ],
+)
+def test_one_name_for_many(names: list[str], told: str) -> None:
+    assert common_name(names) == told
