@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,7 +20,9 @@ PROGRAM = [sys.executable, "-m", "calipers.cli.main"]
 
 def environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """What a person without any settings has, and no network; None takes a variable away."""
-    settings = {"HF_HUB_OFFLINE": "1", "NO_COLOR": None, "COLUMNS": None, **(changes or {})}
+    unset = dict.fromkeys(("NO_COLOR", "FORCE_COLOR", "COLUMNS", "RANK"))
+    # Small models are no work for several threads, which wait for each other on a busy machine.
+    settings = {**unset, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(changes or {})}
     kept = {name: value for name, value in os.environ.items() if name not in settings}
     return kept | {name: value for name, value in settings.items() if value is not None}
 
@@ -41,6 +44,44 @@ def run(
         encoding="utf-8",
         **options,
     )
+
+
+class Terminal:
+    """The command in a terminal with colours, 200 columns wide."""
+
+    def __init__(
+        self, *arguments: str, cwd: Path, env: Mapping[str, str | None] | None = None
+    ) -> None:
+        self._ours, theirs = pty.openpty()
+        self._shown = b""
+        settings = {"TERM": "xterm-256color", "COLUMNS": "200", **(env or {})}
+        self.process = subprocess.Popen(
+            [*PROGRAM, *arguments],
+            cwd=cwd,
+            env=environment(settings),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+
+    def read_until(self, text: str | None) -> str:
+        """Return all that was shown, when a text has appeared or, for None, at the end."""
+        while text is None or text not in self._shown.decode(errors="replace"):
+            try:
+                self._shown += os.read(self._ours, 4096)
+            except OSError:  # nobody is at the other end any more
+                self.process.wait()
+                break
+        return self._shown.decode(errors="replace")
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
 
 
 def run_here(*arguments: str) -> Result:

@@ -186,6 +186,7 @@ _NAMES = {
 _OPTIONS = (
     *("overwrite", "trust_remote_code", "text_column", "pipeline", "batch_size", "max_shard_size"),
     *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "share_inputs"),
+    *("packing", "layers"),
 )
 _PHRASES = {
     r"no dataset was given": "there is no --data",

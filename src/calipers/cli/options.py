@@ -69,6 +69,29 @@ Tokenizer = Annotated[
 BatchSize = Annotated[
     int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per batch.")
 ]
+Samples = Annotated[
+    int, typer.Option("--samples", metavar="N", min=1, help="How many samples to take.")
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len",
+        metavar="N",
+        min=1,
+        help="The longest sample, in tokens.  [default: 2048, or the context of the model]",
+        show_default=False,
+    ),
+]
+Packing = Annotated[
+    bool | None,
+    typer.Option(
+        "--packing/--no-packing",
+        help="Join texts and cut the whole into samples of equal length.  "
+        "[default: for text files and demo]",
+        show_default=False,
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the choice of samples.")]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="Where to compute, such as cuda:0.")
 ]

@@ -21,14 +21,18 @@ from calipers.cli.options import (
     Device,
     Ignored,
     Model,
+    Packing,
     RecipeFile,
+    Samples,
     Scheme,
+    Seed,
+    SeqLen,
     TextColumn,
     Tokenizer,
     TrustRemoteCode,
     WeightObserver,
 )
-from calipers.cli.sources import data_source, model_source, recipe_source
+from calipers.cli.sources import data_source, model_source, packing_for, recipe_source
 from calipers.cli.words import size_in_words
 from calipers.errors import counted
 
@@ -42,19 +46,6 @@ _SHOWN = 5
 Output = Annotated[
     Path,
     typer.Option("--output", "-o", metavar="FOLDER", help="Where the checkpoint goes."),
-]
-Samples = Annotated[
-    int, typer.Option("--samples", metavar="N", min=1, help="How many samples to take.")
-]
-SeqLen = Annotated[
-    int | None,
-    typer.Option(
-        "--seq-len",
-        metavar="N",
-        min=1,
-        help="The longest sample, in tokens.  [default: 2048, or the context of the model]",
-        show_default=False,
-    ),
 ]
 Pipeline = Annotated[
     str,
@@ -85,7 +76,6 @@ ShareInputs = Annotated[
         help="Measure a tensor that several modules read once for all.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the choice of samples.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
 ShardSize = Annotated[
     str, typer.Option("--max-shard-size", metavar="SIZE", help="The largest file of tensors.")
@@ -104,6 +94,7 @@ def quantize(
     samples: Samples = 512,
     seq_len: SeqLen = None,
     batch_size: BatchSize = 1,
+    packing: Packing = None,
     text_column: TextColumn = None,
     tokenizer: Tokenizer = None,
     pipeline: Pipeline = "auto",
@@ -137,6 +128,7 @@ def quantize(
         num_calibration_samples=samples,
         max_seq_length=seq_len,
         batch_size=batch_size,
+        packing=packing_for(data, packing),
         text_column=text_column,
         pipeline=pipeline,  # type: ignore[arg-type]  # it checks
         on_unseen=on_unseen,  # type: ignore[arg-type]  # it checks

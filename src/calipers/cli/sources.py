@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from calipers.recipes import Recipe
 
 DEMO = "demo"
-_DATA = (
+DATA_KINDS = (
     "the path of a text, .jsonl, .json or .parquet file or of a folder of save_to_disk, or 'demo'"
 )
 
@@ -34,10 +34,15 @@ def data_source(name: str | None, part: Literal["calibration", "evaluation"]) ->
     if name is None or os.path.exists(name):
         return name
     if name != DEMO:
-        raise OptionsError(f"--data '{name}' does not exist", _DATA)
+        raise OptionsError(f"--data '{name}' does not exist", DATA_KINDS)
     from calipers.demo.text import library_texts
 
     return list(library_texts(part).values())
+
+
+def packing_for(name: str | None, chosen: bool | None) -> bool | None:
+    """Return whether texts are joined: those of ``demo`` are whole modules."""
+    return True if chosen is None and name == DEMO and not os.path.exists(name) else chosen
 
 
 def recipe_source(
@@ -58,6 +63,7 @@ def recipe_source(
         for option, value in {**chosen, "--ignore": ignore}.items():
             if value:
                 raise OptionsError(f"{option} has no meaning beside --recipe", "it in the recipe")
+    weights, activations = observer_choice(observer), observer_choice(activation_observer)
     from calipers.modifiers import QuantizationModifier
     from calipers.modifiers.choices import preset_name
     from calipers.recipes import load_recipe
@@ -68,8 +74,8 @@ def recipe_source(
         QuantizationModifier(
             scheme=preset_name(scheme),
             ignore=tuple(ignore or ["lm_head"]),
-            weight_observer=observer_choice(observer),  # type: ignore[arg-type]
-            activation_observer=observer_choice(activation_observer),  # type: ignore[arg-type]
+            weight_observer=weights,  # type: ignore[arg-type]
+            activation_observer=activations,  # type: ignore[arg-type]
             unmatched="error" if ignore else "ignore",
         )
     )

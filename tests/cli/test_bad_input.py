@@ -1,0 +1,198 @@
+"""What is wrong is said in one sentence, in the words of the command, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from shell import run
+from unprivileged import as_anybody
+
+W4A16 = ("--scheme", "W4A16")
+WITH_DATA = (*W4A16, "--observer", "optimal")
+
+
+def refused(
+    arguments: Sequence[object], *texts: str, code: int = 2, cwd: Path, **options: object
+) -> None:
+    """The command fails with these words, on standard error alone, and changes nothing."""
+    before = sorted(cwd.rglob("*"))
+    done = run(*map(str, arguments), cwd=cwd, **options)  # type: ignore[arg-type]
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    for text in texts:
+        assert text in done.stderr
+    for word in ("=True", "dataset=", "output_dir", "tokenizer="):
+        assert word not in done.stderr
+    assert sorted(cwd.rglob("*")) == before
+
+
+# Words
+
+
+def test_a_misspelt_scheme(model: Path, tmp_path: Path) -> None:
+    arguments = ("plan", model, "--scheme", "W4A61")
+    refused(arguments, "unknown scheme 'W4A61'. Did you mean 'W4A16'?", cwd=tmp_path)
+
+
+def test_a_misspelt_observer(model: Path, tmp_path: Path) -> None:
+    arguments = ("quantize", model, *W4A16, "--observer", "optimall", "-o", "out")
+    text = "--observer: Unknown observer 'optimall'. Did you mean 'optimal'?"
+    refused(arguments, text, cwd=tmp_path)
+
+
+def test_a_misspelt_option_of_an_observer_told_as_data(model: Path, tmp_path: Path) -> None:
+    option = ("--observer", "optimal,importence=hessian")
+    done = run("plan", str(model), *W4A16, *option, "--json", cwd=tmp_path)
+    error = json.loads(done.stderr)["error"]
+    assert (done.returncode, error["exit_code"], error["type"]) == (2, 2, "RecipeError")
+    assert error["message"].startswith(
+        "--observer: Unknown option 'importence' for observer 'optimal'. Did you mean 'importance'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ((), "The command has neither --scheme nor --recipe. Give one of them"),
+        ((*W4A16, "--recipe", "r.yaml"), "The command has both --scheme and --recipe. Give one"),
+        (("--recipe", "r.yaml", "--ignore", "x"), "--ignore has no meaning beside --recipe."),
+        ((*W4A16, "--data", "gone.txt"), "--data 'gone.txt' does not exist. Give the path of a"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: Sequence[str], text: str, model: Path, tmp_path: Path
+) -> None:
+    refused(("quantize", model, *options, "-o", "out"), text, cwd=tmp_path)
+
+
+def test_an_option_without_its_value(model: Path, tmp_path: Path) -> None:
+    arguments = ("plan", model, *W4A16, "--observer", "optimal,hessian")
+    text = "'hessian' in 'optimal,hessian' is no option of an observer. Give NAME=VALUE."
+    refused(arguments, text, cwd=tmp_path)
+
+
+def test_a_broken_recipe(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("modifiers:\n  QuantizationModifier:\n    shceme: W4A16\n")
+    arguments = ("quantize", model, "--recipe", "r.yaml", "-o", "out")
+    text = "r.yaml, line 3: unknown key 'shceme' in QuantizationModifier. Did you mean 'scheme'?"
+    refused(arguments, text, cwd=tmp_path)
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "texts"),
+    [
+        (["m/readme.txt"], "m", ["'m': there is no config.json in it. Give the folder or the"]),
+        (["m.safetensors"], "m.safetensors", ["it is a file"]),
+        (["m/model-Q4_K.gguf"], "m", ["'m' is a model in GGUF", "(model-Q4_K.gguf)"]),
+        (["m.gguf"], "m.gguf", ["in GGUF, the format of llama.cpp", 'gguf_file="m.gguf"']),
+        (
+            ["m/config.json", "m/pytorch_model.bin"],
+            "m",
+            ["The weights of 'm' are pickles (pytorch_model.bin)", "safetensors only", "convert"],
+        ),
+        (["m.pt"], "m.pt", ["are pickles (m.pt), which can run any code"]),
+        (["m/weights.pth"], "m", ["are pickles (weights.pth)"]),
+        ([], "./gone", ["Cannot load a model from './gone': there is no such folder."]),
+        ([], "no such name!", ["'no such name!': there is no such folder."]),
+    ],
+)
+def test_what_is_no_model(
+    files: Sequence[str], name: str, texts: Sequence[str], tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    refused(("quantize", name, *W4A16, "-o", "out"), *texts, cwd=tmp_path)
+
+
+def test_a_name_that_is_not_in_the_cache(tmp_path: Path) -> None:
+    texts = (
+        "Cannot load a model from 'nobody/nothing': there is no such folder, and on the hub: ",
+    )
+    cache = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = run("plan", "nobody/nothing", *W4A16, cwd=tmp_path, env=cache)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert texts[0] in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+# Data
+
+
+def test_text_without_a_tokenizer(model: Path, text: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, bare)
+    arguments = ("quantize", bare, *WITH_DATA, "--data", text, "-o", "out")
+    refused(arguments, "is text, and no tokenizer was given. Pass --tokenizer …", cwd=tmp_path)
+
+
+def test_data_that_is_not_text(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_bytes(b"abc\xff\xfe\x00")
+    arguments = ("quantize", model, *WITH_DATA, "--data", "d.txt", "-o", "out")
+    text = "The data file 'd.txt' is not UTF-8 text: byte 0xff at offset 3 of the file."
+    refused(arguments, text, cwd=tmp_path)
+
+
+def test_data_that_is_empty(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").touch()
+    arguments = ("quantize", model, *WITH_DATA, "--data", "d.jsonl", "-o", "out")
+    refused(arguments, "The data file 'd.jsonl' is empty", "Give at least one text", cwd=tmp_path)
+
+
+def test_no_data_where_it_is_needed(model: Path, tmp_path: Path) -> None:
+    arguments = ("quantize", model, "--scheme", "FP8", "-o", "out")
+    texts = ("there is no --data. Pass --data …", "calipers plan shows which tensors need data")
+    refused(arguments, "needs data for 14 tensors", *texts, cwd=tmp_path)
+
+
+# Output
+
+
+def test_an_output_that_is_there(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    arguments = ("quantize", model, *W4A16, "-o", "out")
+    refused(arguments, "exists already. Nothing was written.", "--overwrite", code=7, cwd=tmp_path)
+    text = "does not look like a checkpoint"
+    refused((*arguments, "--overwrite"), text, "thesis.txt", code=7, cwd=tmp_path)
+
+
+def test_a_path_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = ("quantize", model, *W4A16, "-o", "file/a/b")
+    text = f"Cannot write a checkpoint to '{tmp_path}/file/a/b': '{tmp_path}/file' is a file."
+    refused(arguments, text, code=7, cwd=tmp_path)
+
+
+def test_a_folder_that_is_read_only(model: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(0o555)
+    arguments = ("quantize", model, *W4A16, "-o", place / "a" / "out")
+    text = f"Cannot write a checkpoint to '{place}/a/out': '{place}' is not writable. Choose"
+    if subprocess.run(["true"], preexec_fn=as_anybody).returncode:
+        pytest.skip("root cannot give up its rights here")
+    refused(arguments, text, code=7, cwd=tmp_path, preexec_fn=as_anybody)
+
+
+# Failures
+
+
+def test_debug_shows_the_traceback_and_the_sentence(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    done = run("quantize", str(model), *W4A16, "-o", "out", "--debug", cwd=tmp_path)
+    assert done.returncode == 7
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.splitlines()[-1].startswith("Error: The output folder")

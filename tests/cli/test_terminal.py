@@ -1,0 +1,43 @@
+"""Colours and progress bars are for terminals that can show them, and for nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from shell import Terminal
+
+ESCAPE = "\x1b["
+WRONG = ("plan", "m.gguf", "--scheme", "W4A16")
+
+
+def on_terminal(*arguments: str, cwd: Path, env: dict[str, str]) -> str:
+    """Run the command in a terminal, and return all that it shows."""
+    with Terminal(*arguments, cwd=cwd, env=env) as terminal:
+        return terminal.read_until(None)
+
+
+def test_errors_are_red_where_there_are_colours(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    shown = on_terminal(*WRONG, cwd=tmp_path, env={})
+    assert shown.startswith(f"{ESCAPE}1;31mError: {ESCAPE}0m'm.gguf' is a model in GGUF")
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_no_colours_where_there_are_none(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    shown = on_terminal(*WRONG, cwd=tmp_path, env=env)
+    assert shown.startswith("Error: 'm.gguf' is a model in GGUF")
+    assert ESCAPE not in shown
+
+
+@pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}], ids=str)
+def test_a_person_sees_how_far_it_is(
+    env: dict[str, str], model: Path, text: Path, tmp_path: Path
+) -> None:
+    arguments = ("--scheme", "FP8", "--data", str(text), "--samples", "80", "--seq-len", "64")
+    shown = on_terminal("quantize", str(model), *arguments, "-o", "out", cwd=tmp_path, env=env)
+    assert "Written to out: 658 kB → 363 kB" in shown
+    assert (ESCAPE in shown) == (not env)
+    assert ("calibrating" in shown) == (not env)
+    assert ("5120/5120 tokens" in shown) == (not env)
