@@ -40,7 +40,7 @@ def test_the_pipeline_without_data_where_data_is_needed(output: Path) -> None:
 @FAMILIES
 @pytest.mark.parametrize("dataset", [[], [[]]], ids=["empty", "an empty row"])
 def test_an_empty_dataset(dataset: Any, family: str, pipeline: str, output: Path) -> None:
-    text = "there is nothing to calibrate with"
+    text = "there is nothing to run the model on"
     options = {"pipeline": pipeline, "output": output}
     refused(errors.EmptyDataError, text, build(family), FP8, dataset, **options)
 

@@ -132,8 +132,9 @@ def calibrated(
 
 def run_of(watched: WatchedModel, findings: Findings) -> Run:
     crew = Crew()
-    conclude = Conclusions(watched, findings, crew).conclude
-    return Run(watched, conclude, crew, Progress(False), torch.device("cpu"))
+    bars = Progress(False)
+    conclude = Conclusions(watched, findings, crew, bars).conclude
+    return Run(watched, conclude, crew, bars, torch.device("cpu"))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from calipers.calibration.concluding import Conclusions, Findings, report_coverage
 from calipers.calibration.coverage import Coverage, UnseenPolicy
-from calipers.calibration.data import Batches, calibration_batches
+from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew, fingerprint
 from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.calibration.freezing import freeze
@@ -64,7 +64,7 @@ def oneshot(
     output_dir: str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     num_calibration_samples: int = 512,
-    max_seq_length: int = 2048,
+    max_seq_length: int | None = None,
     batch_size: int = 1,
     packing: bool | None = None,
     shuffle: bool = True,
@@ -95,7 +95,8 @@ def oneshot(
     :param output_dir: where the checkpoint goes; None writes nothing
     :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
     :param num_calibration_samples: how many samples to take, over all processes
-    :param max_seq_length: the longest sample, in tokens
+    :param max_seq_length: the longest sample, in tokens; None: 2048, or what the model can take
+        where that is less
     :param batch_size: samples per batch
     :param packing: whether samples are joined and cut to equal length, so that nothing is padded
     :param shuffle: whether to take samples from everywhere, or from the beginning
@@ -167,9 +168,9 @@ def oneshot(
                 chosen = "sequential"  # where memory is short on one device, all go layer by layer
             findings = Findings(plan, Coverage(on_unseen))
             with WatchedModel(loaded, plan, share_inputs=share_inputs) as watched:
-                conclude = Conclusions(watched, findings, crew).conclude
-                bar = Progress(progress if crew.rank == 0 else False)
-                run = Run(watched, conclude, crew, bar, place)
+                bars = Progress(progress if crew.rank == 0 else False)
+                conclude = Conclusions(watched, findings, crew, bars).conclude
+                run = Run(watched, conclude, crew, bars, place)
                 _PIPELINES[chosen](run, batches)
             if crew.rank == 0:
                 report_coverage(findings.coverage)
@@ -197,15 +198,9 @@ def _load_batches(
     dataset: Any, tokenizer: Any, model: PreTrainedModel, crew: Crew, sampling: Mapping[str, Any]
 ) -> Batches:
     """Load the share of this process; ids that the model does not know are refused."""
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
-    return calibration_batches(
-        dataset,
-        tokenizer,
-        rank=crew.rank,
-        world_size=crew.world_size,
-        vocab_size=vocabulary,
-        **sampling,
-    )
+    limits = limits_of(model, sampling["max_seq_length"])
+    share = {"rank": crew.rank, "world_size": crew.world_size}
+    return calibration_batches(dataset, tokenizer, **{**sampling, **share, **limits})
 
 
 def plan_for(

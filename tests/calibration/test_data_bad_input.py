@@ -67,7 +67,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_an_empty_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(b"")
-    text = f"The data file '{path}' is empty: there is nothing to calibrate with."
+    text = f"The data file '{path}' is empty: there is nothing to run the model on."
     refused(EmptyDataError, text, path)
 
 
@@ -198,14 +198,14 @@ def test_records_of_no_use(record: Any, problem: str) -> None:
     [[], (), iter([]), torch.zeros(0, 4, dtype=torch.int64), datasets.Dataset.from_list([])],
 )
 def test_an_empty_dataset(dataset: Any) -> None:
-    with pytest.raises(EmptyDataError, match=r"^The .* is empty: there is nothing to calibrate"):
+    with pytest.raises(EmptyDataError, match=r"^The .* is empty: there is nothing to run"):
         calibration_batches(dataset)
 
 
 @pytest.mark.parametrize("dataset", [["", " "], [[], []], [{"text": ""}], [torch.tensor([])]])
 @pytest.mark.parametrize("packing", [True, False])
 def test_only_empty_records(dataset: Any, packing: bool) -> None:
-    text = "The dataset has only empty records: there is nothing to calibrate with."
+    text = "The dataset has only empty records: there is nothing to run the model on."
     refused(EmptyDataError, text, dataset, byte_tokenizer(bos=True), packing=packing)
 
 

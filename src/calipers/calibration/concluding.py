@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -18,6 +18,7 @@ from calipers.calibration.coverage import Coverage
 from calipers.calibration.distributed import Crew
 from calipers.calibration.lifecycle import observe
 from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor
+from calipers.calibration.progress import Progress
 from calipers.calibration.watching import WatchedModel
 from calipers.errors import CalipersWarning, UnseenModulesError
 from calipers.kernels.memory import Freed
@@ -53,8 +54,11 @@ class Conclusions:
     :param findings: where the results go
     """
 
-    def __init__(self, watched: WatchedModel, findings: Findings, crew: Crew) -> None:
+    def __init__(
+        self, watched: WatchedModel, findings: Findings, crew: Crew, progress: Progress
+    ) -> None:
         self._watched, self._findings, self._crew = watched, findings, crew
+        self._progress = progress
 
     def conclude(self, names: Iterable[str]) -> None:
         """Work out the parameters of some modules. All processes call this with the same names."""
@@ -153,7 +157,7 @@ class Conclusions:
         errors: dict[str, float] = {}
         freed = Freed()
         with self._crew.step("working out the parameters of weights"):
-            for group in self._crew.my_part(groups, self._size):
+            for group in self._counted(self._crew.my_part(groups, self._size)):
                 self._crew.check()
                 observe([self._watched.module(name) for name in group], "weight")
                 for name in group:
@@ -167,6 +171,16 @@ class Conclusions:
         for found, error in self._crew.share((mine, errors)):
             self._findings.qparams |= found
             self._findings.errors |= error
+
+    def _counted(self, groups: list[list[str]]) -> Iterator[list[str]]:
+        """Go through groups of weights and show how far this is."""
+        if not groups:
+            return
+        total = sum(map(len, groups))
+        with self._progress.counting("choosing scales", total, "weights") as add:
+            for group in groups:
+                yield group
+                add(len(group))
 
     def _forget(self, names: Iterable[str]) -> None:
         """Let observers go of the weights and sums they have no more use for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,10 @@ class Run:
     progress: Progress
     device: torch.device
 
+    def counting_tokens(self, batches: Batches) -> AbstractContextManager[Callable[[float], None]]:
+        """Show how many tokens have run."""
+        return self.progress.counting("calibrating", batches.num_tokens, "tokens")
+
 
 def run_datafree(run: Run) -> None:
     """Conclude from the weights alone."""
@@ -43,7 +47,7 @@ def run_basic(run: Run, batches: Batches) -> None:
     """Run each batch through the whole model."""
     model, head = run.watched.model, _head_is_idle(run.watched)
     with onloaded([model], run.device):
-        with run.crew.step("calibrating the model"), run.progress.tokens(batches.num_tokens) as add:
+        with run.crew.step("calibrating the model"), run.counting_tokens(batches) as add:
             for index, batch in enumerate(batches):
                 run.crew.check()
                 with run.watched.batch(index, batch["attention_mask"]):
@@ -52,7 +56,7 @@ def run_basic(run: Run, batches: Batches) -> None:
         run.conclude(run.watched.plan.names)
 
 
-def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> None:
+def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> Any:
     """Run a batch without a cache and, where the model can, without logits that nobody needs.
 
     Tokens have the positions they would have without padding.
@@ -63,7 +67,7 @@ def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False)
     if mask is not None and not bool(mask.all()):
         kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     wanted = {name: value for name, value in kwargs.items() if name in accepted}
-    model(**{**wanted, **batch})
+    return model(**{**wanted, **batch})
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -34,7 +34,7 @@ def run_sequential(run: Run, batches: Batches) -> None:
     shared = run.crew.share({name for name in outside if run.watched.tokens(name)})
     before = [name for name in outside if name in set().union(*shared)]
     run.conclude(before)
-    with run.progress.tokens(batches.num_tokens) as add:
+    with run.counting_tokens(batches) as add:
         for number, (prefix, layer) in enumerate(layers.items()):
             with onloaded([layer], run.device):
                 with run.crew.step(f"calibrating {prefix}"):

@@ -56,6 +56,12 @@ from calipers.errors.data import (
     TokenIdError,
     UnknownDatasetError,
 )
+from calipers.errors.evaluation import (
+    BrokenLogitsError,
+    LayersMismatchError,
+    SameNameError,
+    VocabularyMismatchError,
+)
 from calipers.errors.observing import (
     ComplexTensorError,
     ConfigurationMismatchError,
@@ -106,6 +112,7 @@ __all__ = [
     "AlreadyQuantizedError",
     "BatchError",
     "BrokenJsonError",
+    "BrokenLogitsError",
     "CalipersError",
     "CalipersWarning",
     "ChangedInputError",
@@ -134,6 +141,7 @@ __all__ = [
     "ImportanceError",
     "ImportanceUnsupportedError",
     "InvalidOptionError",
+    "LayersMismatchError",
     "LayoutError",
     "MaskShapeError",
     "MergeError",
@@ -162,6 +170,7 @@ __all__ = [
     "RecordError",
     "RegistrationError",
     "RemoteCodeError",
+    "SameNameError",
     "SavedStateError",
     "ShapeChangedError",
     "SourceFolderError",
@@ -184,6 +193,7 @@ __all__ = [
     "UnseenModulesError",
     "UnsuitableError",
     "UnsupportedFormatError",
+    "VocabularyMismatchError",
     "WeightGoneError",
     "counted",
     "did_you_mean",

@@ -115,8 +115,8 @@ class EmptyDataError(DataError):
 
     def __init__(self, what: str, problem: str = "is empty") -> None:
         super().__init__(
-            f"{what} {problem}: there is nothing to calibrate with. Give at least one text or "
-            "list of token ids; several hundred make reliable ranges."
+            f"{what} {problem}: there is nothing to run the model on. Give at least one text or "
+            "list of token ids; several hundred make reliable figures."
         )
 
 

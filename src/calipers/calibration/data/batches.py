@@ -16,6 +16,8 @@ from calipers.errors import CalipersWarning, DataOptionError
 
 FEW_SAMPLES = 32
 FEW_TOKENS = 4096
+LONG_SAMPLE = 2048
+"""How many tokens a sample has at most where nobody said it, and the model takes more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,7 @@ def calibration_batches(
     rank: int = 0,
     world_size: int = 1,
     vocab_size: int | None = None,
+    for_ranges: bool = True,
 ) -> Batches:
     """Turn whatever data the user has into batches of token ids.
 
@@ -88,6 +91,7 @@ def calibration_batches(
     :param rank: which process this is; it gets the samples ``rank::world_size``
     :param world_size: how many processes there are
     :param vocab_size: how many tokens the model knows; ids beyond are refused
+    :param for_ranges: whether ranges are found with the data; then it may be too little
     """
     _check_numbers(
         num_samples=num_samples,
@@ -105,13 +109,36 @@ def calibration_batches(
         if packing:
             raise DataOptionError("packing", packing, "left out for batches that are ready-made")
         ready = checked(source.batches, num_samples, vocab_size)
-        return _told(_dealt(ready, num_samples, rank, world_size), rank)
+        return _told(_dealt(ready, num_samples, rank, world_size, for_ranges), rank)
     reader = Reader.of(source.first, tokenizer, text_column, vocab_size)
     samples, notes = take_samples(source, reader, num_samples, max_seq_length, packing, order)
-    notes += _about_size(len(samples), sum(map(len, samples)), num_samples)
+    notes += _about_size(len(samples), sum(map(len, samples)), num_samples, for_ranges)
     pad = pad_id(tokenizer, vocab_size)
     ours = batched(samples[rank::world_size], batch_size, padding_side, pad)
     return _told(Batches(tuple(ours), notes), rank)
+
+
+def limits_of(model: Any, max_seq_length: int | None) -> dict[str, Any]:
+    """Return what a model sets bounds to: the ids of tokens, and how many of them a sample has.
+
+    :param max_seq_length: what the user wants; None for what the model takes
+    """
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or LONG_SAMPLE
+    if max_seq_length is None:
+        max_seq_length = min(LONG_SAMPLE, context)
+    elif isinstance(max_seq_length, int) and max_seq_length > context:
+        warnings.warn(
+            f"max_seq_length={max_seq_length} is longer than what {type(model).__name__} takes: "
+            f"{context} tokens (max_position_embeddings). What it computes beyond them may mean "
+            "nothing.",
+            CalipersWarning,
+            stacklevel=2,
+        )
+    return {
+        "vocab_size": getattr(config, "vocab_size", None),
+        "max_seq_length": max_seq_length,
+    }
 
 
 def _check_numbers(**numbers: int) -> None:
@@ -120,7 +147,9 @@ def _check_numbers(**numbers: int) -> None:
             raise DataOptionError(name, number, "a whole number, 1 or more")
 
 
-def _dealt(ready: Iterable[Batch], wanted: int, rank: int, world_size: int) -> Batches:
+def _dealt(
+    ready: Iterable[Batch], wanted: int, rank: int, world_size: int, for_ranges: bool
+) -> Batches:
     """Every ``world_size``-th batch; the others are only counted."""
     ours = []
     samples = tokens = 0
@@ -129,10 +158,12 @@ def _dealt(ready: Iterable[Batch], wanted: int, rank: int, world_size: int) -> B
         tokens += int(batch["attention_mask"].sum())
         if index % world_size == rank:
             ours.append(batch)
-    return Batches(tuple(ours), _about_size(samples, tokens, wanted))
+    return Batches(tuple(ours), _about_size(samples, tokens, wanted, for_ranges))
 
 
-def _about_size(samples: int, tokens: int, wanted: int) -> tuple[str, ...]:
+def _about_size(samples: int, tokens: int, wanted: int, for_ranges: bool) -> tuple[str, ...]:
+    if not for_ranges:
+        return ()
     notes = []
     if samples < wanted:
         notes.append(f"The data has {samples} samples; {wanted} were asked for (num_samples).")

@@ -1,0 +1,45 @@
+"""Models that cannot be judged."""
+
+from __future__ import annotations
+
+from calipers.errors.base import CalipersError, ConfigurationError
+
+
+class VocabularyMismatchError(ConfigurationError):
+    """Two models that do not predict the same tokens."""
+
+    def __init__(self, name: str, size: int, base_size: int) -> None:
+        super().__init__(
+            f"'{name}' predicts {size:,} tokens, and the float model {base_size:,}. Only "
+            "checkpoints of the same model can be compared; give the model that it was made from."
+        )
+
+
+class LayersMismatchError(ConfigurationError):
+    """Two models of different depth."""
+
+    def __init__(self, name: str, layers: int, base_layers: int) -> None:
+        super().__init__(
+            f"'{name}' has {layers} decoder layers, and the float model {base_layers}. Only "
+            "checkpoints of the same model can be compared; give the model that it was made from."
+        )
+
+
+class BrokenLogitsError(CalipersError, ArithmeticError):
+    """A model that computes NaN or Inf."""
+
+    exit_code = 3
+
+    def __init__(self, name: str, sample: int) -> None:
+        super().__init__(
+            f"'{name}' computes logits that are NaN or Inf, first in sample {sample}. It cannot be "
+            "judged, and should not be served. Look for a scale that is not finite, or for "
+            "activations that leave the range of its dtype."
+        )
+
+
+class SameNameError(ConfigurationError):
+    """A checkpoint that is given twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The checkpoint '{name}' is given twice. Give each once.")
