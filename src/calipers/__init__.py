@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from calipers.entrypoint import OneshotResult, oneshot
     from calipers.errors import CalipersError, CalipersWarning
+    from calipers.evaluation import Evaluation, evaluate
     from calipers.modifiers import IMatrixGatherer, QuantizationModifier
     from calipers.observers import (
         Observer,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CalipersError",
     "CalipersWarning",
+    "Evaluation",
     "IMatrixGatherer",
     "Observer",
     "OneshotResult",
@@ -37,6 +39,7 @@ __all__ = [
     "QuantizationModifier",
     "Recipe",
     "__version__",
+    "evaluate",
     "flatten_for_calibration",
     "fuse_weight_observers",
     "get_observer_token_count",
@@ -47,12 +50,14 @@ __all__ = [
 _HOMES = {
     "CalipersError": "calipers.errors",
     "CalipersWarning": "calipers.errors",
+    "Evaluation": "calipers.evaluation",
     "IMatrixGatherer": "calipers.modifiers",
     "Observer": "calipers.observers",
     "OneshotResult": "calipers.entrypoint",
     "QParamsDict": "calipers.observers",
     "QuantizationModifier": "calipers.modifiers",
     "Recipe": "calipers.recipes",
+    "evaluate": "calipers.evaluation",
     "flatten_for_calibration": "calipers.observers",
     "fuse_weight_observers": "calipers.observers",
     "get_observer_token_count": "calipers.observers",

@@ -28,6 +28,13 @@ def table(
     return made
 
 
+def add_row(made: Table, *cells: str) -> None:
+    """Add a row of plain text, in which brackets mean nothing."""
+    from rich.text import Text
+
+    made.add_row(*map(Text, cells))
+
+
 def facts_table(facts: Mapping[str, str]) -> Table:
     """Return a table of words and what there is to say about each."""
     from rich.table import Table

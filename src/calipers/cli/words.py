@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from calipers.evaluation import Estimate
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -19,6 +23,21 @@ def size_in_words(size: float) -> str:
     while abs(size) >= 999.5 and power < len(_UNITS) - 1:
         size, power = size / 1000, power + 1
     return f"{size:.3g} {_UNITS[power]}"
+
+
+def optional_size(size: int | None) -> str:
+    """Return a size with a unit, or nothing where it is not known."""
+    return "" if size is None else size_in_words(size)
+
+
+def interval(estimate: Estimate, form: str) -> str:
+    """Return a figure with its interval.
+
+    >>> from calipers.evaluation import Estimate
+    >>> interval(Estimate(0.25, 0.2, 0.3125), "+.2f")
+    '+0.25 [+0.20, +0.31]'
+    """
+    return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
 
 
 def pattern_of(name: str) -> str:

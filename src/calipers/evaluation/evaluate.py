@@ -1,0 +1,106 @@
+"""Any number of checkpoints beside the model they were made from, on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from calipers.calibration.data import calibration_batches, limits_of
+from calipers.calibration.progress import Progress
+from calipers.checkpoint.reader import load_model, load_tokenizer
+from calipers.checkpoint.sizes import size_on_disk
+from calipers.errors import SameNameError
+from calipers.evaluation.judging import Judge
+from calipers.evaluation.results import Evaluation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    Source: TypeAlias = PreTrainedModel | str | Path
+
+
+def evaluate(
+    model: Source,
+    checkpoints: Mapping[str, Source] | Sequence[str | Path],
+    dataset: Any,
+    *,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    num_samples: int = 512,
+    max_seq_length: int | None = None,
+    batch_size: int = 1,
+    packing: bool | None = None,
+    seed: int = 0,
+    text_column: str | None = None,
+    device: torch.device | str | None = None,
+    layers: bool = True,
+    trust_remote_code: bool = False,
+    progress: bool | None = None,
+) -> Evaluation:
+    """Judge checkpoints by the model they were made from, on text that neither has seen.
+
+    Two models are in memory at a time. Models run as they are stored, in their own dtype. All
+    intervals come from the same draws of samples, so that differences are those of the same text.
+
+    :param model: the float model, or the path or name to load it from
+    :param checkpoints: paths, or models and paths by name; may be empty
+    :param dataset: the text; what :func:`calipers.oneshot` takes as data
+    :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
+    :param num_samples: how many samples to take
+    :param max_seq_length: the longest sample, in tokens; None: 2048, or what the model can take
+        where that is less
+    :param batch_size: samples per batch
+    :param packing: whether samples are joined and cut to equal length, so that nothing is padded
+    :param seed: of the choice of samples
+    :param text_column: the column of the text, where records have several
+    :param device: where the models compute; by default where the float model is
+    :param layers: whether to measure the error of each decoder layer, which takes longer
+    :param trust_remote_code: whether code that comes with a model may run
+    :param progress: whether to show progress bars; None: if a person looks at standard error
+    """
+    named = _named(checkpoints)
+    base = load_model(model, trust_remote_code=trust_remote_code, quantized=True)
+    words = load_tokenizer(tokenizer, base, trust_remote_code=trust_remote_code)
+    batches = calibration_batches(
+        dataset,
+        words,
+        num_samples=num_samples,
+        batch_size=batch_size,
+        packing=packing,
+        seed=seed,
+        text_column=text_column,
+        for_ranges=False,
+        **limits_of(base, max_seq_length),
+    )
+    place = base.device if device is None else torch.device(device)
+    judge = Judge(base, batches, place, Progress(progress), measure_layers=layers)
+    judge.judge_base()
+    for name, source in named.items():
+        loaded = load_model(source, trust_remote_code=trust_remote_code, quantized=True)
+        judge.judge(name, loaded)
+        del loaded  # before the next one is loaded
+    sizes = {name: _stored_size(source) for name, source in named.items()}
+    return judge.evaluation(_stored_size(model), sizes)
+
+
+def _named(checkpoints: Mapping[str, Source] | Sequence[str | Path]) -> dict[str, Source]:
+    """Give each checkpoint a name: that of its folder, or its path where folders share a name."""
+    if isinstance(checkpoints, Mapping):
+        return dict(checkpoints)
+    paths = [str(path) for path in checkpoints]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise SameNameError(path)
+    short = [Path(path).name for path in paths]
+    return {
+        name if short.count(name) == 1 else path: path
+        for name, path in zip(short, paths, strict=True)
+    }
+
+
+def _stored_size(source: Source) -> int | None:
+    if not isinstance(source, (str, Path)) or not Path(source).is_dir():
+        return None
+    return size_on_disk(Path(source))

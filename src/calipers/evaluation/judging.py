@@ -1,0 +1,153 @@
+"""One checkpoint after another, beside the float model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from calipers.calibration.data import Batch, Batches
+from calipers.calibration.pipelines import call_model, moved, onloaded
+from calipers.calibration.progress import Progress
+from calipers.errors import (
+    BrokenLogitsError,
+    CalipersWarning,
+    EmptyDataError,
+    VocabularyMismatchError,
+)
+from calipers.evaluation.bootstrap import Bootstrap
+from calipers.evaluation.layers import LayerComparison, LayerError
+from calipers.evaluation.results import BASE, CheckpointScores, Evaluation, Scores, key, perplexity
+from calipers.evaluation.scoring import score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FEW_SAMPLES = 20
+_KEPT_LOGITS = 1 << 28
+"""How many logits of the float model are kept, instead of computed anew for each checkpoint."""
+
+
+class Judge:
+    """Runs one checkpoint after another beside the float model, and adds up what each loses."""
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        batches: Batches,
+        device: torch.device,
+        progress: Progress,
+        *,
+        measure_layers: bool,
+    ) -> None:
+        self._base, self._batches, self._device = base, batches, device
+        self._progress, self._measure_layers = progress, measure_layers
+        self._layers: dict[str, tuple[LayerError, ...]] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._kept: list[Tensor] | None = [] if self._few_logits() else None
+
+    def _few_logits(self) -> bool:
+        if self._measure_layers:  # the float model must run again anyway
+            return False
+        places = sum(batch["input_ids"].numel() for batch in self._batches)
+        size = getattr(self._base.config.get_text_config(), "vocab_size", _KEPT_LOGITS)
+        return places * size <= _KEPT_LOGITS
+
+    def judge_base(self) -> None:
+        """Run the float model alone."""
+        found = []
+        with onloaded([self._base], self._device):
+            for number, batch in self._counted("the float model"):
+                logits = self._logits(self._base, batch)
+                if self._kept is not None:
+                    self._kept.append(logits.cpu())
+                found.append(self._scored("the float model", number, logits, batch, None))
+        sums = _joined(found)
+        if not sums["tokens"].any():
+            raise EmptyDataError("The data", "has only samples of one token, which predict none")
+        self._sums |= {"tokens": sums["tokens"], key("nll", BASE): sums["nll"]}
+
+    def judge(self, name: str, model: PreTrainedModel) -> None:
+        """Run a checkpoint beside the float model."""
+        comparison = LayerComparison(self._base, model, name) if self._measure_layers else None
+        found = []
+        with onloaded([self._base, model], self._device):
+            for number, batch in self._counted(name):
+                mask = batch["attention_mask"]
+                # A checkpoint is ready only when it has run once: transformers unpacks it then.
+                with nullcontext() if comparison is None else comparison.other_runs():
+                    logits = self._logits(model, batch)
+                with nullcontext() if comparison is None else comparison.base_runs(mask):
+                    base = self._base_logits(number, batch)
+                if logits.shape[-1] != base.shape[-1]:
+                    raise VocabularyMismatchError(name, logits.shape[-1], base.shape[-1])
+                found.append(self._scored(name, number, logits, batch, base))
+        sums = _joined(found)
+        self._sums |= {key(kind, name): sums[kind] for kind in ("nll", "kl", "agreed")}
+        self._layers[name] = () if comparison is None else comparison.errors()
+
+    def evaluation(self, base_size: int | None, sizes: Mapping[str, int | None]) -> Evaluation:
+        """Return what was found."""
+        counted = self._sums["tokens"] > 0
+        samples = int(counted.sum())
+        if samples < FEW_SAMPLES:
+            warnings.warn(
+                f"Only {samples} samples were evaluated: the intervals, which come from drawing "
+                f"samples, are unreliable. Use at least {FEW_SAMPLES}, better hundreds.",
+                CalipersWarning,
+                stacklevel=3,
+            )
+        told = Bootstrap({name: each[counted] for name, each in self._sums.items()})
+        return Evaluation(
+            Scores(base_size, told.estimate(lambda sums: perplexity(sums, BASE))),
+            {name: self._scores(name, size, told) for name, size in sizes.items()},
+            samples,
+            int(self._sums["tokens"].sum()),
+            told,
+        )
+
+    def _scores(self, name: str, size: int | None, told: Bootstrap) -> CheckpointScores:
+        return CheckpointScores(
+            size,
+            told.estimate(lambda sums: perplexity(sums, name)),
+            told.estimate(lambda sums: perplexity(sums, name) - perplexity(sums, BASE)),
+            told.estimate(lambda sums: sums[key("kl", name)] / sums["tokens"]),
+            told.estimate(lambda sums: sums[key("agreed", name)] / sums["tokens"]),
+            self._layers[name],
+        )
+
+    def _counted(self, name: str) -> Iterator[tuple[int, Batch]]:
+        with self._progress.counting(
+            f"evaluating {name}", self._batches.num_tokens, "tokens"
+        ) as add:
+            for number, batch in enumerate(self._batches):
+                yield number, batch
+                add(int(batch["attention_mask"].sum()))
+
+    def _base_logits(self, number: int, batch: Batch) -> Tensor:
+        if self._kept is not None:
+            return self._kept[number].to(self._device)
+        return self._logits(self._base, batch)
+
+    @torch.no_grad()
+    def _logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        logits: Tensor = call_model(model, moved(batch, self._device)).logits
+        return logits
+
+    def _scored(
+        self, name: str, number: int, logits: Tensor, batch: Batch, base: Tensor | None
+    ) -> dict[str, Tensor]:
+        found = score(logits, batch, base)
+        if not found["nll"].isfinite().all():
+            before = sum(len(other["input_ids"]) for other in self._batches.batches[:number])
+            broken = int((~found["nll"].isfinite()).nonzero()[0])
+            raise BrokenLogitsError(name, before + broken)
+        return found
+
+
+def _joined(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([each[name] for each in found]) for name in found[0]}

@@ -1,0 +1,106 @@
+"""How far the outputs of each decoder layer are from those of the float model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calipers.calibration.sequential import decoder_layers
+from calipers.errors import LayersMismatchError
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """‖h′ − h‖ / ‖h‖ of the outputs of a layer, on average over tokens.
+
+    :param own: what the layer itself adds: its inputs are those of the float model
+    :param output: what has come together at its output while the quantized model runs
+    """
+
+    layer: str
+    own: float
+    output: float
+
+
+class LayerComparison:
+    """Compares the layers of two models while both run, batch by batch.
+
+    :param name: how messages call the other model
+    """
+
+    def __init__(self, base: nn.Module, other: nn.Module, name: str) -> None:
+        found = decoder_layers(base)
+        self._names, self._base = list(found), list(found.values())
+        self._other = list(decoder_layers(other).values())
+        if len(self._base) != len(self._other):
+            raise LayersMismatchError(name, len(self._other), len(self._base))
+        self._outputs: dict[int, Tensor] = {}
+        self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64)
+        self._tokens = 0
+
+    @contextmanager
+    def other_runs(self) -> Iterator[None]:
+        """While this is open, the other model runs a batch."""
+
+        def keep(number: int, _args: Any, _kwargs: Any, output: Tensor) -> None:
+            self._outputs[number] = output
+
+        with _told(self._other, keep):
+            yield
+
+    @contextmanager
+    def base_runs(self, mask: Tensor) -> Iterator[None]:
+        """While this is open, the float model runs the same batch, after the other one."""
+
+        def compare(number: int, args: Any, kwargs: Any, output: Tensor) -> None:
+            again = _hidden(self._other[number].forward(*args, **kwargs))
+            errors = [_relative(each, output, mask) for each in (again, self._outputs.pop(number))]
+            self._sums[number] += torch.tensor(errors, dtype=torch.float64)
+
+        self._tokens += int((mask != 0).sum())
+        with _told(self._base, compare):
+            yield
+
+    def errors(self) -> tuple[LayerError, ...]:
+        """Return the errors of all layers, in order."""
+        means = (self._sums / max(1, self._tokens)).tolist()
+        return tuple(
+            LayerError(name, own, output)
+            for name, (own, output) in zip(self._names, means, strict=True)
+        )
+
+
+@contextmanager
+def _told(
+    layers: Sequence[nn.Module], tell: Callable[[int, Any, Any, Tensor], None]
+) -> Iterator[None]:
+    """Tell what goes into each layer and what comes out of it."""
+
+    def hook(number: int) -> Callable[..., None]:
+        return lambda _, args, kwargs, output: tell(number, args, kwargs, _hidden(output))
+
+    with ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            handle = layer.register_forward_hook(hook(number), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _hidden(output: Any) -> Tensor:
+    """The hidden states: all that a layer returns, or the first of it."""
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found
+
+
+def _relative(found: Tensor, expected: Tensor, mask: Tensor) -> float:
+    """The sum of ‖found − expected‖ / ‖expected‖ over the tokens that count."""
+    counts = (mask != 0).to(expected.device)
+    expected, found = expected[counts].float(), found.to(expected.device)[counts].float()
+    norm = torch.linalg.vector_norm(expected, dim=-1)
+    error = torch.linalg.vector_norm(found - expected, dim=-1)
+    return float(torch.where(error > 0, error / norm, 0.0).double().sum())
