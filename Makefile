@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
+DEMO ?= calipers-demo
 NATIVE := $(wildcard src/calipers/kernels/native/*)
 
 # For what is installed and for what builds it; the second name is that of newer versions of pip.
@@ -40,8 +41,8 @@ format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-demo: $(READY) ## observe a random transformer block with every observer
-	$(BIN)/python -m calipers.demo
+demo: $(READY) ## quantize the small model that ships in five ways, and compare them
+	$(BIN)/calipers demo --output $(DEMO)
 
 bench: $(BENCH_READY) ## agreement with the peer, and the memory of a large search
 	$(BIN)/python benchmarks/agreement.py

@@ -2,12 +2,108 @@
 
 from __future__ import annotations
 
-from calipers.cli.command import Report
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from calipers.cli.command import Report, console, shows_progress
+from calipers.cli.tables import add_row, table
+from calipers.cli.words import interval, optional_size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from calipers.demo.run import DemoResult
+
+Folder = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the checkpoints go.")
+]
 
 
-def demo() -> Report:
-    """To be written.
+def demo(output: Folder = Path("calipers-demo")) -> Report:
+    """Quantize the model that ships in five ways, load each checkpoint, and compare them.
+
+    Nothing is downloaded: the text is the standard library of this Python. Checkpoints of an
+    earlier demo are replaced.
 
     Example: calipers demo
     """
-    return Report({}, "nothing")
+    from calipers.demo.run import run_demo
+
+    result = run_demo(output, tell=_tell, progress=shows_progress())
+    return Report(_data(result), _view(result))
+
+
+def _tell(text: str) -> None:
+    """Say what happens now, if a person looks."""
+    if shows_progress():
+        console(for_errors=True).print(text, style="bold")
+
+
+def _data(result: DemoResult) -> dict[str, Any]:
+    return {
+        "folder": str(result.folder),
+        "seconds": result.seconds,
+        "gain": result.gain.as_dict(),
+        "evaluation": result.evaluation.as_dict(),
+    }
+
+
+def _view(result: DemoResult) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    said = (_about(result), _verdict(result), "", _next_steps(result))
+    return Group(_table(result), Text("\n".join(said)))
+
+
+def _about(result: DemoResult) -> str:
+    return (
+        f"Perplexity per byte, on {result.evaluation.tokens:,} bytes of modules that were in "
+        "neither training nor calibration. A change whose interval holds 0 may be noise."
+    )
+
+
+def _verdict(result: DemoResult) -> str:
+    from calipers.demo.run import CLASSIC, OPTIMAL
+
+    noise = "within noise" if result.gain.holds(0) else "beyond noise"
+    change = interval(result.gain, "+.4f")
+    return (
+        f"{OPTIMAL.scheme}: {OPTIMAL.weights} changes the perplexity of {CLASSIC.weights} by "
+        f"{change}, {noise}."
+    )
+
+
+def _next_steps(result: DemoResult) -> str:
+    from calipers.demo.run import OPTIMAL
+
+    best = result.folder / OPTIMAL.folder
+    return f"""\
+The checkpoints are in {result.folder}. What to try next:
+  calipers evaluate demo {best} --data demo
+  calipers plan demo --scheme NVFP4
+  calipers quantize YOUR_MODEL --scheme W4A16 --observer optimal --data YOUR.jsonl -o OUT"""
+
+
+def _table(result: DemoResult) -> Table:
+    from calipers.demo.run import WAYS
+
+    numbers = ("size", "perplexity", "change [95 % interval]", "seconds")
+    made = table("scheme", "observers", *numbers, numbers=numbers, wrapped=())
+    base = result.evaluation.base
+    add_row(made, "bfloat16", "", optional_size(base.size), f"{base.perplexity.value:.4f}")
+    for way in WAYS:
+        scores = result.evaluation.checkpoints[way.folder]
+        add_row(
+            made,
+            way.scheme,
+            way.observers,
+            optional_size(scores.size),
+            f"{scores.perplexity.value:.4f}",
+            interval(scores.change, "+.4f"),
+            f"{result.seconds[way.folder]:.1f}",
+        )
+    return made
