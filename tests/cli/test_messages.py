@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from calipers.cli.command import Report, add_to, as_options
+from calipers import errors
+from calipers.cli import INTERRUPTED, command
+from calipers.cli.command import OUR_BUG, Report, add_to, as_options
 from calipers.errors import CalipersWarning, UnseenModulesError
 
 
 @pytest.mark.parametrize(
-    ("python", "command"),
+    ("python", "spelt"),
     [
         ("Pass overwrite=True to replace it.", "Pass --overwrite to replace it."),
         ('pass on_unseen="weights_only".', "pass --on-unseen weights_only."),
@@ -31,8 +35,8 @@ from calipers.errors import CalipersWarning, UnseenModulesError
         ),
     ],
 )
-def test_arguments_are_spelt_as_options(python: str, command: str) -> None:
-    assert as_options(python) == command
+def test_arguments_are_spelt_as_options(python: str, spelt: str) -> None:
+    assert as_options(python) == spelt
 
 
 def invoke(error: BaseException | None, *arguments: str) -> Result:
@@ -94,6 +98,14 @@ def test_interrupts_however_libraries_wrap_them() -> None:
     done = invoke(wrapped)
     assert done.exit_code == 130
     assert done.stderr.endswith("Error: Interrupted. Nothing half-written is left.\n")
+
+
+def test_the_documents_have_every_exit_code() -> None:
+    readme = (Path(command.__file__).parent / "README.md").read_text()
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \| ", readme, re.MULTILINE)}
+    kinds = (getattr(errors, name) for name in errors.__all__)
+    ours = {kind.exit_code for kind in kinds if hasattr(kind, "exit_code")}
+    assert listed == ours | {0, OUR_BUG, INTERRUPTED}
 
 
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
