@@ -1,12 +1,14 @@
-"""Every Python block of the documents runs, top to bottom, each document in one namespace."""
+"""Every Python block and every command of the documents runs, top to bottom, as a reader would."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shell import run
 
 from calipers import load_recipe
 
@@ -20,14 +22,48 @@ def blocks(document: Path, language: str = "python") -> list[str]:
     return re.findall(fenced, document.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def commands(document: Path, program: str) -> list[str]:
+    lines = [line for block in blocks(document, "sh") for line in block.splitlines()]
+    return [line.partition("#")[0].strip() for line in lines if line.startswith(f"{program} ")]
+
+
+def having(kind: str, found: Any) -> Any:
+    """Parametrize by the documents in which something is found; there must be some."""
+    documents = [document for document in DOCUMENTS if found(document)]
+    assert documents, kind
+    return pytest.mark.parametrize(
+        "document", documents, ids=lambda path: str(path.relative_to(ROOT))
+    )
+
+
+@having("python", blocks)
 def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write
-    found = blocks(document)
-    assert found
     namespace: dict[str, Any] = {"__name__": "document"}
-    for block in found:
+    for block in blocks(document):
         exec(compile(block, str(document), "exec"), namespace)
+
+
+@having("calipers", lambda document: commands(document, "calipers"))
+def test_commands_run(document: Path, tmp_path: Path) -> None:
+    for line in commands(document, "calipers"):
+        done = run(*shlex.split(line)[1:], cwd=tmp_path)
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+        assert done.stdout
+
+
+@having("make", lambda document: commands(document, "make"))
+def test_make_targets_exist(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for line in commands(document, "make"):
+        assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE), line
+
+
+def test_every_shell_line_is_tried() -> None:
+    """There are no other commands in the README."""
+    lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
+    tried = [*commands(ROOT / "README.md", "calipers"), *commands(ROOT / "README.md", "make")]
+    assert len(lines) == len(tried) >= 5
 
 
 def test_yaml_blocks_are_recipes() -> None:
@@ -35,13 +71,6 @@ def test_yaml_blocks_are_recipes() -> None:
     assert found
     for block in found:
         assert load_recipe(block).modifiers
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_make_targets_exist(document: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([a-z-]+)", document.read_text(), re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

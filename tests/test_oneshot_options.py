@@ -12,6 +12,8 @@ from models import small_llama
 from words import byte_tokenizer
 
 import calipers
+from calipers.calibration.data import limits_of
+from calipers.errors import CalipersWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")  # little data
 
@@ -100,3 +102,19 @@ def test_size_of_shards(tmp_path: Path) -> None:
     files = {path.name for path in (tmp_path / "many").glob("*.safetensors")}
     assert len(files) > 1
     assert files == set(index["weight_map"].values())
+
+
+@pytest.mark.filterwarnings("default::calipers.errors.CalipersWarning")
+def test_a_sample_is_as_long_as_the_model_can_take() -> None:
+    config = small_llama().config
+    short, endless = small_llama(max_position_embeddings=30), small_llama()
+    endless.config.max_position_embeddings = 10**6
+    assert limits_of(short, None) == {"vocab_size": config.vocab_size, "max_seq_length": 30}
+    assert limits_of(endless, None)["max_seq_length"] == 2048
+    assert limits_of(short, 30)["max_seq_length"] == 30
+    text = "max_seq_length=31 is longer than what LlamaForCausalLM takes: 30 tokens"
+    with pytest.warns(CalipersWarning, match=text):
+        assert limits_of(short, 31)["max_seq_length"] == 31
+    with pytest.warns(CalipersWarning):  # little data
+        run = calipers.oneshot(short, "FP8", SAMPLES[:, :35])
+    assert set(run.coverage.tokens.values()) == {60 * 30}

@@ -12,15 +12,41 @@ from calipers import oneshot
 from calipers.calibration.progress import Progress
 
 
-def test_tokens_show_the_rate_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(shown=True).tokens(4000) as advance:
+def test_a_bar_shows_the_rate_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(shown=True).counting("calibrating", 4000, "tokens") as advance:
         advance(1000)
         advance(1500)
     shown = capsys.readouterr()
+    assert "calibrating" in shown.err
     assert "2500/4000 tokens" in shown.err
     assert "tokens/s" in shown.err
     assert ":" in shown.err.rsplit("tokens/s", 1)[1]  # the time left, 0:00:01 or -:--:--
     assert not shown.out
+
+
+def test_a_bar_within_another_is_gone_when_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    bars = Progress(shown=True)
+    with bars.counting("calibrating", 10, "tokens") as outer:
+        outer(3)
+        for _ in range(2):
+            with bars.counting("choosing scales", 4, "weights") as inner:
+                inner(4)
+        outer(7)
+    shown = capsys.readouterr().err
+    assert "10/10 tokens" in shown
+    assert "weights" not in shown
+    with bars.counting("choosing scales", 4, "weights") as alone:
+        alone(4)
+    assert "4/4 weights" in capsys.readouterr().err
+
+
+def test_a_bar_that_fails_does_not_spoil_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    bars = Progress(shown=True)
+    with pytest.raises(ZeroDivisionError), bars.counting("one", 2, "things"):
+        raise ZeroDivisionError
+    with bars.counting("two", 2, "things") as advance:
+        advance(2)
+    assert "2/2 things" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pipeline", ["basic", "sequential"])
@@ -35,12 +61,12 @@ def test_every_pipeline_counts_all_tokens(
     shown = capsys.readouterr().err
     assert "4800/4800 tokens" in shown
     assert "tokens/s" in shown
+    assert ("14/14 weights" in shown) == (pipeline == "basic")  # else they come with each layer
 
 
 def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress().tokens(10) as advance:
-        advance(10)
-    with Progress(shown=False).tokens(10) as advance:
-        advance(10)
+    for bars in (Progress(), Progress(shown=False)):
+        with bars.counting("calibrating", 10, "tokens") as advance:
+            advance(10)
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "")

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, saved, token_ids
+from families import SIZES, build, saved, token_ids
+from models import random_model
 from shell import run, run_here
+from transformers import DeepseekV3Config
 
 import calipers
 from calipers.checkpoint.reader import load_model, load_skeleton
@@ -112,6 +114,18 @@ def test_a_config_without_a_dtype(tmp_path: Path) -> None:
     del config["dtype"]
     (folder / "config.json").write_text(json.dumps(config))
     assert load_skeleton(folder).dtype == load_model(folder).dtype == torch.float16
+
+
+def test_tensors_that_stay_precise(tmp_path: Path) -> None:
+    """The router of DeepSeek has a bias in float32, whatever the dtype of the model is."""
+    sizes = {**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 128}
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = DeepseekV3Config(**sizes, **experts, first_k_dense_replace=1)
+    folder = saved(random_model(config, torch.bfloat16), tmp_path / "model")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    for model in (load_skeleton(folder), load_model(folder)):
+        assert model.state_dict()[name].dtype == torch.float32
+        assert model.dtype == torch.bfloat16
 
 
 def test_a_plan_needs_no_weights(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -72,8 +73,19 @@ def load_skeleton(name: str | Path, *, trust_remote_code: bool = False) -> PreTr
         config = _load_config(name, trust_remote_code)
         with torch.device("meta"):
             model = _build(config, trust_remote_code, config.dtype or _stored_dtype(Path(name)))
+    _keep_precise(model)
     model.config._name_or_path = name
     return model
+
+
+def _keep_precise(model: PreTrainedModel) -> None:
+    """Give tensors the dtype that transformers keeps them in, whatever that of the model is."""
+    kept: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    for pattern, dtype in kept.items():
+        matches = re.compile(re.escape(pattern).replace(r"\*", ".*")).search
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if matches(name):
+                tensor.data = tensor.data.to(dtype)
 
 
 def load_tokenizer(

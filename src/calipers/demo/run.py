@@ -15,7 +15,7 @@ from calipers.evaluation import Estimate, Evaluation, evaluate
 from calipers.modifiers import QuantizationModifier
 
 CALIBRATION_SAMPLES = 128
-EVALUATION_SAMPLES = 400
+EVALUATION_SAMPLES = 256
 STATIC_INT8 = {"num_bits": 8, "symmetric": True, "strategy": "tensor"}
 CHANNEL_INT8 = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
 

@@ -1,0 +1,91 @@
+"""``calipers demo``: five checkpoints that transformers has loaded, and one table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from shell import Terminal, run_here
+
+from calipers.checkpoint.sizes import size_on_disk
+from calipers.demo import run as demo
+from calipers.evaluation import Estimate
+
+
+@pytest.fixture(autouse=True)
+def _little_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "CALIBRATION_SAMPLES", 32)
+    monkeypatch.setattr(demo, "EVALUATION_SAMPLES", 24)
+
+
+def test_five_ways_are_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    done = run_here("demo", "--output", str(folder))
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    rows = [line for line in lines if line.startswith(tuple(way.scheme for way in demo.WAYS))][:5]
+    for row, way in zip(rows, demo.WAYS, strict=True):
+        assert row.startswith(f"{way.scheme} ")
+        assert way.observers in row
+        assert "[" in row
+    assert f"The checkpoints are in {folder}. What to try next:" in lines
+    assert sorted(path.name for path in folder.iterdir()) == sorted(way.folder for way in demo.WAYS)
+    best = f"  calipers evaluate demo {folder / demo.OPTIMAL.folder} --data demo"
+    assert best in lines
+    # What is there already is replaced, and told as data.
+    again = json.loads(run_here("demo", "--output", str(folder), "--json").stdout)
+    found = again["evaluation"]
+    assert found["tokens"] == 24 * 255
+    for way in demo.WAYS:
+        scores = found["checkpoints"][way.folder]
+        assert scores["size"] == size_on_disk(folder / way.folder) < found["base"]["size"]
+        assert 0 < scores["kl"]["value"] < 1
+        assert scores["change"]["low"] <= scores["change"]["value"] <= scores["change"]["high"]
+        assert again["seconds"][way.folder] > 0
+    assert again["gain"].keys() == {"value", "low", "high"}
+
+
+def test_ways_are_what_their_names_say() -> None:
+    schemes = {way.folder: way.recipe.schemes["group_0"] for way in demo.WAYS}
+    static = schemes["w8a8-static"]
+    assert (static.weights.num_bits, static.input_activations.num_bits) == (8, 8)
+    assert static.input_activations.dynamic is False
+    assert schemes["fp8"].weights.type == "float"
+    assert schemes["w4a16-optimal"].weights.observer == "optimal"
+    assert schemes["w4a16-imatrix_mse"].weights.observer == "imatrix_mse"
+    assert schemes["nvfp4a16"].weights.strategy == "tensor_group"
+    assert all(way.recipe.ignore == ("lm_head",) for way in demo.WAYS)
+
+
+@pytest.mark.parametrize(
+    ("gain", "word"),
+    [(Estimate(-0.2, -0.3, -0.1), "beyond noise"), (Estimate(-0.2, -0.5, 0.1), "within noise")],
+)
+def test_the_verdict_knows_noise(gain: Estimate, word: str) -> None:
+    from types import SimpleNamespace
+
+    from calipers.cli.demo import _verdict
+
+    told = _verdict(SimpleNamespace(gain=gain))  # type: ignore[arg-type]
+    assert told.endswith(f"[{gain.low:+.4f}, {gain.high:+.4f}], {word}.")
+
+
+def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / demo.WAYS[0].folder / "thesis.txt"
+    precious.parent.mkdir()
+    precious.touch()
+    done = run_here("demo", "--output", str(tmp_path))
+    assert done.exit_code == 7
+    assert "does not look like a checkpoint" in done.stderr
+    assert precious.exists()
+
+
+def test_it_can_be_stopped(tmp_path: Path) -> None:
+    with Terminal("demo", cwd=tmp_path) as terminal:
+        terminal.read_until("calibrating")
+        terminal.process.send_signal(2)
+        shown = terminal.read_until(None)
+    assert terminal.process.returncode == 130
+    assert "quantizing to W8A8 static with memoryless_minmax + histogram_mse" in shown
+    assert list(tmp_path.iterdir()) == []
