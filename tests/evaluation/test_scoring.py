@@ -43,7 +43,7 @@ def test_against_the_definition(
     monkeypatch.setattr("calipers.evaluation.scoring._AT_ONCE", at_once)
     batch = batch_of(7, 1, 4, 2, side=side)
     base = (torch.randn(4, 7, VOCABULARY) * 3).to(dtype)
-    logits = (base.float() + torch.randn(4, 7, VOCABULARY)).to(dtype)
+    logits = (base.float() + 3 * torch.randn(4, 7, VOCABULARY)).to(dtype)
     found = score(logits, batch, base)
     assert 0 < found["agreed"].sum() < found["tokens"].sum() == 10
     for row in range(4):

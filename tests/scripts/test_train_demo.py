@@ -28,6 +28,7 @@ def script() -> Any:
 def trained(script: Any, monkeypatch: pytest.MonkeyPatch, steps: int) -> Any:
     monkeypatch.setattr(script, "BATCH", 2)
     monkeypatch.setattr(script, "WINDOW", 64)
+    monkeypatch.setattr(script, "WARM_UP", 5)
     torch.manual_seed(7)
     return script.train(script.new_model(), TEXT, steps)
 

@@ -152,7 +152,6 @@ def _warnings_in_words(as_json: bool) -> Iterator[None]:
     """Show our warnings as sentences on standard error; those of libraries are for developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("COMPRESSED_TENSORS_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # of compressed-tensors; downloads show theirs
     if not shows_progress():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with warnings.catch_warnings():

@@ -72,7 +72,7 @@ class DemoResult:
 
 
 def run_demo(
-    folder: Path, *, tell: Callable[[str], None] = str, progress: bool | None = None
+    folder: Path, *, tell: Callable[[str], object] = str, progress: bool | None = None
 ) -> DemoResult:
     """Quantize the model in every way, load each checkpoint again, and evaluate it.
 

@@ -14,6 +14,7 @@ from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.sizes import size_on_disk
 from calipers.errors import SameNameError
 from calipers.evaluation.judging import Judge
+from calipers.evaluation.quiet import without_bars_of_others
 from calipers.evaluation.results import Evaluation
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def evaluate(
     judge = Judge(base, batches, place, Progress(progress), measure_layers=layers)
     judge.judge_base()
     for name, source in named.items():
-        loaded = load_model(source, trust_remote_code=trust_remote_code, quantized=True)
-        judge.judge(name, loaded)
+        with without_bars_of_others():
+            loaded = load_model(source, trust_remote_code=trust_remote_code, quantized=True)
+            judge.judge(name, loaded)
         del loaded  # before the next one is loaded
     sizes = {name: _stored_size(source) for name, source in named.items()}
     return judge.evaluation(_stored_size(model), sizes)
