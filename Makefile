@@ -43,6 +43,7 @@ format: $(READY) ## let ruff rewrite what it can
 
 demo: $(READY) ## quantize the small model that ships in five ways, and compare them
 	$(BIN)/calipers demo --output $(DEMO)
+	@echo "calipers is $(BIN)/calipers; '. $(BIN)/activate' puts it on your path."
 
 bench: $(BENCH_READY) ## agreement with the peer, and the memory of a large search
 	$(BIN)/python benchmarks/agreement.py

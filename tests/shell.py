@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -46,6 +47,11 @@ def run(
     )
 
 
+def hear_interrupts() -> None:
+    """Undo what a shell does to jobs in the background; for ``preexec_fn``."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """The command in a terminal with colours, 200 columns wide."""
 
@@ -62,6 +68,7 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
+            preexec_fn=hear_interrupts,
         )
         os.close(theirs)
 

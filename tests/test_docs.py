@@ -11,6 +11,7 @@ import pytest
 from shell import run
 
 from calipers import load_recipe
+from calipers.demo.run import WAYS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
@@ -64,6 +65,13 @@ def test_every_shell_line_is_tried() -> None:
     lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
     tried = [*commands(ROOT / "README.md", "calipers"), *commands(ROOT / "README.md", "make")]
     assert len(lines) == len(tried) >= 5
+
+
+def test_the_table_of_the_readme_is_that_of_the_demo() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    rows = [re.split(r"\s{2,}", line)[:2] for line in lines]
+    first = next(index for index, row in enumerate(rows) if row[0] == "bfloat16") + 1
+    assert rows[first : first + len(WAYS)] == [[way.scheme, way.observers] for way in WAYS]
 
 
 def test_yaml_blocks_are_recipes() -> None:

@@ -52,7 +52,9 @@ def test_ways_are_what_their_names_say() -> None:
     assert (static.weights.num_bits, static.input_activations.num_bits) == (8, 8)
     assert static.input_activations.dynamic is False
     assert schemes["fp8"].weights.type == "float"
-    assert schemes["w4a16-optimal"].weights.observer == "optimal"
+    best = schemes["w4a16-optimal"].weights
+    assert (best.observer, best.observer_kwargs) == ("optimal", {"importance": "hessian"})
+    assert demo.OPTIMAL.observers == "optimal,importance=hessian"
     assert schemes["w4a16-imatrix_mse"].weights.observer == "imatrix_mse"
     assert schemes["nvfp4a16"].weights.strategy == "tensor_group"
     assert all(way.recipe.ignore == ("lm_head",) for way in demo.WAYS)

@@ -95,9 +95,7 @@ def test_interrupts_however_libraries_wrap_them() -> None:
     wrapped = ImportError("cannot import name 'x'")
     wrapped.__context__ = RuntimeError("while loading")
     wrapped.__context__.__cause__ = KeyboardInterrupt()
-    done = invoke(wrapped)
-    assert done.exit_code == 130
-    assert done.stderr.endswith("Error: Interrupted. Nothing half-written is left.\n")
+    assert invoke(wrapped).exit_code == 130
 
 
 def test_the_documents_have_every_exit_code() -> None:

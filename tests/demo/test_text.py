@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from calipers.demo.text import Part, library_texts, part_of
+from calipers.demo.text import Part, library_pieces, library_texts, part_of
 from calipers.errors import NoLibrarySourcesError
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -43,6 +43,13 @@ def test_texts_are_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     found = {"importlib/util.py": "# importlib/util.py\n", "pdb.py": "# pdb.py\n"}
     assert library_texts("evaluation") == found
+
+
+def test_pieces_are_all_of_it() -> None:
+    pieces = library_pieces("calibration")
+    assert "".join(pieces) == "".join(library_texts("calibration").values())
+    assert max(map(len, pieces)) == 2048
+    assert len(pieces) > 200
 
 
 def test_a_python_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from calipers.cli import INTERRUPTED
 from calipers.errors import CalipersError, CalipersWarning
 
 if TYPE_CHECKING:
@@ -118,13 +117,13 @@ def _errors_in_words(as_json: bool, debug: bool) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exception(error)
+        if _came_from_interrupt(error):
+            raise KeyboardInterrupt from error  # main has the words for it
         _fail(error, *_in_words(error), as_json)
 
 
 def _in_words(error: BaseException) -> tuple[str, int]:
     """Return a sentence for a user, and the exit code."""
-    if _came_from_interrupt(error):
-        return "Interrupted. Nothing half-written is left.", INTERRUPTED
     if isinstance(error, CalipersError):
         return as_options(str(error)), error.exit_code
     told = f"{type(error).__name__}: {error}".rstrip(".")

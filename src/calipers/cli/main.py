@@ -5,10 +5,12 @@ Nothing is imported here that takes time, so that Ctrl-C is answered from the fi
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,18 +29,38 @@ def main() -> None:
 @contextmanager
 def _signals_answered() -> Iterator[None]:
     """End as an exception would, so that nothing half-written stays behind."""
-    sys.unraisablehook = _raise_later
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _leave)
     try:
+        sys.unraisablehook = _raise_later
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _leave)
         yield
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    finally:
+    except (KeyboardInterrupt, SystemExit) as end:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; libraries are closing down
+        if isinstance(end, KeyboardInterrupt) or end.code == INTERRUPTED:
+            _say_interrupted()
+            _exit(INTERRUPTED)
+        raise
+
+
+def _say_interrupted() -> None:
+    text = "Interrupted. Nothing half-written is left."
+    if "--json" in sys.argv:
+        import json
+
+        told = {"type": "KeyboardInterrupt", "message": text, "exit_code": INTERRUPTED}
+        text = json.dumps({"error": told})
+    print(text, file=sys.stderr)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit at once: where an interrupt met code in a string, Python would kill itself by it."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

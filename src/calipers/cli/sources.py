@@ -35,13 +35,13 @@ def data_source(name: str | None, part: Literal["calibration", "evaluation"]) ->
         return name
     if name != DEMO:
         raise OptionsError(f"--data '{name}' does not exist", DATA_KINDS)
-    from calipers.demo.text import library_texts
+    from calipers.demo.text import library_pieces
 
-    return list(library_texts(part).values())
+    return library_pieces(part)
 
 
 def packing_for(name: str | None, chosen: bool | None) -> bool | None:
-    """Return whether texts are joined: those of ``demo`` are whole modules."""
+    """Return whether texts are joined: those of ``demo`` are pieces of modules."""
     return True if chosen is None and name == DEMO and not os.path.exists(name) else chosen
 
 

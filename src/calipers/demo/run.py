@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from calipers.demo import MODEL
-from calipers.demo.text import library_texts
+from calipers.demo.text import library_pieces
 from calipers.entrypoint import oneshot
 from calipers.evaluation import Estimate, Evaluation, evaluate
 from calipers.modifiers import QuantizationModifier
@@ -22,35 +22,44 @@ CHANNEL_INT8 = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to quantize, and the folder its checkpoint goes to."""
+    """One way to quantize, and the folder its checkpoint goes to.
+
+    :param weights: who watches weights
+    :param inputs: who watches inputs, where they are static
+    """
 
     scheme: str
     folder: str
-    weights: str
     how: dict[str, Any]
+    weights: str
     inputs: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def observers(self) -> str:
-        """Who watches weights and, where they are static, inputs."""
-        return self.weights if self.inputs is None else f"{self.weights} + {self.inputs}"
+        """Who watches, as ``--observer`` and ``--activation-observer`` name it."""
+        weights = ",".join([self.weights, *(f"{k}={v}" for k, v in self.options.items())])
+        return weights if self.inputs is None else f"{weights} + {self.inputs}"
 
     @property
     def recipe(self) -> QuantizationModifier:
         """What is done to the model."""
-        who: dict[str, Any] = {"weight_observer": self.weights, "input_observer": self.inputs}
+        weights = {"name": self.weights, **self.options}
+        who: dict[str, Any] = {"weight_observer": weights, "input_observer": self.inputs}
         return QuantizationModifier(**self.how, **who, ignore=("lm_head",))
 
 
 STATIC_W8A8 = {"weights": CHANNEL_INT8, "input_activations": STATIC_INT8}
-CLASSIC = Way("W4A16", "w4a16-imatrix_mse", "imatrix_mse", {"scheme": "W4A16"})
-OPTIMAL = Way("W4A16", "w4a16-optimal", "optimal", {"scheme": "W4A16"})
+FP8, W4A16, NVFP4A16 = ({"scheme": name} for name in ("FP8", "W4A16", "NVFP4A16"))
+HESSIAN = {"importance": "hessian"}
+CLASSIC = Way("W4A16", "w4a16-imatrix_mse", W4A16, "imatrix_mse")
+OPTIMAL = Way("W4A16", "w4a16-optimal", W4A16, "optimal", options=HESSIAN)
 WAYS = (
-    Way("W8A8 static", "w8a8-static", "memoryless_minmax", STATIC_W8A8, "histogram_mse"),
-    Way("FP8", "fp8", "memoryless_minmax", {"scheme": "FP8"}, "histogram_mse"),
+    Way("W8A8 static", "w8a8-static", STATIC_W8A8, "memoryless_minmax", "histogram_mse"),
+    Way("FP8", "fp8", FP8, "memoryless_minmax", "histogram_mse"),
     CLASSIC,
     OPTIMAL,
-    Way("NVFP4A16", "nvfp4a16", "optimal", {"scheme": "NVFP4A16"}),
+    Way("NVFP4A16", "nvfp4a16", NVFP4A16, "optimal", options=HESSIAN),
 )
 
 
@@ -80,7 +89,7 @@ def run_demo(
     :param tell: is told what happens next; by default nobody is
     :param progress: whether to show progress bars; None: if a person looks at standard error
     """
-    calibration = list(library_texts("calibration").values())
+    calibration = library_pieces("calibration")
     seconds = {}
     for way in WAYS:
         tell(f"quantizing to {way.scheme} with {way.observers}")
@@ -101,7 +110,7 @@ def run_demo(
     evaluation = evaluate(
         MODEL,
         {way.folder: folder / way.folder for way in WAYS},
-        list(library_texts("evaluation").values()),
+        library_pieces("evaluation"),
         num_samples=EVALUATION_SAMPLES,
         batch_size=8,
         packing=True,

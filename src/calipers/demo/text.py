@@ -16,6 +16,7 @@ from calipers.errors import NoLibrarySourcesError
 
 Part = Literal["training", "calibration", "evaluation"]
 
+_PIECE = 2048
 # Tests, tables of data, generated files, and what some distributions leave out.
 _LEFT_OUT = {
     "__phello__",
@@ -55,6 +56,15 @@ def library_texts(part: Part) -> dict[str, str]:
     if not any(texts.values()):
         raise NoLibrarySourcesError(root)
     return texts
+
+
+def library_pieces(part: Part) -> list[str]:
+    """Return the sources in pieces, so that a few samples come from many modules."""
+    return [
+        text[start : start + _PIECE]
+        for text in library_texts(part).values()
+        for start in range(0, len(text), _PIECE)
+    ]
 
 
 def _sources(root: Path) -> Iterator[Path]:
