@@ -16,7 +16,7 @@ from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew, fingerprint
 from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.calibration.freezing import freeze
-from calipers.calibration.pipelines import Run, run_basic, run_datafree
+from calipers.calibration.pipelines import Run, run_basic, run_datafree, usable_device
 from calipers.calibration.plan import Plan
 from calipers.calibration.progress import Progress
 from calipers.calibration.sequential import run_sequential
@@ -27,7 +27,7 @@ from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.errors import DeviceError, NoDataError, UnknownChoiceError
+from calipers.errors import NoDataError, UnknownChoiceError
 from calipers.recipes import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def oneshot(
     _check_choice("pipeline", pipeline, get_args(PipelineChoice))
     _check_choice("on_unseen", on_unseen, get_args(UnseenPolicy))
     parse_size(max_shard_size)
-    place = _usable(device)
+    place = usable_device(device)
     sampling = {
         "num_samples": num_calibration_samples,
         "max_seq_length": max_seq_length,
@@ -225,18 +225,6 @@ def plan_for(
 def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
         raise UnknownChoiceError(option, given, known)
-
-
-def _usable(device: torch.device | str | None) -> torch.device | None:
-    """Return a device on which something can be computed."""
-    if device is None:
-        return None
-    try:
-        found = torch.device(device)
-        float(torch.ones(1, device=found).sum())
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        raise DeviceError(str(device), str(error)) from error
-    return found
 
 
 def _choose_pipeline(choice: PipelineChoice, model: PreTrainedModel, device: torch.device) -> str:

@@ -181,16 +181,15 @@ def test_text_and_a_text_column(places: Path, tmp_path: Path) -> None:
 # What is refused
 
 
-def test_another_vocabulary(places: Path) -> None:
-    text = "'other' predicts 300 tokens, and the float model 260. Only checkpoints of the same"
-    with pytest.raises(errors.VocabularyMismatchError, match=text):
-        evaluate(places / "float", {"other": build(vocab_size=300)}, token_ids(), layers=False)
-
-
-def test_another_depth(places: Path) -> None:
-    text = "'other' has 3 decoder layers, and the float model 2"
-    with pytest.raises(errors.LayersMismatchError, match=text):
-        evaluate(places / "float", {"other": build(num_hidden_layers=3)}, token_ids())
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize(
+    ("what", "found", "expected"),
+    [("vocab_size", 300, 260), ("hidden_size", 64, 128), ("num_hidden_layers", 3, 2)],
+)
+def test_another_model(places: Path, what: str, found: int, expected: int, layers: bool) -> None:
+    text = f"'other' has {what} {found}, and the float model {expected}. Only checkpoints of the"
+    with pytest.raises(errors.DifferentModelError, match=text):
+        evaluate(places / "float", {"other": build(**{what: found})}, token_ids(), layers=layers)
 
 
 def test_a_model_that_computes_nan(places: Path) -> None:

@@ -17,6 +17,7 @@ from calipers.calibration.data import Batch, Batches
 from calipers.calibration.distributed import Crew
 from calipers.calibration.progress import Progress
 from calipers.calibration.watching import WatchedModel
+from calipers.errors import DeviceError
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,18 @@ def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False)
 def moved(value: Any, device: torch.device) -> Any:
     """Return a structure with its tensors on a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def usable_device(device: torch.device | str | None) -> torch.device | None:
+    """Return a device on which something can be computed."""
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+        float(torch.ones(1, device=found).sum())
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise DeviceError(str(device), str(error)) from error
+    return found
 
 
 @contextmanager

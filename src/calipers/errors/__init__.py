@@ -58,9 +58,8 @@ from calipers.errors.data import (
 )
 from calipers.errors.evaluation import (
     BrokenLogitsError,
-    LayersMismatchError,
+    DifferentModelError,
     SameNameError,
-    VocabularyMismatchError,
 )
 from calipers.errors.observing import (
     ComplexTensorError,
@@ -130,6 +129,7 @@ __all__ = [
     "DataFileMissingError",
     "DataOptionError",
     "DeviceError",
+    "DifferentModelError",
     "DiskSpaceError",
     "DivisibilityError",
     "EmptyDataError",
@@ -141,7 +141,6 @@ __all__ = [
     "ImportanceError",
     "ImportanceUnsupportedError",
     "InvalidOptionError",
-    "LayersMismatchError",
     "LayoutError",
     "MaskShapeError",
     "MergeError",
@@ -193,7 +192,6 @@ __all__ = [
     "UnseenModulesError",
     "UnsuitableError",
     "UnsupportedFormatError",
-    "VocabularyMismatchError",
     "WeightGoneError",
     "counted",
     "did_you_mean",

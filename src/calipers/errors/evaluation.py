@@ -5,23 +5,13 @@ from __future__ import annotations
 from calipers.errors.base import CalipersError, ConfigurationError
 
 
-class VocabularyMismatchError(ConfigurationError):
-    """Two models that do not predict the same tokens."""
+class DifferentModelError(ConfigurationError):
+    """A checkpoint that was not made from the model it is compared with."""
 
-    def __init__(self, name: str, size: int, base_size: int) -> None:
+    def __init__(self, name: str, what: str, found: object, expected: object) -> None:
         super().__init__(
-            f"'{name}' predicts {size:,} tokens, and the float model {base_size:,}. Only "
-            "checkpoints of the same model can be compared; give the model that it was made from."
-        )
-
-
-class LayersMismatchError(ConfigurationError):
-    """Two models of different depth."""
-
-    def __init__(self, name: str, layers: int, base_layers: int) -> None:
-        super().__init__(
-            f"'{name}' has {layers} decoder layers, and the float model {base_layers}. Only "
-            "checkpoints of the same model can be compared; give the model that it was made from."
+            f"'{name}' has {what} {found}, and the float model {expected}. Only checkpoints of the "
+            "same model can be compared; give the model that it was made from."
         )
 
 

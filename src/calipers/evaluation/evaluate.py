@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from calipers.calibration.data import calibration_batches, limits_of
+from calipers.calibration.pipelines import usable_device
 from calipers.calibration.progress import Progress
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.sizes import size_on_disk
@@ -62,6 +63,7 @@ def evaluate(
     :param progress: whether to show progress bars; None: if a person looks at standard error
     """
     named = _named(checkpoints)
+    place = usable_device(device)
     base = load_model(model, trust_remote_code=trust_remote_code, quantized=True)
     words = load_tokenizer(tokenizer, base, trust_remote_code=trust_remote_code)
     batches = calibration_batches(
@@ -75,8 +77,7 @@ def evaluate(
         for_ranges=False,
         **limits_of(base, max_seq_length),
     )
-    place = base.device if device is None else torch.device(device)
-    judge = Judge(base, batches, place, Progress(progress), measure_layers=layers)
+    judge = Judge(base, batches, place or base.device, Progress(progress), measure_layers=layers)
     judge.judge_base()
     for name, source in named.items():
         with without_bars_of_others():

@@ -16,8 +16,8 @@ from calipers.calibration.progress import Progress
 from calipers.errors import (
     BrokenLogitsError,
     CalipersWarning,
+    DifferentModelError,
     EmptyDataError,
-    VocabularyMismatchError,
 )
 from calipers.evaluation.bootstrap import Bootstrap
 from calipers.evaluation.layers import LayerComparison, LayerError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FEW_SAMPLES = 20
+_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 _KEPT_LOGITS = 1 << 28
 """How many logits of the float model are kept, instead of computed anew for each checkpoint."""
 
@@ -73,7 +74,8 @@ class Judge:
 
     def judge(self, name: str, model: PreTrainedModel) -> None:
         """Run a checkpoint beside the float model."""
-        comparison = LayerComparison(self._base, model, name) if self._measure_layers else None
+        self._check_alike(name, model)
+        comparison = LayerComparison(self._base, model) if self._measure_layers else None
         found = []
         with onloaded([self._base, model], self._device):
             for number, batch in self._counted(name):
@@ -83,12 +85,17 @@ class Judge:
                     logits = self._logits(model, batch)
                 with nullcontext() if comparison is None else comparison.base_runs(mask):
                     base = self._base_logits(number, batch)
-                if logits.shape[-1] != base.shape[-1]:
-                    raise VocabularyMismatchError(name, logits.shape[-1], base.shape[-1])
                 found.append(self._scored(name, number, logits, batch, base))
         sums = _joined(found)
         self._sums |= {key(kind, name): sums[kind] for kind in ("nll", "kl", "agreed")}
         self._layers[name] = () if comparison is None else comparison.errors()
+
+    def _check_alike(self, name: str, model: PreTrainedModel) -> None:
+        ours, theirs = (each.config.get_text_config() for each in (self._base, model))
+        for what in _SHAPE:
+            expected, found = getattr(ours, what, None), getattr(theirs, what, None)
+            if found != expected:
+                raise DifferentModelError(name, what, found, expected)
 
     def evaluation(self, base_size: int | None, sizes: Mapping[str, int | None]) -> Evaluation:
         """Return what was found."""

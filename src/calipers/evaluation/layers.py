@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from calipers.calibration.sequential import decoder_layers
-from calipers.errors import LayersMismatchError
 
 
 @dataclass(frozen=True)
@@ -28,17 +27,12 @@ class LayerError:
 
 
 class LayerComparison:
-    """Compares the layers of two models while both run, batch by batch.
+    """Compares the layers of two models of one shape while both run, batch by batch."""
 
-    :param name: how messages call the other model
-    """
-
-    def __init__(self, base: nn.Module, other: nn.Module, name: str) -> None:
+    def __init__(self, base: nn.Module, other: nn.Module) -> None:
         found = decoder_layers(base)
         self._names, self._base = list(found), list(found.values())
         self._other = list(decoder_layers(other).values())
-        if len(self._base) != len(self._other):
-            raise LayersMismatchError(name, len(self._other), len(self._base))
         self._outputs: dict[int, Tensor] = {}
         self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64)
         self._tokens = 0
