@@ -58,13 +58,17 @@ def has_mapped(process: subprocess.Popen[str], library: str) -> bool:
     return library in Path(f"/proc/{process.pid}/maps").read_text()
 
 
+def check_done(shown: str, folder: Path) -> None:
+    assert "Written to out" in shown
+    assert (folder / "out" / "config.json").exists()
+    assert [path.name for path in folder.iterdir()] == ["out"]
+
+
 def check_interrupted(process: subprocess.Popen[str], folder: Path) -> None:
     """One line, and nothing left; if the end came first, everything is there."""
     shown, said = process.communicate(timeout=PATIENCE)
     if process.returncode == 0:
-        assert "Written to out" in shown
-        assert (folder / "out" / "config.json").exists()
-        assert [path.name for path in folder.iterdir()] == ["out"]
+        check_done(shown, folder)
         return
     assert (process.returncode, shown) == (130, "")
     assert said == "Interrupted. Nothing half-written is left.\n"
@@ -89,6 +93,9 @@ def test_while_data_runs_through_the_model(model: Path, text: Path, tmp_path: Pa
         terminal.read_until("calibrating")
         terminal.process.send_signal(signal.SIGINT)
         shown = terminal.read_until(None)
+    if terminal.process.returncode == 0:  # a busy machine has kept the signal waiting
+        check_done(shown, tmp_path)
+        return
     assert terminal.process.returncode == 130
     assert shown.rstrip().endswith("Interrupted. Nothing half-written is left.")
     assert "Traceback" not in shown
