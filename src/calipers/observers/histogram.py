@@ -51,7 +51,7 @@ class ValueCountsObserver(ValueCounts, Observer):
     """
 
     remembers = "how often each value occurred, and extrema"
-    when = "activations: measure once, then `adopt` by any of the next three"
+    when = "activations: measure once, then `adopt` by `histogram_mse`, `percentile` or `entropy`"
     Options = ObserverOptions
     reductions: ClassVar[Mapping[str, Reduction]] = {
         "min_vals": Reduction.MIN,
