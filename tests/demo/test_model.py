@@ -20,7 +20,7 @@ WINDOW = 256
 
 @pytest.fixture(scope="module")
 def unseen() -> bytes:
-    return "".join(library_texts("evaluation").values()).encode()[: 256 * WINDOW]
+    return "".join(library_texts("evaluation").values()).encode()[: 128 * WINDOW]
 
 
 def test_it_is_small_and_of_the_promised_shape() -> None:
