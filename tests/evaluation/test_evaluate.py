@@ -14,7 +14,7 @@ from words import byte_tokenizer
 
 import calipers
 from calipers import errors
-from calipers.evaluation import Evaluation, evaluate
+from calipers.evaluation import Estimate, Evaluation, evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*samples were evaluated.*")
 
@@ -78,6 +78,17 @@ def test_differences_of_checkpoints(found: Evaluation) -> None:
     assert difference.value == pytest.approx(one - other, rel=1e-9)
     reverse = found.difference(*reversed(SCHEMES))
     assert (reverse.low, reverse.high) == pytest.approx((-difference.high, -difference.low))
+
+
+def test_distances_from_the_best(found: Evaluation) -> None:
+    values = {name: scores.perplexity.value for name, scores in found.checkpoints.items()}
+    best, other = sorted(values, key=values.__getitem__)
+    above = found.above_best()
+    assert above[best] == Estimate(0, 0, 0)
+    assert above[other] == found.difference(other, best)
+    assert above[other].value > 0
+    told = found.as_dict()["checkpoints"][other]["above_best"]
+    assert told == above[other].as_dict()
 
 
 @torch.no_grad()

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from calipers.evaluation import Evaluation
+    from calipers.evaluation import Estimate, Evaluation
 
 Checkpoints = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OUT]...", help="Checkpoints that were made from it, any number."),
+    typer.Argument(metavar="OUT", help="Checkpoints that were made from it, any number."),
 ]
 Layers = Annotated[
     bool,
@@ -94,7 +94,7 @@ def _view(model: str, found: Evaluation) -> RenderableType:
 
     about = (
         f"{found.samples:,} samples, {found.tokens:,} tokens predicted. In brackets: 95 % "
-        "intervals. A change whose interval holds 0 may be noise."
+        "intervals. A change or a distance whose interval holds 0 may be noise."
     )
     parts: list[RenderableType] = [_scores(model, found), about]
     if any(scores.layers for scores in found.checkpoints.values()):
@@ -103,7 +103,9 @@ def _view(model: str, found: Evaluation) -> RenderableType:
 
 
 def _scores(model: str, found: Evaluation) -> Table:
-    numbers = ("size", "perplexity", "change", "KL divergence", "top-1 agreement")
+    above = found.above_best() if len(found.checkpoints) > 1 else {}
+    numbers = ["size", "perplexity", "change", "KL divergence", "top-1 agreement"]
+    numbers += ["above the best"] if above else []
     made = table("model", *numbers, numbers=numbers, wrapped=())
     base = found.base
     add_row(made, model, optional_size(base.size), f"{base.perplexity.value:.4f}")
@@ -116,8 +118,13 @@ def _scores(model: str, found: Evaluation) -> Table:
             interval(scores.change, "+.4f"),
             interval(scores.kl, ".5f"),
             interval(scores.agreement, ".2%"),
+            *([_to_best(above[name])] if above else []),
         )
     return made
+
+
+def _to_best(above: Estimate) -> str:
+    return interval(above, "+.4f") if above.value else "the best"
 
 
 _ABOUT_LAYERS = (

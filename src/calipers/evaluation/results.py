@@ -75,13 +75,22 @@ class Evaluation:
             lambda sums: perplexity(sums, one) - perplexity(sums, other)
         )
 
+    def above_best(self) -> dict[str, Estimate]:
+        """Return by how much the perplexity of each checkpoint lies above the least of them."""
+        values = {name: scores.perplexity.value for name, scores in self.checkpoints.items()}
+        return {name: self.difference(name, min(values, key=values.__getitem__)) for name in values}
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
+        above = self.above_best()
         return {
             "samples": self.samples,
             "tokens": self.tokens,
             "base": _plain(self.base),
-            "checkpoints": {name: _plain(scores) for name, scores in self.checkpoints.items()},
+            "checkpoints": {
+                name: {**_plain(scores), "above_best": above[name].as_dict()}
+                for name, scores in self.checkpoints.items()
+            },
         }
 
 
