@@ -207,14 +207,17 @@ def test_a_model_that_computes_nan(places: Path) -> None:
     broken = build()
     with torch.no_grad():
         broken.model.embed_tokens.weight[7] = torch.nan
-    samples = [[1, 2, 3]] * 4 + [[1, 7, 3]] + [[7, 7, 7]]
-    text = r"^'broken' computes logits that are NaN or Inf, first in sample \d"
+    fine, bad = torch.tensor([[1, 2, 3]] * 2), torch.tensor([[1, 2, 3], [1, 7, 3]])
+    batches = [{"input_ids": ids} for ids in (fine, fine, bad, bad)]
+    text = r"^'broken' computes logits that are NaN or Inf, first in sample 5\."
     with pytest.raises(errors.BrokenLogitsError, match=text) as caught:
-        evaluate(places / "float", {"broken": broken}, samples, batch_size=2)
+        evaluate(places / "float", {"broken": broken}, batches)
     assert caught.value.exit_code == 3
 
 
 def test_samples_without_predictions(places: Path) -> None:
+    some = evaluate(places / "float", [], [[1], [1, 2, 3], [2], [4, 5]])
+    assert (some.samples, some.tokens) == (2, 3)
     with pytest.raises(errors.EmptyDataError, match="has only samples of one token"):
         evaluate(places / "float", [], [[1], [2]])
 
