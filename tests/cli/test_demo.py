@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shell import Terminal, run_here
 
 from calipers.checkpoint.sizes import size_on_disk
 from calipers.demo import run as demo
+from calipers.demo.text import library_pieces
 from calipers.evaluation import Estimate
 
 
@@ -17,6 +19,18 @@ from calipers.evaluation import Estimate
 def _little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "CALIBRATION_SAMPLES", 32)
     monkeypatch.setattr(demo, "EVALUATION_SAMPLES", 24)
+
+
+def test_text_for_calibration_is_not_that_for_judging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr(demo, "oneshot", lambda *args, **_: runs.append(args[2]))
+    monkeypatch.setattr(demo, "evaluate", lambda *args, **_: runs.append(args[2]))
+    demo.run_demo(tmp_path)
+    *calibration, evaluation = runs
+    assert calibration == [library_pieces("calibration")] * 5
+    assert evaluation == library_pieces("evaluation")
 
 
 def test_five_ways_are_compared(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from shell import Terminal, run, run_here
 
 import calipers
+from calipers.demo import MODEL
+from calipers.demo.text import library_pieces
 
 SCHEMES = ("W8A16", "W4A16")
 OPTIONS = ("--samples", "30", "--seq-len", "32", "--batch-size", "8")
@@ -67,6 +69,16 @@ def test_packing_and_seed(model: Path, tmp_path: Path) -> None:
     assert packed["tokens"] == 30 * 31
     figures = [each["base"]["perplexity"]["value"] for each in (one, packed, other)]
     assert len(set(figures)) == 3
+
+
+def test_the_demo_is_judged_on_what_nobody_has_seen() -> None:
+    arguments = ("evaluate", "demo", "--data", "demo", "--samples", "24", "--json")
+    told = json.loads(run_here(*arguments).stdout)["base"]["perplexity"]["value"]
+    unseen, seen = (
+        calipers.evaluate(MODEL, [], library_pieces(part), num_samples=24, packing=True)
+        for part in ("evaluation", "calibration")
+    )
+    assert told == unseen.base.perplexity.value != seen.base.perplexity.value
 
 
 @pytest.mark.parametrize(

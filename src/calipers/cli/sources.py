@@ -41,7 +41,11 @@ def data_source(name: str | None, part: Literal["calibration", "evaluation"]) ->
 
 
 def packing_for(name: str | None, chosen: bool | None) -> bool | None:
-    """Return whether texts are joined: those of ``demo`` are pieces of modules."""
+    """Return whether texts are joined: those of ``demo`` are pieces of modules.
+
+    >>> packing_for("demo", None), packing_for("demo", False), packing_for("my.jsonl", None)
+    (True, False, None)
+    """
     return True if chosen is None and name == DEMO and not os.path.exists(name) else chosen
 
 

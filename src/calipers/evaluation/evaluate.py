@@ -106,4 +106,4 @@ def _named(checkpoints: Mapping[str, Source] | Sequence[str | Path]) -> dict[str
 def _stored_size(source: Source) -> int | None:
     if not isinstance(source, (str, Path)) or not Path(source).is_dir():
         return None
-    return size_on_disk(Path(source))
+    return size_on_disk(Path(source)) or None
