@@ -111,6 +111,7 @@ def different_arguments(_folder: Path) -> Any:
         "seed": outcome(lambda: quantize(fp8, seed=rank)),
         "model": outcome(lambda: quantize(fp8, other)),
         "pipeline": outcome(lambda: quantize(fp8, pipeline="basic" if rank else "sequential")),
+        "allow_code": outcome(lambda: quantize(fp8, allow_code=rank == 1)),
         "one is short of memory": outcome(one_short_of_memory),
     }
 

@@ -78,6 +78,7 @@ def oneshot(
     overwrite: bool = False,
     max_shard_size: str = "5GB",
     trust_remote_code: bool = False,
+    allow_code: bool = False,
     timeout: timedelta = DEFAULT_TIMEOUT,
     progress: bool | None = None,
 ) -> OneshotResult:
@@ -112,6 +113,8 @@ def oneshot(
     :param overwrite: whether an existing checkpoint is replaced
     :param max_shard_size: the largest size of a file of tensors
     :param trust_remote_code: whether code that comes with the model may run
+    :param allow_code: whether observers in files, ``path/to/file.py:Class``, which the recipe
+        names, may run
     :param timeout: how long a process that gives no sign of life is waited for by the others
     :param progress: whether to show a progress bar; None: if a person looks at standard error
     """
@@ -132,10 +135,11 @@ def oneshot(
         with crew.step("reading the arguments"):
             if output_dir is not None:
                 check_output(output_dir, overwrite)
-            parsed = load_recipe(recipe)
+            parsed = load_recipe(recipe, allow_code=allow_code)
         crew.agree(
             {
                 "recipe": parsed.to_yaml(),
+                "allow_code": allow_code,
                 "pipeline": pipeline,
                 "on_unseen": on_unseen,
                 "calibrate_all_experts": calibrate_all_experts,

@@ -198,6 +198,7 @@ class TestFailures:
             ("seed", "agree on seed: rank 0 has 0, rank 1 has 1"),
             ("model", "on model: rank 0 has LlamaForCausalLM with .*, rank 2 has LlamaForCausalLM"),
             ("pipeline", "agree on pipeline: rank 0 has sequential, rank 1 has basic"),
+            ("allow_code", "agree on allow_code: rank 0 has False, rank 1 has True"),
         ],
     )
     def test_different_arguments(self, failed: list[Any], what: str, said: str) -> None:

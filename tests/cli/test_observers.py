@@ -107,5 +107,5 @@ def test_an_observer_of_ones_own(tmp_path: Path) -> None:
         "class Mine(MinMaxObserver):\n"
         '    """Does as I say."""\n'
     )
-    done = run_here("observers", f"{tmp_path / 'mine.py'}:Mine")
+    done = run_here("observers", f"{tmp_path / 'mine.py'}:Mine", "--allow-code")
     assert done.stdout.startswith("Does as I say.\n")

@@ -54,7 +54,8 @@ def default_observer(base_name: str) -> str:
 def observer_for(base_name: str, args: QuantizationArgs) -> Observer | None:
     """Build the observer that watches a tensor; None where its scale is found while it runs.
 
-    Weights are seen once: a moving average over them is their last value.
+    Weights are seen once: a moving average over them is their last value. A file of code that the
+    arguments name does not run here; its class must be loaded already.
 
     >>> str(observer_for("weight", QuantizationArgs(observer="minmax", symmetric=False)))
     'MemorylessMinMaxObserver(weight, int8 per tensor, nonfinite=raise)'
@@ -63,12 +64,16 @@ def observer_for(base_name: str, args: QuantizationArgs) -> Observer | None:
         return None
     name = args.observer or default_observer(base_name)
     if base_name == "weight":
-        name = _MEMORYLESS.get(Observer.get_value_from_registry(name).registered_name(), name)
+        name = _MEMORYLESS.get(_registered_name(name), name)
         averaging = {"averaging_constant"} & (args.observer_kwargs or {}).keys()
         if averaging and name.startswith("memoryless"):
             kwargs = {k: v for k, v in args.observer_kwargs.items() if k not in averaging}
             args = args.model_copy(update={"observer_kwargs": kwargs})
-    return Observer.load_from_registry(name, base_name=base_name, args=args)
+    return Observer.load_from_registry(name, allow_code=False, base_name=base_name, args=args)
+
+
+def _registered_name(name: str) -> str:
+    return Observer.get_value_from_registry(name, allow_code=False).registered_name()
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ _NAMES = {
 _OPTIONS = (
     *("overwrite", "trust_remote_code", "text_column", "pipeline", "batch_size", "max_shard_size"),
     *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "share_inputs"),
-    *("packing", "layers"),
+    *("packing", "layers", "allow_code"),
 )
 _PHRASES = {
     r"no dataset was given": "there is no --data",

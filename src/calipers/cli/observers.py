@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calipers.cli.command import Report
+from calipers.cli.options import AllowCode
 from calipers.cli.tables import facts_table, table
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ Name = Annotated[
 ]
 
 
-def observers(name: Name = None) -> Report:
+def observers(name: Name = None, allow_code: AllowCode = False) -> Report:
     """List the observers and when to use each, or tell all about one.
 
     Example: calipers observers optimal
@@ -29,10 +30,10 @@ def observers(name: Name = None) -> Report:
     from calipers.observers import Observer
 
     if name is not None:
-        one = Portrait.of(Observer.get_value_from_registry(name))
+        one = Portrait.of(Observer.get_value_from_registry(name, allow_code=allow_code))
         return Report(one.as_dict(), _single(one))
     known = Observer.registered_names()
-    all_ = [Portrait.of(Observer.get_value_from_registry(each)) for each in known]
+    all_ = [Portrait.of(Observer.get_value_from_registry(each, allow_code=False)) for each in known]
     return Report([each.as_dict() for each in all_], _list(all_))
 
 

@@ -99,6 +99,11 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
 ]
 
+AllowCode = Annotated[
+    bool,
+    typer.Option("--allow-code", help="Let observers in files, FILE.py:CLASS, run their code."),
+]
+
 
 def observer_choice(text: str | None) -> dict[str, Any] | None:
     """Read an observer with its options.

@@ -11,6 +11,7 @@ import typer
 from calipers.cli.command import Report
 from calipers.cli.options import (
     ActivationObserver,
+    AllowCode,
     Ignored,
     Model,
     RecipeFile,
@@ -43,6 +44,7 @@ def plan(
     ignore: Ignored = None,
     every: All = False,
     trust_remote_code: TrustRemoteCode = False,
+    allow_code: AllowCode = False,
 ) -> Report:
     """Show what would be quantized, and the size before and after.
 
@@ -51,7 +53,7 @@ def plan(
     Example: calipers plan demo --scheme W4A16 --observer optimal
     """
     source = model_source(model)
-    wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore)
+    wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore, allow_code)
     from calipers.checkpoint.reader import load_skeleton
     from calipers.cli.forecast import forecast
 

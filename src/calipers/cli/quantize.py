@@ -16,6 +16,7 @@ from calipers.checkpoint.output import check_output
 from calipers.cli.command import Report, shows_progress
 from calipers.cli.options import (
     ActivationObserver,
+    AllowCode,
     BatchSize,
     Data,
     Device,
@@ -106,6 +107,7 @@ def quantize(
     overwrite: Overwrite = False,
     max_shard_size: ShardSize = "5GB",
     trust_remote_code: TrustRemoteCode = False,
+    allow_code: AllowCode = False,
 ) -> Report:
     """Quantize a model for vLLM and transformers.
 
@@ -115,7 +117,7 @@ def quantize(
     """
     check_output(output, overwrite)  # first: what is wrong is said before anything is imported
     source, texts = model_source(model), data_source(data, "calibration")
-    wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore)
+    wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore, allow_code)
     from calipers import oneshot
 
     start = time.monotonic()
@@ -139,6 +141,7 @@ def quantize(
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         trust_remote_code=trust_remote_code,
+        allow_code=allow_code,
         progress=shows_progress(),
     )
     done = _summary(result, model, data, output, time.monotonic() - start)

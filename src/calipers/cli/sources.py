@@ -55,6 +55,7 @@ def recipe_source(
     observer: str | None,
     activation_observer: str | None,
     ignore: list[str] | None,
+    allow_code: bool = False,
 ) -> Recipe:
     """Make the recipe that the options mean."""
     if (scheme is None) == (recipe is None):
@@ -73,7 +74,7 @@ def recipe_source(
     from calipers.recipes import load_recipe
 
     if scheme is None:
-        return load_recipe(recipe)
+        return load_recipe(recipe, allow_code=allow_code)
     return load_recipe(
         QuantizationModifier(
             scheme=preset_name(scheme),
@@ -81,5 +82,6 @@ def recipe_source(
             weight_observer=weights,  # type: ignore[arg-type]
             activation_observer=activations,  # type: ignore[arg-type]
             unmatched="error" if ignore else "ignore",
-        )
+        ),
+        allow_code=allow_code,
     )

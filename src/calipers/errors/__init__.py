@@ -100,6 +100,7 @@ from calipers.errors.ranks import (
 from calipers.errors.recipes import (
     AlreadyQuantizedError,
     ClaimError,
+    CodeNotAllowedError,
     ModulesDivisibilityError,
     RecipeError,
     UnfitError,
@@ -120,6 +121,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointWriteError",
     "ClaimError",
+    "CodeNotAllowedError",
     "ComplexTensorError",
     "ConfigurationError",
     "ConfigurationMismatchError",

@@ -32,6 +32,32 @@ class RecipeError(ConfigurationError):
         super().__init__(f"{', '.join(place)}: {problem}" if place else problem)
 
 
+class CodeNotAllowedError(RecipeError):
+    """An observer in a file of Python code, which nobody has allowed to run.
+
+    :param name: the file and its class, ``path/to/file.py:Class``
+    :param key: the key of the recipe that names it
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: str | None = None,
+        *,
+        path: Iterable[str | int] = (),
+        source: str | None = None,
+        line: int | None = None,
+    ) -> None:
+        file = name.rpartition(":")[0]
+        super().__init__(
+            f"{f'{key}: ' if key else ''}'{name}' is Python code, which was not run: it could do "
+            f"anything that you can. If you trust the file '{file}', pass allow_code=True.",
+            path=path,
+            source=source,
+            line=line,
+        )
+
+
 class UnmatchedPatternError(RecipeError):
     """A pattern that matches nothing in the model it is meant for."""
 

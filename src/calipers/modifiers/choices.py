@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator
 
 from calipers.calibration.plan import SCHEME_FIELDS
 from calipers.errors import (
+    CodeNotAllowedError,
     ConfigurationError,
     RecipeError,
     UnknownObserverError,
@@ -70,7 +71,7 @@ def read_choice(value: Any) -> ObserverChoice:
             f"such as {{name: mse, averaging_constant: 0.01}}, got {value!r}"
         )
     options = {key: option for key, option in value.items() if key != "name"}
-    _check_observer(value["name"], options, "name")
+    check_observer(value["name"], options, "name")
     return ObserverChoice(name=value["name"], options=options)
 
 
@@ -85,7 +86,7 @@ def read_args(value: Any) -> QuantizationArgs:
         raise ConfigurationError(f"must be a mapping such as {{num_bits: 8}}, got {value!r}")
     Format.of(args)
     if args.observer is not None:
-        _check_observer(args.observer, args.observer_kwargs or {}, "observer")
+        check_observer(args.observer, args.observer_kwargs or {}, "observer")
     return args
 
 
@@ -220,9 +221,33 @@ class ObserverChoices(BaseModel):
 Choices = Annotated[ObserverChoices, BeforeValidator(_no_bare_name)]
 
 
-def _check_observer(name: str, options: Mapping[str, Any], key: str) -> None:
+def named_observers(value: Any, path: Path = ()) -> Iterator[tuple[Path, ObserverChoice]]:
+    """Go through all observers that a modifier names, each with the keys that lead to its name."""
+    if isinstance(value, ObserverChoice):
+        yield path, value
+    elif isinstance(value, QuantizationArgs):
+        if value.observer is not None:
+            options = value.observer_kwargs or {}
+            yield (*path, "observer"), ObserverChoice(name=value.observer, options=options)
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from named_observers(getattr(value, name), (*path, name))
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from named_observers(each, (*path, name))
+
+
+def check_observer(
+    name: str, options: Mapping[str, Any], key: str, *, allow_code: bool = False
+) -> None:
+    """Refuse an observer that does not exist, and options that it does not have.
+
+    A class in a file is looked at only where that file may run, or has run.
+    """
     try:
-        cls = Observer.get_value_from_registry(name)
+        cls = Observer.get_value_from_registry(name, allow_code=allow_code)
+    except CodeNotAllowedError:
+        return
     except UnknownObserverError as error:
         raise RecipeError(str(error), path=(key,)) from None
     if cls.Options is None:

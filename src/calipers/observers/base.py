@@ -143,14 +143,20 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         _REGISTRY.add(value, name, alias)
 
     @classmethod
-    def get_value_from_registry(cls, name: str) -> type[Observer]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``."""
-        return _REGISTRY.find(name)
+    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Observer]:
+        """Return the class of that name, or the one in ``path/to/file.py:Class``.
+
+        :param allow_code: whether such a file may run; pass False for a name that comes from data
+        """
+        return _REGISTRY.find(name, allow_code=allow_code)
 
     @classmethod
-    def load_from_registry(cls, name: str, **constructor_kwargs: Any) -> Observer:
-        """Build an observer by name."""
-        observer: Observer = construct(_REGISTRY.find(name), constructor_kwargs)
+    def load_from_registry(
+        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
+    ) -> Observer:
+        """Build an observer by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
+        found = _REGISTRY.find(name, allow_code=allow_code)
+        observer: Observer = construct(found, constructor_kwargs)
         return observer
 
     @classmethod

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
 
-from calipers.errors import RegistrationError, UnknownObserverError
+from calipers.errors import CodeNotAllowedError, RegistrationError, UnknownObserverError
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -22,6 +22,15 @@ def standardize(name: str) -> str:
     'static_minmax'
     """
     return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def is_file_of_code(name: str) -> bool:
+    """Whether a name is a class in a file: code that runs when the class is asked for.
+
+    >>> is_file_of_code("my/observers.py:Mine"), is_file_of_code("mse")
+    (True, False)
+    """
+    return name.rpartition(":")[0].endswith(".py")
 
 
 class Registry(Generic[T]):
@@ -65,13 +74,17 @@ class Registry(Generic[T]):
         """Return the other names they go by, sorted."""
         return sorted(self._aliases)
 
-    def find(self, name: str) -> type[T]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``."""
+    def find(self, name: str, *, allow_code: bool) -> type[T]:
+        """Return the class of that name, or the one in ``path/to/file.py:Class``.
+
+        :param allow_code: whether such a file may run; without it, the class is found only if its
+            file was allowed to run before
+        """
         if not isinstance(name, str):
             raise UnknownObserverError(str(name), self._classes)
-        path, colon, class_name = name.rpartition(":")
-        if colon and path.endswith(".py"):
-            return self._load(Path(path), class_name)
+        if is_file_of_code(name):
+            path, _, class_name = name.rpartition(":")
+            return self._load(Path(path), class_name, allow_code)
         key = standardize(name)
         key = self._aliases.get(key, key)
         if key not in self._classes:
@@ -82,9 +95,11 @@ class Registry(Generic[T]):
         """Return the name of a class, or of the class itself if it is not registered."""
         return next((key for key, known in self._classes.items() if known is cls), cls.__name__)
 
-    def _load(self, path: Path, class_name: str) -> type[T]:
+    def _load(self, path: Path, class_name: str, allow_code: bool) -> type[T]:
         if not path.is_file():
             raise RegistrationError(f"There is no file '{path}' to load '{class_name}' from.")
+        if not allow_code and _module_name(path) not in sys.modules:
+            raise CodeNotAllowedError(f"{path}:{class_name}")
         found = getattr(_module_of(path), class_name, None)
         if not isinstance(found, type) or not issubclass(found, self._base):
             raise RegistrationError(
@@ -97,8 +112,12 @@ def _identity(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
+def _module_name(path: Path) -> str:
+    return f"calipers_plugin:{path.resolve()}"
+
+
 def _module_of(path: Path) -> ModuleType:
-    name = f"calipers_plugin:{path.resolve()}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -108,7 +127,9 @@ def _module_of(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
         raise RegistrationError(f"Loading '{path}' failed: {error!r}.") from error
     return module

@@ -24,11 +24,13 @@ class Document:
 
     :param source: how messages call the file or text; None for data that was not read
     :param lines: the line of each key and item, by the path that leads to it
+    :param allow_code: whether files of code that it names may run
     """
 
     data: Any
     source: str | None = None
     lines: Mapping[Path, int] = field(default_factory=dict)
+    allow_code: bool = False
 
     def line_of(self, path: Path) -> int | None:
         """Return the line of a key, or of the nearest one around it."""

@@ -12,9 +12,10 @@ import torch
 import yaml
 
 from calipers.calibration.plan import Plan
-from calipers.errors import RecipeError, did_you_mean
+from calipers.errors import CalipersError, CodeNotAllowedError, RecipeError, did_you_mean
 from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
-from calipers.modifiers.choices import preset_name
+from calipers.modifiers.choices import check_observer, named_observers, preset_name
+from calipers.observers.registry import is_file_of_code
 from calipers.recipes.compiling import compile_modifiers
 from calipers.recipes.reading import Document, Path, read_document
 
@@ -95,30 +96,55 @@ class Recipe:
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
-def load_recipe(source: Any) -> Recipe:
+def load_recipe(source: Any, *, allow_code: bool = False) -> Recipe:
     """Make a recipe.
 
     :param source: a recipe, a modifier, a list of such, plain data, the path of a YAML or JSON
         file, its text, or the name of a preset such as ``W4A16`` (all Linear modules but lm_head)
+    :param allow_code: whether observers in files, ``path/to/file.py:Class``, may run; without it
+        a recipe that names one is refused
     """
+    recipe = _read(source, allow_code)
+    for modifier in recipe.modifiers:
+        _settle_code(modifier, Document(None, allow_code=allow_code), ())
+    return recipe
+
+
+def _read(source: Any, allow_code: bool) -> Recipe:
     if isinstance(source, Recipe):
         return source
     if isinstance(source, Modifier):
         return Recipe((Stage(_DEFAULT, (source,)),))
     if isinstance(source, Mapping):
-        return _from_document(Document(dict(source)))
+        return _from_document(Document(dict(source), allow_code=allow_code))
     if isinstance(source, list | tuple):
-        return _joined(source)
+        return _joined(source, allow_code)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_path(source)):
-        return _from_file(FilePath(source))
+        return _from_file(FilePath(source), allow_code)
     if isinstance(source, str):
-        return _from_text(source)
+        return _from_text(source, allow_code)
     raise RecipeError(
         f"A recipe is a path, YAML, a mapping, a modifier or a list of modifiers, got {source!r}."
     )
 
 
-def _joined(sources: Iterable[Any]) -> Recipe:
+def _settle_code(modifier: Modifier, document: Document, path: Path) -> None:
+    """Load the files of code that a modifier names, where that is allowed, and check options."""
+    for inner, choice in named_observers(modifier):
+        if not is_file_of_code(choice.name):
+            continue
+        at, key = (*path, *inner), ".".join(map(str, (modifier.label(), *inner)))
+        if not document.allow_code:
+            raise CodeNotAllowedError(
+                choice.name, key, path=at, source=document.source, line=document.line_of(at)
+            )
+        try:
+            check_observer(choice.name, choice.options, str(inner[-1]), allow_code=True)
+        except CalipersError as error:
+            raise document.error(f"{key}: {error}", at) from error
+
+
+def _joined(sources: Iterable[Any], allow_code: bool) -> Recipe:
     """Put recipes one after the other; modifiers that stand side by side share a stage."""
     stages: list[Stage] = []
     side_by_side = False
@@ -127,7 +153,7 @@ def _joined(sources: Iterable[Any]) -> Recipe:
         if alone and side_by_side:
             stages[-1] = replace(stages[-1], modifiers=(*stages[-1].modifiers, each))
         else:
-            stages.extend(load_recipe(each).stages)
+            stages.extend(_read(each, allow_code).stages)
         side_by_side = alone
     return _checked(stages, Document(None))
 
@@ -144,20 +170,20 @@ def _is_path(text: str) -> bool:
     return "\n" not in text and (text.lower().endswith(_SUFFIXES) or os.path.isfile(text))
 
 
-def _from_file(path: FilePath) -> Recipe:
+def _from_file(path: FilePath, allow_code: bool) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not UTF-8 text"
         raise RecipeError(f"The recipe '{path}' cannot be read: {reason}.") from None
-    return _from_document(read_document(text, str(path)))
+    return _from_document(replace(read_document(text, str(path)), allow_code=allow_code))
 
 
-def _from_text(text: str) -> Recipe:
+def _from_text(text: str, allow_code: bool) -> Recipe:
     document = read_document(text, "recipe")
     if isinstance(document.data, str):
         return _from_preset(document.data)
-    return _from_document(document)
+    return _from_document(replace(document, allow_code=allow_code))
 
 
 def _from_preset(name: str) -> Recipe:
@@ -168,7 +194,8 @@ def _from_preset(name: str) -> Recipe:
             f"'{name}' is neither a file, nor YAML with stages or modifiers, nor the name of a "
             f"preset: {error.problem}"
         ) from None
-    return load_recipe(QuantizationModifier(scheme=scheme, ignore=("lm_head",), unmatched="ignore"))
+    modifier = QuantizationModifier(scheme=scheme, ignore=("lm_head",), unmatched="ignore")
+    return Recipe((Stage(_DEFAULT, (modifier,)),))
 
 
 def _from_document(document: Document) -> Recipe:
@@ -227,9 +254,11 @@ def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifie
         return fields
     given = {} if fields is None else _mapping(document, fields, path, f"'{name}'")
     try:
-        return MODIFIERS[name](**given)
+        modifier = MODIFIERS[name](**given)
     except RecipeError as error:
         raise document.error(error.problem, (*path, *error.path)) from None
+    _settle_code(modifier, document, path)
+    return modifier
 
 
 def _unknown_modifier(name: str) -> str:
