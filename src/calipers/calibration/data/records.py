@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from calipers.calibration.data.tokenizing import first_token_ids
 from calipers.errors import (
     ChatTemplateError,
     NoTokenizerError,
@@ -80,14 +81,18 @@ class Reader:
         """The token that ends a text, if there is one."""
         return special_id(self.tokenizer, "eos_token_id", self.vocab_size)
 
-    def token_ids(self, record: Any, where: str) -> torch.Tensor:
-        """Return the token ids of a record, (tokens,) int64; none for an empty one."""
+    def token_ids(self, record: Any, where: str, enough: int | None = None) -> torch.Tensor:
+        """Return the token ids of a record, (tokens,) int64; none for an empty one.
+
+        :param enough: how many of the first ids are of interest, so that the rest of a very long
+            text need not be tokenized; None for all
+        """
         if isinstance(record, Mapping):
             record = self._value(record, where)
         if isinstance(record, str):
-            ids = self._tokenized(record, where) if record.strip() else _NOTHING
+            ids = self._tokenized(record, where, enough) if record.strip() else _NOTHING
         elif _is_chat(record):
-            ids = self._tokenized(self._chat_text(record, where), where, special=False)
+            ids = self._tokenized(self._chat_text(record, where), where, enough, special=False)
         else:
             ids = _as_ids(record, where)
         check_ids(ids, where, self.vocab_size)
@@ -111,11 +116,19 @@ class Reader:
         kinds = " and ".join(type(value).__name__ for value in values)
         raise RecordError(where, f"has {' and '.join(columns)} of types {kinds}")
 
-    def _tokenized(self, text: str, where: str, *, special: bool = True) -> torch.Tensor:
+    def _tokenized(
+        self, text: str, where: str, enough: int | None, *, special: bool = True
+    ) -> torch.Tensor:
         if self.tokenizer is None:
             raise NoTokenizerError(where)
-        found = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return torch.tensor(found, dtype=torch.int64)
+
+        def tokenize(part: str) -> list[int]:
+            found: list[int] = self.tokenizer(part, add_special_tokens=special, verbose=False)[
+                "input_ids"
+            ]
+            return found
+
+        return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
 
     def _chat_text(self, chat: Iterable[Mapping[str, Any]], where: str) -> str:
         if self.tokenizer is None:

@@ -23,7 +23,8 @@ def take_samples(
     :param seed: of the shuffling of the pieces of one document; None for their order
     :return: the samples, never none, and what the user should know about them
     """
-    texts = (reader.token_ids(record, place) for place, record in source.numbered)
+    needed = None if source.one_document else length * (count if packing else 1)
+    texts = (reader.token_ids(record, place, needed) for place, record in source.numbered)
     documents = (ids for ids in texts if len(ids))
     notes = source.notes
     if source.one_document:
