@@ -261,9 +261,10 @@ def test_text_without_a_tokenizer(record: Any) -> None:
         calibration_batches([record])
 
 
-def test_chats_without_a_template() -> None:
-    text = "item 0 is a chat, and the tokenizer has no chat template. Use the tokenizer of a chat"
-    refused(ChatTemplateError, text, [CHAT])
+def test_chats_that_are_no_text_without_a_template() -> None:
+    text = "item 0 is a chat, and the tokenizer has no chat template for messages that are not"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    refused(ChatTemplateError, text, [parts])
 
 
 def test_chats_that_the_template_refuses() -> None:

@@ -117,8 +117,7 @@ def test_objects(dataset: Any) -> None:
         ({"messages": [{"role": "user", "content": "a"}], "prompt": "no"}, "user:a;"),
         ({"conversations": [{"from": "gpt", "value": "a"}]}, "assistant:a;"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "user:a;"),
-        ({"prompt": "ab", "completion": "cd", "id": "x"}, "abcd"),
-        ({"prompt": "ab", "response": "cd"}, "abcd"),
+        ({"prompt": "ab", "completion": "cd", "id": "x"}, "user:ab;assistant:cd;"),
         (
             {
                 "prompt": [{"role": "user", "content": "a"}],

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from calipers.calibration.data.records import columns_of
+from calipers.calibration.data.columns import columns_of
 from calipers.errors import (
     BrokenJsonError,
     DataFileError,

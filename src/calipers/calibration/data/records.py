@@ -1,4 +1,4 @@
-"""One record → its token ids: which columns hold the text, chats, and what is refused."""
+"""One record → its token ids: texts, chats, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,49 +8,27 @@ from typing import Any
 
 import torch
 
+from calipers.calibration.data.columns import (
+    as_chat,
+    columns_of,
+    is_optional,
+    is_pair,
+    joined,
+)
 from calipers.calibration.data.tokenizing import first_token_ids
 from calipers.errors import (
     ChatTemplateError,
     NoTokenizerError,
     RecordError,
-    TextColumnError,
     TokenIdError,
 )
 
-_COLUMNS = (
-    ("input_ids", "attention_mask"),
-    ("input_ids",),
-    ("messages",),
-    ("conversations",),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("text",),
-    ("content",),
-    ("prompt",),
+_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
+_NO_TEMPLATE = (
+    "The tokenizer has no chat template: the messages of a chat are joined by blank lines. For a "
+    "chat model, use its own tokenizer."
 )
-_ROLES = {"human": "user", "gpt": "assistant"}
 _NOTHING = torch.empty(0, dtype=torch.int64)
-
-
-def columns_of(record: Mapping[str, Any], text_column: str | None, where: str) -> tuple[str, ...]:
-    """Return the columns of a record that make up its text, chat or token ids.
-
-    >>> columns_of({"prompt": "1 + 1 =", "response": " 2", "id": "a"}, None, "line 1")
-    ('prompt', 'response')
-    """
-    if text_column is not None:
-        if text_column not in record:
-            raise TextColumnError(where, text_column, record)
-        return (text_column,)
-    if {*record} == {"role", "content"}:
-        raise RecordError(where, "is a single message of a chat; put the chat in a list: [chat]")
-    for columns in _COLUMNS:
-        if all(column in record for column in columns):
-            return columns
-    texts = [column for column, value in record.items() if isinstance(value, str)]
-    if len(texts) != 1:
-        raise TextColumnError(where, None, record)
-    return (texts[0],)
 
 
 @dataclass(frozen=True)
@@ -60,11 +38,13 @@ class Reader:
     :param tokenizer: for text and chats; token ids need none
     :param columns: which columns of a record to read, where records have columns
     :param vocab_size: how many tokens the model knows, if that is known
+    :param notes: what the user should know about how records are read
     """
 
     tokenizer: Any = None
     columns: tuple[str, ...] = ()
     vocab_size: int | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -74,7 +54,9 @@ class Reader:
         place, record = first
         listed = isinstance(record, Mapping)
         columns = columns_of(record, text_column, place) if listed else ()
-        return cls(tokenizer, columns, vocab_size)
+        shown = record[columns[0]] if columns else record
+        untold = tokenizer is not None and not _has_template(tokenizer) and _is_chat(shown)
+        return cls(tokenizer, columns, vocab_size, (_NO_TEMPLATE,) if untold else ())
 
     @property
     def separator(self) -> int | None:
@@ -89,6 +71,8 @@ class Reader:
         """
         if isinstance(record, Mapping):
             record = self._value(record, where)
+        if _is_chat(record) and not _has_template(self.tokenizer):
+            record = _joined_chat(record, where)
         if isinstance(record, str):
             ids = self._tokenized(record, where, enough) if record.strip() else _NOTHING
         elif _is_chat(record):
@@ -102,15 +86,18 @@ class Reader:
         columns = self.columns or columns_of(record, None, where)
         values = [record.get(column) for column in columns]
         for column, value in zip(columns, values, strict=True):
-            if value is None:
+            if value is None and not is_optional(column, columns):
                 raise RecordError(where, f"has nothing in '{column}' (it has: {', '.join(record)})")
         if len(values) == 1:
             return values[0]
         if columns[0] == "input_ids":
             ids, mask = (_as_ids(value, where) for value in values)
             return _counted(ids, mask, where)
-        if all(isinstance(value, str) for value in values):
-            return "".join(map(str, values))
+        values = [value for value in values if value is not None]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) == len(values):
+            chats = is_pair(columns) and _has_template(self.tokenizer)
+            return (as_chat(texts) or "") if chats else joined(texts)
         if all(_is_chat(value) for value in values):
             return [message for chat in values for message in chat or ()]
         kinds = " and ".join(type(value).__name__ for value in values)
@@ -131,10 +118,6 @@ class Reader:
         return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
 
     def _chat_text(self, chat: Iterable[Mapping[str, Any]], where: str) -> str:
-        if self.tokenizer is None:
-            raise NoTokenizerError(where)
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ChatTemplateError(where, "the tokenizer has no chat template")
         messages = [_message(message, where) for message in chat]
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
@@ -205,6 +188,18 @@ def _counted(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
 def _is_chat(value: Any) -> bool:
     listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     return listed and len(value) > 0 and all(isinstance(message, Mapping) for message in value)
+
+
+def _has_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _joined_chat(chat: Iterable[Mapping[str, Any]], where: str) -> str:
+    contents = [_message(message, where).get("content") for message in chat]
+    if not all(isinstance(content, str) for content in contents):
+        problem = "the tokenizer has no chat template for messages that are not plain text"
+        raise ChatTemplateError(where, problem)
+    return joined([str(content) for content in contents])
 
 
 def _message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ def take_samples(
     needed = None if source.one_document else length * (count if packing else 1)
     texts = (reader.token_ids(record, place, needed) for place, record in source.numbered)
     documents = (ids for ids in texts if len(ids))
-    notes = source.notes
+    notes = source.notes + reader.notes
     if source.one_document:
         if packing is False:
             raise DataOptionError("packing", packing, "left out for a text file (one document)")

@@ -1,0 +1,93 @@
+"""Which columns of a record hold its text, and how questions and answers become one text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from calipers.errors import RecordError, TextColumnError
+
+_BEFORE_PAIRS = (
+    ("input_ids", "attention_mask"),
+    ("input_ids",),
+    ("messages",),
+    ("conversations",),
+    ("conversation",),
+)
+_AFTER_PAIRS = (("text",), ("content",), ("prompt",))
+_QUESTIONS = ("instruction", "prompt", "question")
+_ADDED = ("input", "context")
+"""What a question is about; ``input`` is the question where there is no other."""
+_ANSWERS = ("output", "response", "completion", "answer")
+
+
+def columns_of(record: Mapping[str, Any], text_column: str | None, where: str) -> tuple[str, ...]:
+    """Return the columns of a record that make up its text, chat or token ids.
+
+    Of a question and its answer, the answer is the last one.
+
+    >>> columns_of({"id": "a", "instruction": "Add.", "input": "1, 2", "output": "3"}, None, "here")
+    ('instruction', 'input', 'output')
+    """
+    if text_column is not None:
+        if text_column not in record:
+            raise TextColumnError(where, text_column, record)
+        return (text_column,)
+    if {*record} == {"role", "content"}:
+        raise RecordError(where, "is a single message of a chat; put the chat in a list: [chat]")
+    pairs = [pair] if (pair := _pair(record, where)) else []
+    for columns in (*_BEFORE_PAIRS, *pairs, *_AFTER_PAIRS):
+        if all(column in record for column in columns):
+            return columns
+    texts = [column for column, value in record.items() if isinstance(value, str)]
+    if len(texts) != 1:
+        raise TextColumnError(where, None, record)
+    return (texts[0],)
+
+
+def _pair(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return the columns of a question, what is added to it, and its answer; none without both."""
+    answers = [column for column in _ANSWERS if column in record]
+    asked = [column for column in _QUESTIONS if column in record]
+    added = [column for column in _ADDED if column in record]
+    if not asked and "input" in added:
+        asked, added = ["input"], [column for column in added if column != "input"]
+    if not asked or not answers:
+        return ()
+    if len(asked) > 1 or len(answers) > 1:
+        raise TextColumnError(where, None, record)
+    return (*asked, *added, *answers)
+
+
+def is_pair(columns: Sequence[str]) -> bool:
+    """Whether columns are those of a question and its answer."""
+    return len(columns) > 1 and columns[-1] in _ANSWERS
+
+
+def is_optional(column: str, columns: Sequence[str]) -> bool:
+    """Whether a record may have nothing in one of its columns."""
+    return column in _ADDED and column != columns[0]
+
+
+def as_chat(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Make a chat of a question, what is added to it, and its answer.
+
+    >>> as_chat(["Add.", "1, 2", "3"])
+    [{'role': 'user', 'content': 'Add.\\n\\n1, 2'}, {'role': 'assistant', 'content': '3'}]
+    """
+    *question, answer = texts
+    turns = (("user", joined(question)), ("assistant", answer))
+    return [{"role": role, "content": text} for role, text in turns if text.strip()]
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Join texts by a blank line, or as they are where white space is already between them.
+
+    >>> joined(["Add.", "", "1, 2"]), joined(["1 + 2 =", " 3"])
+    ('Add.\\n\\n1, 2', '1 + 2 = 3')
+    """
+    whole = ""
+    for text in filter(str.strip, texts):
+        apart = not whole or whole[-1].isspace() or text[0].isspace()
+        whole += text if apart else f"\n\n{text}"
+    return whole
