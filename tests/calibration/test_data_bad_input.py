@@ -28,6 +28,7 @@ from calipers.errors import (
     DataOptionError,
     EmptyDataError,
     MissingPackageError,
+    NamedDatasetError,
     NoTokenizerError,
     NotTextError,
     RecordError,
@@ -136,7 +137,7 @@ def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     refused(MissingPackageError, text, path)
     (tmp_path / "dataset_info.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    text = "Reading a folder of save_to_disk needs the package datasets"
+    text = "Reading a folder of data needs the package datasets"
     refused(MissingPackageError, text, tmp_path)
 
 
@@ -321,8 +322,8 @@ def test_datasets_of_unknown_type(dataset: Any, what: str, advice: str) -> None:
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
-    text = f"A dataset cannot be the folder '{tmp_path}', which save_to_disk did not write."
-    refused(UnknownDatasetError, text, tmp_path)
+    text = f"The data set '{tmp_path}' cannot be read: The directory at {tmp_path} doesn't contain"
+    refused(NamedDatasetError, text, tmp_path)
 
 
 def test_splits(tmp_path: Path) -> None:
@@ -331,4 +332,5 @@ def test_splits(tmp_path: Path) -> None:
     text = "The dataset has several splits: train, test. Choose one of them: dataset['train']."
     refused(SplitsError, text, splits)
     splits.save_to_disk(tmp_path / "saved")
+    text = text.replace("dataset['train']", f"'{tmp_path / 'saved'}:train'")
     refused(SplitsError, text, tmp_path / "saved")

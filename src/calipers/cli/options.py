@@ -53,9 +53,9 @@ Data = Annotated[
     typer.Option(
         "--data",
         "-d",
-        metavar="FILE",
-        help="Text, .jsonl, .json, .parquet, or a folder of save_to_disk; 'demo' is the standard "
-        "library of this Python.",
+        metavar="FILE|NAME",
+        help="Text, .jsonl, .json, .parquet, a folder of data, or a data set on the hub: "
+        "ORG/NAME[@CONFIG][:SPLIT]; 'demo' is the standard library of this Python.",
     ),
 ]
 TextColumn = Annotated[

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from calipers.calibration.dataset_names import DatasetName
 from calipers.checkpoint.place import check_place
 from calipers.cli.options import observer_choice
 from calipers.errors import OptionsError
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 DATA_KINDS = (
-    "the path of a text, .jsonl, .json or .parquet file or of a folder of save_to_disk, or 'demo'"
+    "the path of a text, .jsonl, .json or .parquet file or of a folder of data, the name of a data "
+    "set on the hub (ORG/NAME[@CONFIG][:SPLIT]), or 'demo'"
 )
 
 
@@ -30,14 +32,19 @@ def model_source(name: str) -> str:
 
 
 def data_source(name: str | None, part: Literal["calibration", "evaluation"]) -> Any:
-    """Return the path of data; ``demo`` are the texts of the standard library."""
+    """Return the path of data, or a data set; ``demo`` are the texts of the standard library."""
     if name is None or os.path.exists(name):
         return name
-    if name != DEMO:
-        raise OptionsError(f"--data '{name}' does not exist", DATA_KINDS)
-    from calipers.demo.text import library_pieces
+    if name == DEMO:
+        from calipers.demo.text import library_pieces
 
-    return library_pieces(part)
+        return library_pieces(part)
+    named = DatasetName.parse(name)
+    if named is None:
+        raise OptionsError(f"--data '{name}' does not exist", DATA_KINDS)
+    from calipers.calibration.data.named import load_named
+
+    return load_named(named)
 
 
 def packing_for(name: str | None, chosen: bool | None) -> bool | None:

@@ -36,7 +36,30 @@ class DataFileMissingError(DataError, FileNotFoundError):
     def __init__(self, path: str) -> None:
         super().__init__(
             f"The data file '{path}' does not exist. A text itself is given in a list: [text]. A "
-            "dataset of a hub is loaded first: datasets.load_dataset(name, split=...)."
+            "data set of the hub is named ORG/NAME[@CONFIG][:SPLIT]."
+        )
+
+
+class NamedDatasetError(DataError):
+    """A data set that `datasets` cannot load under its name."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"The data set '{name}' cannot be read: {problem}. Allowed: NAME[@CONFIG][:SPLIT], "
+            "where NAME is a data set on the hub or a folder of data files, and SPLIT is train "
+            "unless you name another."
+        )
+
+
+class HubUnreachableError(NamedDatasetError, FileNotFoundError):
+    """A name that is neither a file nor in the cache, and no hub to ask."""
+
+    def __init__(self, name: str) -> None:
+        DataError.__init__(
+            self,
+            f"'{name}' is no file or folder here and not in the cache of datasets, and the hub, "
+            "which may have a data set of that name, cannot be reached. Correct the path, or try "
+            "again with a network. A text itself is given in a list: [text].",
         )
 
 
@@ -157,18 +180,19 @@ class UnknownDatasetError(DataError, TypeError):
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(
             f"A dataset cannot be {what}. Allowed: the path of a text, .jsonl, .json or .parquet "
-            "file or of a folder of save_to_disk; a Dataset of datasets; a list of texts, chats, "
-            "records or lists of token ids; a 2-D tensor of token ids; a DataLoader or another "
-            f"iterable of batches with input_ids.{advice}"
+            "file or of a folder of save_to_disk; the name of a data set; a Dataset of datasets; a "
+            "list of texts, chats, records or lists of token ids; a 2-D tensor of token ids; a "
+            f"DataLoader or another iterable of batches with input_ids.{advice}"
         )
 
 
 class SplitsError(DataError):
     """A dataset of several splits, of which none was chosen."""
 
-    def __init__(self, splits: Iterable[str]) -> None:
+    def __init__(self, splits: Iterable[str], folder: str | None = None) -> None:
         splits = list(splits)
-        example = f": dataset[{splits[0]!r}]" if splits else ""
+        first = splits[0] if splits else "…"
+        example = f": dataset[{first!r}]" if folder is None else f": '{folder}:{first}'"
         super().__init__(
             f"The dataset has several splits: {listing(splits) or 'none'}. "
             f"Choose one of them{example}."

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset as TorchDataset
 
-from calipers.calibration.data.files import Rows, import_extra, open_file
+from calipers.calibration.data.files import Rows, open_file
+from calipers.calibration.data.named import SHUFFLE_BUFFER, NamedDataset, load_named
+from calipers.calibration.dataset_names import DatasetName
 from calipers.errors import EmptyDataError, SplitsError, UnknownDatasetError
-
-SHUFFLE_BUFFER = 10_000
-"""How many records of a stream are shuffled at a time."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,13 @@ def open_source(
     """
     if isinstance(dataset, (str, os.PathLike)):
         path = Path(dataset)
-        if os.path.isdir(path):  # no, where a name is too long
-            return open_source(_saved_dataset(path), seed=seed, text_column=text_column)
+        named = _named(path, dataset)
+        if named is not None:
+            return open_source(load_named(named), seed=seed, text_column=text_column)
         return _from_rows(open_file(path, text_column), f"The data file '{path}'", seed)
+    if isinstance(dataset, NamedDataset):
+        label = f"'{dataset.name}', row"
+        return _from_stream(dataset.records(seed), label, f"'{dataset.name}'", dataset.notes)
     if isinstance(dataset, Mapping):
         return _from_mapping(dataset)
     if _is_of_datasets(dataset):
@@ -102,17 +105,29 @@ def _from_rows(rows: Rows, name: str, seed: int | None) -> Records:
     )
 
 
-def _from_stream(dataset: Iterable[Any], label: str = "item") -> Records | ReadyBatches:
+def _named(path: Path, given: object) -> DatasetName | None:
+    """Return the name of a data set; None for a file, which wins over a name."""
+    if os.path.isdir(path):  # no, where a name is too long
+        return DatasetName(str(path))
+    return DatasetName.parse(given) if isinstance(given, str) and not os.path.exists(path) else None
+
+
+def _from_stream(
+    dataset: Iterable[Any],
+    label: str = "item",
+    name: str = "The dataset",
+    notes: tuple[str, ...] = (),
+) -> Records | ReadyBatches:
     iterator = iter(dataset)
     try:
         first = next(iterator)
     except StopIteration:
-        raise EmptyDataError("The dataset") from None
+        raise EmptyDataError(name) from None
     items: Iterator[Any] = chain([first], iterator)
     if is_batch(first):
         return ReadyBatches(items)
     numbered = ((f"{label} {index}", item) for index, item in enumerate(items))
-    return Records((f"{label} 0", first), numbered, "The dataset")
+    return Records((f"{label} 0", first), numbered, name, notes=notes)
 
 
 def _from_dataset(dataset: Any, seed: int | None) -> Records | ReadyBatches:
@@ -139,13 +154,6 @@ def _rows_of_array(dataset: Any) -> Rows:
         shape = tuple(dataset.shape)
         raise UnknownDatasetError(f"a {_type_name(dataset)} of shape {shape}", advice)
     return Rows(dataset, "row")
-
-
-def _saved_dataset(path: Path) -> Any:
-    known = ("dataset_info.json", "dataset_dict.json")
-    if not any((path / name).exists() for name in known):
-        raise UnknownDatasetError(f"the folder '{path}', which save_to_disk did not write")
-    return import_extra("datasets", "a folder of save_to_disk").load_from_disk(str(path))
 
 
 def _is_of_datasets(dataset: Any) -> bool:

@@ -1,0 +1,112 @@
+"""Data sets by their names: from the hub, from its cache, or from a folder of data files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calipers.calibration.data.files import import_extra
+from calipers.calibration.dataset_names import DatasetName
+from calipers.errors import HubUnreachableError, NamedDatasetError, SplitsError
+
+SHUFFLE_BUFFER = 10_000
+"""How many records of a stream are shuffled at a time."""
+
+_DEFAULT_SPLIT = "train"
+_SECONDS = 5
+"""How long the hub may take to give a sign of life."""
+_LONGEST = 300
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """A stream of records: only what is used is downloaded.
+
+    :param stream: an IterableDataset of `datasets`
+    :param notes: what the user should know about where it comes from
+    """
+
+    name: DatasetName
+    stream: Any
+    notes: tuple[str, ...] = ()
+
+    def records(self, seed: int | None) -> Iterator[Any]:
+        """Go through the records; what fails on the way says which data set it was."""
+        stream = self.stream
+        if seed is not None:
+            stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        try:
+            yield from stream
+        except Exception as error:  # files and servers of others: anything can come
+            raise NamedDatasetError(str(self.name), _reason(error)) from error
+
+
+def load_named(name: DatasetName) -> Any:
+    """Load a data set by its name: a stream, or the Dataset of a folder of ``save_to_disk``."""
+    datasets = import_extra("datasets", "a folder of data" if name.is_local else "a named data set")
+    if name.is_local and any(Path(name.place, each).exists() for each in _SAVED):
+        return _saved(datasets, name)
+    reached = name.is_local or _hub_answers()
+    try:
+        with _quiet(datasets, offline=not reached):
+            stream = datasets.load_dataset(
+                name.place, name.config, split=name.split or _DEFAULT_SPLIT, streaming=True
+            )
+    except Exception as error:  # files and servers of others: anything can come
+        if not reached and isinstance(error, ConnectionError):
+            raise HubUnreachableError(str(name)) from None
+        raise NamedDatasetError(str(name), _reason(error)) from error
+    cached = f"The hub cannot be reached: '{name}' is read as the cache of datasets has it."
+    return NamedDataset(name, stream, () if reached else (cached,))
+
+
+def _saved(datasets: Any, name: DatasetName) -> Any:
+    loaded = datasets.load_from_disk(name.place)
+    if not isinstance(loaded, Mapping):
+        if name.split is not None:
+            raise NamedDatasetError(str(name), f"'{name.place}' has no splits")
+        return loaded
+    if name.split is None:
+        raise SplitsError(map(str, loaded), name.place)
+    if name.split not in loaded:
+        raise NamedDatasetError(str(name), f"its splits are {', '.join(map(str, loaded))}")
+    return loaded[name.split]
+
+
+def _hub_answers() -> bool:
+    """Whether there is a network: libraries try again for half a minute before they say no."""
+    from httpx import HTTPError
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+    except (HTTPError, OSError):
+        return False
+    return True
+
+
+@contextmanager
+def _quiet(datasets: Any, *, offline: bool) -> Iterator[None]:
+    """Keep what the library logs to ourselves and, offline, let it look into its cache alone."""
+    logging, config = datasets.logging, datasets.config
+    before = logging.get_verbosity(), config.HF_HUB_OFFLINE
+    logging.set_verbosity_error()
+    config.HF_HUB_OFFLINE = offline or config.HF_HUB_OFFLINE
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before[0])
+        config.HF_HUB_OFFLINE = before[1]
+
+
+def _reason(error: Exception) -> str:
+    """Return what a library says, in one line that is not too long."""
+    words = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}…"
