@@ -28,6 +28,7 @@ from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import NoDataError, UnknownChoiceError
+from calipers.html import facts_table, html_table
 from calipers.recipes import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -54,6 +55,22 @@ class OneshotResult:
     errors: Mapping[str, float]
     recipe: Recipe
     output_dir: Path | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self._facts().items())})"
+        )
+
+    def _repr_html_(self) -> str:
+        worst = sorted(self.errors.items(), key=lambda pair: -pair[1])
+        rows = [{"weight": name, "error": f"{error:.2%}"} for name, error in worst]
+        return facts_table(self._facts()) + html_table(rows, "Weights that lost most", most=10)
+
+    def _facts(self) -> dict[str, object]:
+        facts = {"model": type(self.model).__name__, "plan": self.plan, "coverage": self.coverage}
+        if self.errors:
+            facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
+        return facts if self.output_dir is None else {**facts, "written to": self.output_dir}
 
 
 def oneshot(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from calipers.errors import counted, shortened
+from calipers.html import html_table
 
 UnseenPolicy = Literal["error", "weights_only", "peers"]
 
@@ -67,6 +68,22 @@ class Coverage:
             if family:
                 families[family].append(name)
         return families
+
+    def __repr__(self) -> str:
+        if not self.tokens:
+            return "Coverage(no module needed data)"
+        least, most = min(self.tokens.values()), max(self.tokens.values())
+        amount = f"{least:,} tokens" if least == most else f"{least:,} to {most:,} tokens"
+        found = {"unseen": len(self.unseen), "scarce": len(self.scarce)}
+        parts = [f"{number} {what}" for what, number in found.items() if number]
+        return f"Coverage({', '.join([counted(len(self.tokens), 'module'), amount, *parts])})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {"module": name, "tokens": f"{count:,}", "what was done": self.applied.get(name, "")}
+            for name, count in sorted(self.tokens.items(), key=lambda pair: pair[1])
+        ]
+        return html_table(rows, repr(self))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""

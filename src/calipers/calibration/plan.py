@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from rich.console import Console
 from rich.table import Table
 
+from calipers.errors import counted
+from calipers.html import html_table
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import strategy_name
 from calipers.observers import Observer
@@ -176,6 +179,16 @@ class Plan:
             }
             for tensor in self
         ]
+
+    def __repr__(self) -> str:
+        kinds = Counter(f"{each.base_name} {each.format} per {each.strategy}" for each in self)
+        parts = [f"{number} × {kind}" for kind, number in kinds.items()]
+        if self.gathered:
+            parts.append(f"inputs of {counted(len(self.gathered), 'module')} summed up")
+        return f"Plan({', '.join(parts) or 'nothing'})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows(), repr(self))
 
     def table(self) -> str:
         """Return the plan as text, one line a tensor."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from calipers.evaluation.bootstrap import Bootstrap, Estimate, Sums
 from calipers.evaluation.layers import LayerError
+from calipers.evaluation.notebook import as_html, in_one_line
 
 BASE = ""
 """The name of the float model among those of the checkpoints."""
@@ -51,7 +52,7 @@ class CheckpointScores(Scores):
     change: Estimate
     kl: Estimate
     agreement: Estimate
-    layers: tuple[LayerError, ...] = ()
+    layers: tuple[LayerError, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ class Evaluation:
     samples: int
     tokens: int
     _bootstrap: Bootstrap = field(repr=False)
+
+    def __repr__(self) -> str:
+        return in_one_line(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
     def difference(self, one: str, other: str) -> Estimate:
         """Return by how much the perplexity of one checkpoint lies above that of another."""

@@ -13,6 +13,7 @@ import yaml
 
 from calipers.calibration.plan import Plan
 from calipers.errors import CalipersError, CodeNotAllowedError, RecipeError, did_you_mean
+from calipers.html import html_table
 from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.modifiers.choices import check_observer, named_observers, preset_name
 from calipers.observers.registry import is_file_of_code
@@ -86,6 +87,21 @@ class Recipe:
         layer = torch.nn.Linear(1, 1, device="meta")
         names = [f"{experts}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
         return any(modifier.aims_at(name, layer) for modifier in self.modifiers for name in names)
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{stage.name}: {', '.join(modifier.label() for modifier in stage.modifiers)}"
+            for stage in self.stages
+        ]
+        return f"Recipe({'; '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {"stage": stage.name, "modifier": modifier.label(), **_settings(modifier)}
+            for stage in self.stages
+            for modifier in stage.modifiers
+        ]
+        return html_table(rows)
 
     def to_yaml(self) -> str:
         """Write the recipe so that :func:`load_recipe` reads it back."""
@@ -290,6 +306,11 @@ def _checked(stages: list[Stage], document: Document) -> Recipe:
             name = f"{stage.name}_{number}"
         named[name] = replace(stage, name=name)
     return Recipe(tuple(named.values()))
+
+
+def _settings(modifier: Modifier) -> dict[str, str]:
+    written = yaml.safe_dump(modifier.to_data(), default_flow_style=True, sort_keys=False)
+    return {"settings": " ".join(written.split())}
 
 
 def _written(modifiers: tuple[Modifier, ...]) -> Any:
