@@ -108,8 +108,9 @@ def oneshot(
 
     :param model: a transformers model, or the path or name to load one from
     :param recipe: a file, a YAML string, a preset such as ``"W4A16"``, or modifiers
-    :param dataset: a file (text, JSONL, Parquet), texts, token ids, a ``datasets`` object or a
-        DataLoader; needed if the plan needs data
+    :param dataset: a file (text, JSONL, Parquet), a data set by name (``ORG/NAME[@CONFIG][:SPLIT]``
+        on the hub, or a folder), texts, token ids, a ``datasets`` object or a DataLoader; needed if
+        the plan needs data
     :param output_dir: where the checkpoint goes; None writes nothing
     :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
     :param num_calibration_samples: how many samples to take, over all processes
