@@ -42,14 +42,14 @@ def test_an_output_folder_that_exists_is_refused_first(
 def test_overwriting_replaces_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     output = tmp_path / "out"
     calipers.oneshot(build(), "W4A16", output_dir=output, progress=False)
-    (output / "left over").touch()
+    (output / "model-00001-of-00002.safetensors").touch()
     calipers.oneshot(build(), "W8A16", output_dir=output, overwrite=True, progress=False)
-    assert not (output / "left over").exists()
+    assert not (output / "model-00001-of-00002.safetensors").exists()
     assert '"num_bits": 8' in (output / "config.json").read_text()
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").touch()
-    text = "does not look like a checkpoint"
+    text = "is not replaced: what is in it does not all belong to a checkpoint: thesis.txt."
     options = {"output": other, "overwrite": True}
     refused(errors.NotACheckpointError, text, build(), "W4A16", **options)
 
@@ -78,8 +78,8 @@ def test_the_model_itself_is_not_overwritten(holder: str, pipeline: str, tmp_pat
     output = (source / holder).resolve() if holder != "link" else source / "link"
     place = source.parent if holder == ".." else source
     text = (
-        f"The output folder '{place}' would replace the model that is quantized, which was loaded "
-        f"from '{source}'. Nothing was written. Choose another folder."
+        f"The output folder '{place}' would replace the model in use, '{source}'. Nothing was "
+        "written. Choose another folder."
     )
     options: dict[str, Any] = {"output": output, "overwrite": True, "pipeline": pipeline}
     refused(errors.SourceFolderError, text, source, FP8, token_ids(), **options)

@@ -25,7 +25,7 @@ from calipers.calibration.watching import WatchedModel
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.shards import parse_size
-from calipers.checkpoint.source import check_apart
+from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import NoDataError, UnknownChoiceError
 from calipers.html import facts_table, html_table
@@ -152,7 +152,9 @@ def oneshot(
     with Crew(timeout) as crew:
         with crew.step("reading the arguments"):
             if output_dir is not None:
-                check_output(output_dir, overwrite)
+                start = model if isinstance(model, (str, Path)) else source_folder(model)
+                inputs = {"model": start, "data": dataset, "recipe": recipe, "tokenizer": tokenizer}
+                check_output(output_dir, overwrite, inputs)
             parsed = load_recipe(recipe, allow_code=allow_code)
         crew.agree(
             {

@@ -36,6 +36,7 @@ def old(tmp_path: Path) -> Path:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text("old")
+    (folder / "calipers.json").write_text('{"calipers": "0.1.0"}')
     (folder / "model-00007-of-00009.safetensors").write_text("old")
     return folder
 
@@ -67,7 +68,7 @@ def test_an_empty_folder_is_refused_but_can_be_replaced(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
     for name in "abcd":
         (tmp_path / name).write_text("precious")
-    with pytest.raises(NotACheckpointError, match=r"no config\.json, but a, b, c, …\. overwrite"):
+    with pytest.raises(NotACheckpointError, match=r"to a checkpoint: a, b, c and 1 more\. overwr"):
         check_output(tmp_path, overwrite=True)
     assert contents(tmp_path) == set("abcd")
 
@@ -141,6 +142,7 @@ def test_a_failure_leaves_the_old_checkpoint(old: Path, error: type[BaseExceptio
         write_and_fail(old, error)
     assert contents(old.parent) == {
         "out",
+        "out/calipers.json",
         "out/config.json",
         "out/model-00007-of-00009.safetensors",
     }
@@ -160,6 +162,7 @@ def test_an_old_checkpoint_is_replaced_as_a_whole(old: Path) -> None:
 def test_the_old_checkpoint_comes_back_if_renaming_fails(
     old: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: BaseException
 ) -> None:
+    monkeypatch.setattr("calipers.checkpoint.exchange._exchange_at_once", lambda *_: False)
     rename, calls = os.rename, []
 
     def broken(source: Path, target: Path) -> None:
@@ -187,7 +190,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named(
 
     monkeypatch.setattr(output.shutil, "rmtree", refuse)
     with (
-        pytest.warns(CalipersWarning, match=r"new checkpoint stands, but .* Remove '.*\.old'"),
+        pytest.warns(CalipersWarning, match=r"new checkpoint stands, but .* Remove '.*calipers'"),
         output_folder(old, overwrite=True) as folder,
     ):
         (folder / "config.json").write_text("new")

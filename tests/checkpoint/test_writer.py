@@ -107,7 +107,9 @@ def test_recipe_notes_and_generation_config(tmp_path: Path) -> None:
     notes = {"coverage": {"unseen": ["a"]}, "on_unseen": "peers"}
     path = write_checkpoint(model, tmp_path / "out", recipe=recipe, notes=notes)
     assert (path / "recipe.yaml").read_text(encoding="utf-8").rstrip("\n") == recipe
-    assert json.loads((path / "calipers.json").read_text()) == {"calipers": "0.1.0", **notes}
+    files = ["generation_config.json", "recipe.yaml"]
+    ours = {"calipers": "0.1.0", "files": files, **notes}
+    assert json.loads((path / "calipers.json").read_text()) == ours
     assert json.loads((path / "generation_config.json").read_text())["temperature"] == 0.5
 
 

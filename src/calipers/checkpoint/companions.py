@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from calipers.checkpoint.entries import NOTES, TEMPLATE_FOLDERS
 from calipers.checkpoint.source import source_folder
 
 _TOKENIZER_FILES = (
@@ -19,7 +20,7 @@ _TOKENIZER_FILES = (
     "*.jinja",
     "added_tokens.json",
     "chat_template.json",
-    "chat_templates",
+    *TEMPLATE_FOLDERS,
     "merges.txt",
     "preprocessor_config.json",
     "processor_config.json",
@@ -43,7 +44,6 @@ def write_companions(
     """Write the recipe, the notes, the tokenizer, the generation config and the model's code."""
     source = source_folder(model)
     _write(folder / "recipe.yaml", recipe)
-    write_json(folder / "calipers.json", {"calipers": version("calipers"), **(notes or {})})
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         # Not its save_pretrained, which refuses what some original models have.
@@ -54,6 +54,10 @@ def write_companions(
         _copy(source, folder, _TOKENIZER_FILES)
     if source is not None and getattr(model.config, "auto_map", None):
         _copy(source, folder, ("*.py",))
+    files = sorted(
+        each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()
+    )
+    write_json(folder / NOTES, {"calipers": version("calipers"), "files": files, **(notes or {})})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

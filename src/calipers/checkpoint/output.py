@@ -1,15 +1,17 @@
-"""An output folder that is complete or not there: written beside its place, then renamed."""
+"""An output folder that is complete or not there: written beside its place, then moved."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from calipers.checkpoint.entries import foreign_entries, is_quantized
+from calipers.checkpoint.exchange import exchange
+from calipers.checkpoint.ownership import OwnedFolder
 from calipers.errors import (
     CalipersWarning,
     CheckpointError,
@@ -17,27 +19,58 @@ from calipers.errors import (
     CheckpointWriteError,
     NotACheckpointError,
     OutputPathError,
+    SourceFolderError,
 )
 
+_SUFFIX = ".calipers"
 
-def check_output(directory: str | os.PathLike[str], overwrite: bool = False) -> Path:
+
+def check_output(
+    directory: str | os.PathLike[str],
+    overwrite: bool = False,
+    inputs: Mapping[str, object] | None = None,
+) -> Path:
     """Return the absolute path of an output folder, or say why it cannot be written.
 
-    Call it before hours of work; nothing is made or changed.
+    Call it before hours of work; nothing is made or changed, but that what processes which died
+    have left beside the folder is put right.
 
     :param overwrite: whether a checkpoint (or an empty folder) that is there may be replaced
+    :param inputs: what the checkpoint is made from, by what messages call it; where that is a path,
+        it is never replaced
     """
-    path = Path(directory).resolve()
+    path = Path(os.path.realpath(directory))
+    if path.is_symlink():
+        raise OutputPathError(path, "it is a link that leads to itself")
     if path.exists() and not path.is_dir():
         raise OutputPathError(path, "it is a file")
+    restore_outputs(path.parent)
     _check_ancestor(path)
     if path.is_dir():
         if not overwrite:
             raise CheckpointExistsError(path)
-        found = os.listdir(path)
-        if found and "config.json" not in found:
-            raise NotACheckpointError(path, found)
+        _check_replaceable(Path(directory), path, inputs or {})
     return path
+
+
+def _check_replaceable(given: Path, path: Path, inputs: Mapping[str, object]) -> None:
+    """Refuse to replace what is more than a checkpoint, or in use, or known by another name."""
+    for what, place in inputs.items():
+        if isinstance(place, (str, os.PathLike)) and os.path.exists(place):
+            source = Path(os.path.realpath(place))
+            if path in (source, *source.parents):
+                raise SourceFolderError(path, source, what)
+    with suppress(FileNotFoundError):
+        here = Path.cwd().resolve()
+        if path in (here, *here.parents):
+            problem = "it is the current folder, or holds it, and would be replaced under your feet"
+            raise OutputPathError(path, problem)
+    foreign = foreign_entries(path)
+    if foreign or (os.listdir(path) and not is_quantized(path)):
+        raise NotACheckpointError(path, foreign)
+    if given.is_symlink():
+        problem = f"it is a link, and what it leads to, '{path}', would be replaced"
+        raise OutputPathError(given, problem)
 
 
 def _check_ancestor(path: Path) -> None:
@@ -61,21 +94,25 @@ def free_space(path: Path) -> int:
 def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
     """Give a temporary folder that takes its place when the block ends well, and goes when not.
 
-    An old checkpoint is moved aside and removed only when the new one stands.
+    An old checkpoint changes places with the new one, and then goes. Whoever writes to the same
+    place meanwhile is waited for.
     """
     path = check_output(directory, overwrite)
     made = [folder for folder in path.parents if not folder.exists()]
-    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _folder_beside(path, "tmp")
-        yield temporary
-        _sync_tree(temporary)
-        check_output(path, overwrite)  # somebody may have come in between
-        _move_into_place(temporary, path)
+        with _work_beside(path) as work:
+            new = work / "new"
+            new.mkdir()
+            yield new
+            _sync_tree(new)
+            check_output(path, overwrite)  # somebody may have come in between
+            if path.exists():
+                exchange(new, path, work / "old")
+            else:
+                os.rename(new, path)
+            _sync_move(work, path)
     except BaseException as error:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()
@@ -84,13 +121,57 @@ def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) ->
         raise
 
 
-def _folder_beside(path: Path, kind: str) -> Path:
-    """Make a folder on the same disk, with the permissions of any other new folder."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=f".{kind}", dir=path.parent))
-    umask = os.umask(0)
-    os.umask(umask)
-    folder.chmod(0o777 & ~umask)
-    return folder
+@contextmanager
+def _work_beside(path: Path) -> Iterator[Path]:
+    """Own a hidden folder on the same disk: ``new`` in it is removed at the end, ``old`` put back.
+
+    So it ends in the same way whether all went well, something failed, or the process died and
+    the next one takes over. After an exchange ``new`` is the old checkpoint.
+    """
+    owned = OwnedFolder.claim(path.parent / f".{path.name}{_SUFFIX}")
+    try:
+        _settle(owned.path, path)
+        yield owned.path
+        try:
+            _settle(owned.path, path)
+        except OSError as error:
+            warnings.warn(
+                f"The new checkpoint stands, but the old one could not be removed: {error}. "
+                f"Remove '{owned.path}' yourself.",
+                CalipersWarning,
+                stacklevel=4,
+            )
+    except BaseException:
+        with suppress(OSError):
+            _settle(owned.path, path)
+        raise
+    finally:
+        owned.release()
+
+
+def _settle(work: Path, path: Path) -> None:
+    """Put an old checkpoint back if nothing is in its place, and remove what else there is."""
+    old, new = work / "old", work / "new"
+    if old.exists() and not os.path.lexists(path):
+        os.rename(old, path)
+        _sync_move(work, path)
+    for superfluous in (new, old):
+        if superfluous.exists():
+            # What is half removed is always called new: that is never put back.
+            os.rename(superfluous, new)
+            shutil.rmtree(new)
+
+
+def restore_outputs(folder: Path) -> None:
+    """Put right what processes that died have left in a folder: whole checkpoints, no remains."""
+    for work in folder.glob(f".*{_SUFFIX}"):
+        with suppress(OSError):
+            owned = OwnedFolder.take_over(work)
+            if owned is not None:
+                try:
+                    _settle(work, folder / work.name[1 : -len(_SUFFIX)])
+                finally:
+                    owned.release()
 
 
 def _sync_tree(folder: Path) -> None:
@@ -100,37 +181,16 @@ def _sync_tree(folder: Path) -> None:
         _sync(Path(root))
 
 
+def _sync_move(*paths: Path) -> None:
+    """Let moves last; what was moved is whole in any case, also where folders cannot be synced."""
+    for folder in {path.parent for path in paths} | set(paths):
+        with suppress(OSError):
+            _sync(folder)
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _move_into_place(temporary: Path, path: Path) -> None:
-    if not path.exists():
-        os.rename(temporary, path)
-        _sync(path.parent)
-        return
-    aside = _folder_beside(path, "old")
-    try:
-        os.rename(path, aside / path.name)
-        os.rename(temporary, path)
-        _sync(path.parent)
-    except BaseException:
-        if (aside / path.name).exists():
-            if path.exists():
-                shutil.rmtree(path)
-            os.rename(aside / path.name, path)
-        aside.rmdir()
-        raise
-    try:
-        shutil.rmtree(aside)
-    except OSError as error:
-        warnings.warn(
-            f"The new checkpoint stands, but the old one could not be removed: {error}. "
-            f"Remove '{aside}' yourself.",
-            CalipersWarning,
-            stacklevel=2,
-        )

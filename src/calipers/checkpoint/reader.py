@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from compressed_tensors.utils import patch_attr
 from safetensors import safe_open
 from torch import Tensor
 
+from calipers.checkpoint.ownership import remove_scratch, scratch_folder
 from calipers.checkpoint.place import check_place
 from calipers.errors import (
     CalipersError,
@@ -167,10 +167,10 @@ def _left_on_disk(
         return None
     for name, parameter in parameters.items():
         _note_file(parameter, files[name], name)
-    storage = tempfile.TemporaryDirectory(prefix="calipers-")
-    weakref.finalize(model, storage.cleanup)
+    storage = scratch_folder()
+    weakref.finalize(model, remove_scratch, storage)
     for module in model.modules():
-        offload_module(module, device, "disk", offload_dir=storage.name)
+        offload_module(module, device, "disk", offload_dir=str(storage.path))
     model.eval()  # type: ignore[no-untyped-call]
     return model
 

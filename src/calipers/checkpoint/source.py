@@ -17,7 +17,7 @@ def source_folder(model: PreTrainedModel) -> Path | None:
 
     Nothing is downloaded.
     """
-    name = getattr(model.config, "_name_or_path", "")
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
         return None
     if (Path(name) / "config.json").is_file():
@@ -32,6 +32,6 @@ def source_folder(model: PreTrainedModel) -> Path | None:
 
 def check_apart(directory: str | os.PathLike[str], model: PreTrainedModel) -> None:
     """Refuse an output folder that is, or holds, the one the model was loaded from."""
-    source, path = source_folder(model), Path(directory).resolve()
+    source, path = source_folder(model), Path(os.path.realpath(directory))
     if source is not None and path in (source.resolve(), *source.resolve().parents):
         raise SourceFolderError(path, source)

@@ -41,8 +41,8 @@ def write_checkpoint(
     :param overwrite: whether a checkpoint that is there already may be replaced
     :param max_shard_size: the largest size of a file of tensors, in bytes or as ``"5GB"``
     """
+    check_apart(directory, model)
     path = check_output(directory, overwrite)
-    check_apart(path, model)
     shard_size = parse_size(max_shard_size)
     check_frozen(model)
     names = tensor_names(model)

@@ -115,7 +115,9 @@ def quantize(
 
     Example: calipers quantize demo --scheme W4A16 --observer optimal --data demo -o demo-w4a16
     """
-    check_output(output, overwrite)  # first: what is wrong is said before anything is imported
+    # First: what is wrong is said before anything is imported.
+    inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
+    check_output(output, overwrite, inputs)
     source, texts = model_source(model), data_source(data, "calibration")
     wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore, allow_code)
     from calipers import oneshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from calipers.errors.base import CalipersError, ConfigurationError, listing
+from calipers.errors.base import CalipersError, ConfigurationError, listing, shortened
 
 
 class ModelLoadError(CalipersError, OSError):
@@ -85,24 +85,32 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class SourceFolderError(CheckpointError, FileExistsError):
-    """An output folder in whose place the model itself lies."""
+    """An output folder in whose place lies something that the checkpoint is made from."""
 
-    def __init__(self, directory: object, source: object) -> None:
+    def __init__(self, directory: object, source: object, what: str = "model") -> None:
         super().__init__(
-            f"The output folder '{directory}' would replace the model that is quantized, which "
-            f"was loaded from '{source}'. Nothing was written. Choose another folder."
+            f"The output folder '{directory}' would replace the {what} in use, '{source}'. Nothing "
+            "was written. Choose another folder."
         )
 
 
 class NotACheckpointError(CheckpointError, FileExistsError):
     """A folder that holds something else than a checkpoint, and so is not replaced."""
 
-    def __init__(self, directory: object, found: Sequence[str]) -> None:
-        shown = listing(sorted(found)[:3]) + (", …" if len(found) > 3 else "")
+    def __init__(self, directory: object, foreign: Sequence[str]) -> None:
+        self.foreign = tuple(foreign)
+        if foreign:
+            problem = f"what is in it does not all belong to a checkpoint: {shortened(foreign, 3)}"
+            advice = "move these away"
+        else:
+            problem = (
+                "neither calipers.json nor a quantization_config in config.json says that a "
+                "quantized checkpoint was written there"
+            )
+            advice = "remove it yourself"
         super().__init__(
-            f"The output folder '{directory}' does not look like a checkpoint: it has no "
-            f"config.json, but {shown}. overwrite=True replaces empty folders and checkpoints "
-            "only. Choose another folder, or remove this one yourself."
+            f"The output folder '{directory}' is not replaced: {problem}. overwrite=True replaces "
+            f"quantized checkpoints and empty folders only. Choose another folder, or {advice}."
         )
 
 
