@@ -18,7 +18,7 @@ from crews import distributed_rank
 from torch import distributed as dist
 
 import calipers.entrypoint
-from calipers.calibration import concluding
+from calipers.calibration import concluding, distributed
 from calipers.calibration import pipelines as running
 
 SHORT = timedelta(seconds=6)  # somebody is missing
@@ -135,7 +135,7 @@ def killed(*_args: Any, **_kwargs: Any) -> None:
 
 DEATHS: dict[str, tuple[int, Any, str]] = {
     "calibrating the model": (2, running, "call_model"),
-    "exchanging results": (1, dist, "all_gather_object"),
+    "exchanging results": (1, distributed, "gather"),
     "merging statistics": (2, dist, "all_reduce"),
     "connecting": (1, dist, "new_group"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import io
 import itertools
 import json
 import os
@@ -29,6 +28,7 @@ from calipers.errors import (
     StoreLostError,
 )
 from calipers.statistics.base import Statistic
+from calipers.statistics.exchange import gather
 from calipers.statistics.sync import sync_statistics
 
 T = TypeVar("T")
@@ -220,10 +220,8 @@ class Crew:
         """Give something to all processes, and get what each gave, with its tensors on the CPU."""
         if self.world_size == 1:
             return [mine]
-        everything: list[Any] = [None] * self.world_size
         with self.step("exchanging results", together=True):
-            dist.all_gather_object(everything, _packed(mine), group=self._groups[0])
-        return [_unpacked(data) for data in everything]
+            return gather(mine, self._groups[0])
 
     def merge(self, statistics: Sequence[Statistic]) -> None:
         """Let the statistics of each process become those of all data."""
@@ -276,14 +274,3 @@ class _Pulse(threading.Thread):
 
 def _sign(rank: int) -> str:
     return f"alive/{rank}"
-
-
-def _packed(thing: Any) -> bytes:
-    # Not as all_gather_object would do it: that cannot read tensors of 8-bit floats.
-    written = io.BytesIO()
-    torch.save(thing, written)
-    return written.getvalue()
-
-
-def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

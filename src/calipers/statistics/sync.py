@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from calipers.errors import ConfigurationMismatchError, SyncError
 from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.exchange import communication_device, gather
 
 
 def sync_statistics(
@@ -28,8 +29,7 @@ def sync_statistics(
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [_holdings(statistic) for statistic in statistics], group)
+    everyone = gather([_holdings(statistic) for statistic in statistics], group)
     return [
         work
         for position, statistic in enumerate(statistics)
@@ -60,7 +60,7 @@ def _sync_one(
                 action, ranks[0]["configuration"], held["configuration"]
             )
     works = []
-    device = _communication_device(group)
+    device = communication_device(group)
     for name, reduction in statistic.declared().items():
         held_by = [held["fields"][name] for held in ranks if name in held["fields"]]
         if not held_by or not reduction.is_synced:
@@ -98,12 +98,6 @@ def _share(
         if dist.get_rank() != keeper:
             return mine - statistic.synced[name].to(mine.device)
     return mine.clone(memory_format=torch.contiguous_format)
-
-
-def _communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    if dist.get_backend(group) == "gloo":
-        return torch.device("cpu")
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 _OPS = {
