@@ -250,9 +250,12 @@ def main() -> None:
             for number, way in enumerate(WAYS)
         ]
         found: Counter[tuple[str, str]] = Counter()
-        for number in range(given.kills):
+        number = kills = 0
+        while kills < given.kills:
             trial = trials[(number // 2) % len(trials)]
-            found[trial.way.name, trial.kill(chance, number)] += 1
+            what = trial.kill(chance, number)
+            found[trial.way.name, what] += 1
+            number, kills = number + 1, kills + what.startswith("killed")
     for trial in trials:
         print(f"{trial.way.name}: {trial.calls} calls, {trial.seconds:.1f} s")
         for (way, what), times in sorted(found.items()):

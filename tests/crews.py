@@ -21,9 +21,12 @@ def distributed_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def run_jobs(rank: int, world: int, folder: str, jobs: list[Any], store: str) -> None:
+def run_jobs(
+    rank: int, world: int, folder: str, jobs: list[Any], store: str, environment: dict[str, str]
+) -> None:
     torch.set_num_threads(1)
-    if world > 1:
+    os.environ |= environment
+    if world > 1 and not environment:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     results: dict[str, Any] = {}
     for job in jobs:
@@ -44,10 +47,17 @@ def free_port() -> int:
         return int(chosen.getsockname()[1])
 
 
-def run(world: int, folder: Path, jobs: list[Any], store: str | None = None) -> list[Any]:
+def run(
+    world: int,
+    folder: Path,
+    jobs: list[Any],
+    store: str | None = None,
+    environments: list[dict[str, str]] | None = None,
+) -> list[Any]:
     """Run jobs in several processes; None for one that did not come back.
 
-    A server that has imported everything forks them: that takes no time.
+    A server that has imported everything forks them: that takes no time. With environments, which
+    a launcher would give them, they have to find each other themselves.
     """
     store = store or f"file://{folder}/store"
     context = multiprocessing.get_context("forkserver")
@@ -55,8 +65,8 @@ def run(world: int, folder: Path, jobs: list[Any], store: str | None = None) -> 
     with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
         forkserver.ensure_running()
     processes = [
-        context.Process(target=run_jobs, args=(rank, world, str(folder), jobs, store))
-        for rank in range(world)
+        context.Process(target=run_jobs, args=(rank, world, str(folder), jobs, store, given))
+        for rank, given in enumerate(environments or [{}] * world)
     ]
     for process in processes:
         process.start()

@@ -108,4 +108,7 @@ def test_the_documents_have_every_exit_code() -> None:
 
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert invoke(None).stdout == ""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert invoke(None).stdout != ""

@@ -154,5 +154,10 @@ def test_configurations_must_agree(results: list[dict[str, Any]]) -> None:
         assert "the configurations differ.\n  args.num_bits: 8 here, 7 there" in message
 
 
+def test_ranks_exchange_different_amounts(results: list[dict[str, Any]]) -> None:
+    for amounts in of(results, ranks.different_amounts):
+        assert amounts == [1000 * rank for rank in range(len(results))]
+
+
 def test_without_other_ranks_there_is_nothing_to_do() -> None:
     assert ranks.sync(ranks.observe("static_minmax", [0])) == 0

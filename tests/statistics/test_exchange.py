@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import crews
-import exchanging
 import pytest
 import torch
 
@@ -66,12 +64,7 @@ def test_other_objects_are_refused() -> None:
 
 
 def test_nothing_in_the_package_reads_pickles() -> None:
-    words = ("import pickle", "torch.load(", "torch.save(", "_object(", "_object_list(")
+    words = ("import pickle", "torch.load(", "torch.save(", "gather_object", "object_list")
     for file in Path(calipers.__file__).parent.rglob("*.py"):
         text = file.read_text()
         assert not [word for word in words if word in text], file
-
-
-def test_processes_with_different_amounts(tmp_path: Path) -> None:
-    for rank in crews.run(3, tmp_path, [exchanging.different_amounts]):
-        assert rank["different_amounts"] == [0, 1000, 2000]

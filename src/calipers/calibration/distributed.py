@@ -6,7 +6,6 @@ import hashlib
 import heapq
 import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +19,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import Self
 
+from calipers.calibration.launch import check_address, find_launch
+from calipers.calibration.termination import TerminationHandler, my_address
 from calipers.errors import (
     CalipersError,
     RankFailedError,
     RankLostError,
     RanksDisagreeError,
     StoreLostError,
+    TerminatedError,
 )
 from calipers.statistics.base import Statistic
 from calipers.statistics.exchange import gather
@@ -40,21 +42,24 @@ _worlds = itertools.count()
 _crews = itertools.count()
 
 
-def join_torchrun(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
-    """Join the other processes that ``torchrun`` started; False if there are none, or it is done.
+def join_processes(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
+    """Join the other processes of the job; False if there are none, or it is done.
 
     Where there are accelerators, the process takes the one with its local number.
     """
-    if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
+    if not dist.is_available() or dist.is_initialized():
         return False
-    if int(os.environ["WORLD_SIZE"]) == 1:
+    launch = find_launch()
+    if launch.world_size == 1:
         return False
+    check_address(launch)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        local_rank = launch.rank if launch.local_rank is None else launch.local_rank
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     backend = dist.get_default_backend_for_device(device or "cpu")
     # Under keys of its own: what other groups, before or after, leave in the store is not read.
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    store, rank, world = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     prefix = f"calipers/world/{next(_worlds)}"
     dist.init_process_group(
         backend,
@@ -91,17 +96,19 @@ class Crew:
         self._made_world = False
         self._groups: list[Any] = []
         self._pulse: _Pulse | None = None
-        self._steps = 0
+        self._steps, self._step = 0, "starting"
+        self._termination = TerminationHandler()
 
     def __enter__(self) -> Self:
-        self._made_world = join_torchrun(self.timeout)
+        self._made_world = join_processes(self.timeout)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         try:
             if self.world_size > 1:
+                self._termination.install()
                 self._connect()
-        except BaseException:
-            self._disconnect()
+        except BaseException as error:
+            self._leave(error)
             raise
         return self
 
@@ -111,7 +118,14 @@ class Crew:
             self._steps += 1
             with suppress(RuntimeError):
                 self._arrive("preparing the next step", error)
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         self._disconnect()
+        self._termination.remove()
+        told = self._termination.told
+        if told is not None and error is not None:
+            raise TerminatedError(self.rank, self._step, told.gone) from error
 
     def _connect(self) -> None:
         world: Any = dist.group.WORLD
@@ -126,6 +140,7 @@ class Crew:
             self._groups.append(dist.new_group(backend="gloo", timeout=patience))
             if dist.get_backend() != "gloo":
                 self._groups.append(dist.new_group(timeout=patience))
+        self._termination.others = self.share(my_address())
 
     def _disconnect(self) -> None:
         if self._pulse is not None:
@@ -149,7 +164,7 @@ class Crew:
         if self.world_size == 1:
             yield
             return
-        self._steps += 1
+        self._steps, self._step = self._steps + 1, what
         began = time.monotonic()
         failure: Exception | None = None
         try:
@@ -169,6 +184,7 @@ class Crew:
 
     def check(self) -> None:
         """Raise if another process has failed in this step: call it now and then in a long one."""
+        self._termination.check()
         key = f"{self._steps}/failure"
         if self.world_size > 1 and self._store.check([key]):
             told = json.loads(self._store.get(key))
@@ -191,8 +207,7 @@ class Crew:
         keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
         heard = [(self._sign_of(rank), time.monotonic()) for rank in range(self.world_size)]
         while True:
-            with suppress(RuntimeError):
-                self._store.wait(keys, self._interval)
+            self._wait_for(keys)
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             for rank in missing:
                 sign = self._sign_of(rank)
@@ -201,6 +216,14 @@ class Crew:
             lost = [rank for rank in missing if time.monotonic() - heard[rank][1] > patience]
             if lost or not missing:
                 return lost
+
+    def _wait_for(self, keys: list[str]) -> None:
+        """Wait for keys, not too long; the store's own wait would not heed signals meanwhile."""
+        pause, end = 0.001, time.monotonic() + self._interval.total_seconds()
+        while not self._store.check(keys) and time.monotonic() < end:
+            self._termination.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
 
     def _sign_of(self, rank: int) -> bytes | None:
         """Return the last sign of life of a process."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from calipers.errors import CalipersError, CalipersWarning
+from calipers.calibration.launch import find_launch
+from calipers.errors import CalipersError, CalipersWarning, LaunchError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -73,8 +74,11 @@ def _flag(name: str, kind: Any) -> inspect.Parameter:
 
 
 def _is_first_process() -> bool:
-    """Whether this process speaks for all that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process speaks for all that were started together."""
+    try:
+        return find_launch().rank == 0
+    except LaunchError:  # who needs the others has said so already
+        return True
 
 
 def _print(report: Report, as_json: bool) -> None:

@@ -94,10 +94,12 @@ from calipers.errors.observing import (
     WeightGoneError,
 )
 from calipers.errors.ranks import (
+    LaunchError,
     RankFailedError,
     RankLostError,
     RanksDisagreeError,
     StoreLostError,
+    TerminatedError,
 )
 from calipers.errors.recipes import (
     AlreadyQuantizedError,
@@ -146,6 +148,7 @@ __all__ = [
     "ImportanceError",
     "ImportanceUnsupportedError",
     "InvalidOptionError",
+    "LaunchError",
     "LayoutError",
     "MaskShapeError",
     "MergeError",
@@ -185,6 +188,7 @@ __all__ = [
     "StrategyError",
     "SyncError",
     "TensorKindError",
+    "TerminatedError",
     "TextColumnError",
     "TokenIdError",
     "UncountableError",

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from calipers.errors.base import CalipersError, ConfigurationError
+
+
+class LaunchError(ConfigurationError):
+    """Processes that were started together and cannot find each other."""
+
+    def __init__(self, problem: str, missing: Sequence[str]) -> None:
+        self.missing = tuple(missing)
+        wanted = " and ".join(_MEANINGS.get(name, name) for name in missing)
+        super().__init__(
+            f"{problem}, so this process cannot find the others of its job, and each would do all "
+            f"the work. Start them with torchrun, or set {wanted} for all of them. If every "
+            "process is meant to work for itself, set WORLD_SIZE=1."
+        )
+
+
+_MEANINGS = {
+    "MASTER_ADDR": "MASTER_ADDR (the machine of rank 0)",
+    "MASTER_PORT": "MASTER_PORT (a free port there)",
+    "RANK": "RANK (the number of the process, from 0)",
+    "WORLD_SIZE": "WORLD_SIZE (how many processes there are)",
+}
 
 
 class RankFailedError(CalipersError, RuntimeError):
@@ -30,6 +51,28 @@ class RankLostError(CalipersError, RuntimeError):
             f"{seconds:g} s, so this process stops too. Look at the output of that rank: it died, "
             "or its machine cannot be reached."
         )
+
+
+class TerminatedError(CalipersError, RuntimeError):
+    """This process was told to stop, as launchers do with all others when one has died."""
+
+    exit_code = 6
+
+    def __init__(self, rank: int, step: str, gone: Mapping[int, str]) -> None:
+        self.ranks = tuple(gone)
+        told = f"Rank {rank} was told to stop (SIGTERM) while {step}"
+        if gone:
+            who = " and ".join(f"rank {other} ({where})" for other, where in gone.items())
+            told += (
+                f", and {who} {'is' if len(gone) == 1 else 'are'} gone: it crashed or was killed, "
+                "perhaps for want of memory. Look at its output"
+            )
+        else:
+            told += (
+                ". Launchers do that when another process of the job has ended, or the job is "
+                "cancelled. Look at what the launcher says"
+            )
+        super().__init__(f"{told}. Nothing half-written is left.")
 
 
 class StoreLostError(CalipersError, RuntimeError):

@@ -1,0 +1,85 @@
+"""How many processes were started together, and which one this is, as their launcher tells it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from calipers.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that were started with it.
+
+    :param launcher: what started them; None if nothing says that there are others
+    :param local_rank: its number on its machine, if the launcher tells
+    """
+
+    launcher: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+
+
+# RANK and WORLD_SIZE come first: torchrun sets them, and users who want something else than srun
+# and mpirun tell. Slurm's count is that of the step: a shell that salloc or sbatch started has the
+# count of the whole allocation, too, but is alone.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "mpirun (MVAPICH)": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+    ),
+}
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """Read from the environment who else was started; the first launcher that says so counts."""
+    given = os.environ if environment is None else environment
+    for launcher, (rank, size, local_rank) in _LAUNCHERS.items():
+        if launcher == "torchrun" and size not in given and _number(given, rank):
+            raise LaunchError(f"{rank}={given[rank]} is set, but {size} is not", [size])
+        if size in given:
+            return _launch(given, launcher, rank, size, local_rank)
+    return Launch()
+
+
+def _launch(
+    given: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str
+) -> Launch:
+    world_size = _number(given, size)
+    if world_size == 1:
+        return Launch()
+    if rank not in given:
+        raise LaunchError(f"{size}={world_size} is set, but {rank} is not", [rank])
+    number = _number(given, rank)
+    if not 0 <= number < world_size:
+        raise LaunchError(f"{rank}={number} is not below {size}={world_size}", [rank])
+    local = _number(given, local_rank) if local_rank in given else None
+    return Launch(launcher, number, world_size, local)
+
+
+def check_address(launch: Launch, environment: Mapping[str, str] | None = None) -> None:
+    """Refuse processes that cannot find each other: each would do the whole work."""
+    given = os.environ if environment is None else environment
+    missing = [name for name in _ADDRESS if not given.get(name)]
+    if launch.launcher is not None and missing:
+        found = f"{launch.launcher} started {launch.world_size} processes"
+        if launch.launcher == "torchrun":
+            found = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are there"
+        are = "is" if len(missing) == 1 else "are"
+        raise LaunchError(f"{found}, but {' and '.join(missing)} {are} not set", missing)
+
+
+def _number(given: Mapping[str, str], name: str) -> int:
+    try:
+        return int(given.get(name, "0"))
+    except ValueError:
+        raise LaunchError(f"{name}={given[name]!r} is no number", [name]) from None
