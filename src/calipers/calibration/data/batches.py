@@ -74,8 +74,9 @@ def calibration_batches(
     rank must be given the same ones: they are dealt to the ranks in turn.
 
     :param dataset: the path of a text, .jsonl, .json or .parquet file or of a folder of
-        ``save_to_disk``; the name of a data set, ``NAME[@CONFIG][:SPLIT]``; a Dataset of `datasets`; a list of texts, chats, records or lists of
-        token ids; a 2-D tensor of token ids; a DataLoader or another iterable of batches
+        ``save_to_disk``; the name of a data set, ``NAME[@CONFIG][:SPLIT]``; a Dataset of
+        `datasets`; a list of texts, chats, records or lists of token ids; a 2-D tensor of token
+        ids; a DataLoader or another iterable of batches
     :param tokenizer: for text and chats
     :param num_samples: how many samples to take, over all ranks
     :param max_seq_length: the longest sample, in tokens
