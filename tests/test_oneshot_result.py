@@ -64,7 +64,8 @@ def test_the_result_tells_what_was_done(tmp_path: Path) -> None:
     assert [module.name for module in result.plan.modules] == list(result.errors)
     assert result.coverage.tokens == dict.fromkeys(result.errors, data.numel())
     assert result.coverage.unseen == []
-    assert {row["observer"] for row in result.plan.rows()} == {"memoryless_mse", "static_minmax"}
+    observers = {"memoryless_mse(maxshrink=0.3)", "static_minmax"}
+    assert {row["observer"] for row in result.plan.rows()} == observers
     written = json.loads((tmp_path / "out" / "calipers.json").read_text())
     assert written["calipers"] == calipers.__version__
     assert written["pipeline"] == "basic"

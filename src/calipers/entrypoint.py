@@ -14,10 +14,18 @@ from calipers.calibration.concluding import Conclusions, Findings, report_covera
 from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew, fingerprint
+from calipers.calibration.early import EarlyLook
 from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.calibration.freezing import freeze
-from calipers.calibration.pipelines import Run, run_basic, run_datafree, usable_device
+from calipers.calibration.pipelines import (
+    Run,
+    free_memory,
+    run_basic,
+    run_datafree,
+    usable_device,
+)
 from calipers.calibration.plan import Plan
+from calipers.calibration.precision import DtypeChoice, bytes_of_copies, dtype_choice, forward_dtype
 from calipers.calibration.progress import Progress
 from calipers.calibration.sequential import run_sequential
 from calipers.calibration.snapshot import unchanged_on_error
@@ -89,6 +97,10 @@ def oneshot(
     text_column: str | None = None,
     pipeline: PipelineChoice = "auto",
     device: torch.device | str | None = None,
+    dtype: DtypeChoice | torch.dtype = "auto",
+    group_size: int | None = None,
+    weight_observer: Any = None,
+    activation_observer: Any = None,
     on_unseen: UnseenPolicy = "error",
     calibrate_all_experts: bool = False,
     share_inputs: bool = True,
@@ -124,6 +136,13 @@ def oneshot(
     :param pipeline: ``datafree``, ``basic`` (the whole model), ``sequential`` (layer by layer), or
         ``auto``
     :param device: where the model computes; by default where it is
+    :param dtype: the dtype of the forward pass: ``float32``, ``bfloat16``, ``float16``, or
+        ``auto``: that of the model, or float32 on a CPU that has no instructions for it. What is
+        stored has the model's own in any case
+    :param group_size: instead of those that the recipe gives the groups of weights
+    :param weight_observer: who watches weights, instead of those that the recipe names: a name, or
+        a mapping such as ``{"name": "optimal", "importance": "hessian"}``
+    :param activation_observer: the same for static activations
     :param on_unseen: what becomes of modules that no token reached: ``error``, ``weights_only`` or
         ``peers``
     :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
@@ -139,6 +158,7 @@ def oneshot(
     _check_choice("pipeline", pipeline, get_args(PipelineChoice))
     _check_choice("on_unseen", on_unseen, get_args(UnseenPolicy))
     parse_size(max_shard_size)
+    computes_in = dtype_choice(dtype)
     place = usable_device(device)
     sampling = {
         "num_samples": num_calibration_samples,
@@ -155,7 +175,12 @@ def oneshot(
                 start = model if isinstance(model, (str, Path)) else source_folder(model)
                 inputs = {"model": start, "data": dataset, "recipe": recipe, "tokenizer": tokenizer}
                 check_output(output_dir, overwrite, inputs)
-            parsed = load_recipe(recipe, allow_code=allow_code)
+            changed = load_recipe(recipe, allow_code=allow_code).changed(
+                group_size=group_size,
+                weight_observer=weight_observer,
+                activation_observer=activation_observer,
+            )
+            parsed = load_recipe(changed, allow_code=allow_code)
         crew.agree(
             {
                 "recipe": parsed.to_yaml(),
@@ -163,6 +188,7 @@ def oneshot(
                 "pipeline": pipeline,
                 "on_unseen": on_unseen,
                 "calibrate_all_experts": calibrate_all_experts,
+                "dtype": computes_in,
                 "dataset": "none" if dataset is None else "some",
                 **sampling,
             }
@@ -180,25 +206,33 @@ def oneshot(
         if crew.world_size > 1:
             crew.agree({"model": fingerprint(loaded)})
         place = place or loaded.device
+        forward = forward_dtype(computes_in, loaded, place)
+        if str(torch.float32) in crew.share(str(forward)):
+            forward = torch.float32  # where one CPU is slow, all do the same
         with unchanged_on_error(loaded):
             with crew.step("planning"):
                 plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
                 wanting = _wanting(plan, loaded)
                 if wanting and (dataset is None or pipeline == "datafree"):
                     raise NoDataError(wanting, has_dataset=dataset is not None)
+                sampling["use"] = "ranges" if plan.has_static_activations else "importance"
                 batches = _load_batches(dataset, words, loaded, crew, sampling) if wanting else None
-                chosen = _choose_pipeline(pipeline, loaded, place) if wanting else "datafree"
+                chosen = "datafree"
+                if wanting:
+                    chosen = _choose_pipeline(pipeline, loaded, place, forward)
             if "sequential" in crew.share(chosen):
                 chosen = "sequential"  # where memory is short on one device, all go layer by layer
             findings = Findings(plan, Coverage(on_unseen))
-            with WatchedModel(loaded, plan, share_inputs=share_inputs) as watched:
+            with WatchedModel(loaded, plan, share_inputs=share_inputs, dtype=forward) as watched:
                 bars = Progress(progress if crew.rank == 0 else False)
                 conclude = Conclusions(watched, findings, crew, bars).conclude
-                run = Run(watched, conclude, crew, bars, place)
+                fails = on_unseen == "error" and crew.rank == 0
+                early = EarlyLook(watched) if fails else None
+                run = Run(watched, conclude, crew, bars, place, forward, early)
                 _PIPELINES[chosen](run, batches)
             if crew.rank == 0:
                 report_coverage(findings.coverage)
-            notes = _notes(findings, chosen, crew.share(_amount(batches)))
+            notes = _notes(findings, chosen, forward, crew.share(_amount(batches)))
             with crew.step("freezing the model"):
                 freeze(loaded, findings.plan, findings.qparams)
                 for name, sums in findings.sums.items():
@@ -251,15 +285,16 @@ def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
         raise UnknownChoiceError(option, given, known)
 
 
-def _choose_pipeline(choice: PipelineChoice, model: PreTrainedModel, device: torch.device) -> str:
-    """Return how data runs through a model."""
+def _choose_pipeline(
+    choice: PipelineChoice, model: PreTrainedModel, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Return how data runs through a model: as a whole, if what is copied for it has room."""
     if choice != "auto":
         return choice
-    if device.type == "cpu" or model.device == device:
-        return "basic"
-    free, _ = torch.accelerator.get_memory_info(device)
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    return "basic" if size < 0.8 * free else "sequential"
+    size = bytes_of_copies(model, dtype)
+    if model.device != device:
+        size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return "basic" if not size or size < 0.8 * free_memory(device) else "sequential"
 
 
 def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
@@ -284,10 +319,16 @@ def _amount(batches: Batches | None) -> tuple[int, int]:
     return (0, 0) if batches is None else (batches.num_samples, batches.num_tokens)
 
 
-def _notes(findings: Findings, pipeline: str, amounts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def _notes(
+    findings: Findings,
+    pipeline: str,
+    dtype: torch.dtype,
+    amounts: Sequence[tuple[int, int]],
+) -> dict[str, Any]:
     """Return what the checkpoint says about how it was made."""
     return {
         "pipeline": pipeline,
+        "forward_dtype": None if pipeline == "datafree" else str(dtype).removeprefix("torch."),
         "samples": sum(samples for samples, _ in amounts),
         "tokens": sum(tokens for _, tokens in amounts),
         "coverage": findings.coverage.as_dict(),

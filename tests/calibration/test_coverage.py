@@ -138,6 +138,7 @@ def test_the_default_is_an_error_with_names() -> None:
     names = [f"{PREFIX}.{i}.{each}" for i in (IDLE, RARE) for each in PROJECTIONS]
     message = (
         f"6 modules saw no tokens: {', '.join(names[:5])} and 1 more. Give more or other data, "
+        "show all tokens to all experts (calibrate_all_experts=True), "
         "ignore these modules, or choose what to do without data: "
         'on_unseen="weights_only" (their activations stay as they are) or, for experts, '
         'on_unseen="peers" (the largest range among their siblings).'
@@ -215,8 +216,8 @@ class Lonely(nn.Module):
 @pytest.mark.parametrize(
     ("policy", "hint"),
     [
-        ("error", "Give more or other data, ignore these modules, or choose what to do "),
-        ("peers", "They have no siblings that saw any. Give more or other data, ignore these "),
+        ("error", "Give more or other data, show all tokens to all experts (calibrate_all_ex"),
+        ("peers", "They have no siblings that saw any. Give more or other data, show all "),
     ],
 )
 def test_others_than_experts_have_no_peers(policy: Any, hint: str) -> None:

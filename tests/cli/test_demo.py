@@ -103,5 +103,5 @@ def test_it_can_be_stopped(tmp_path: Path) -> None:
         terminal.process.send_signal(2)
         shown = terminal.read_until(None)
     assert terminal.process.returncode == 130
-    assert "quantizing to W8A8 static with memoryless_minmax + histogram_mse" in shown
+    assert "quantizing to W8A8_STATIC with memoryless_minmax + histogram_mse" in shown
     assert list(tmp_path.iterdir()) == []

@@ -6,11 +6,10 @@ import json
 
 import pytest
 import yaml
-from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from shell import run, run_here
 
 import calipers
-from calipers.modifiers.choices import preset
+from calipers.modifiers.choices import PRESETS, preset
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def presets() -> dict[str, dict[str, object]]:
 
 
 def test_every_preset_is_listed_with_its_use(presets: dict[str, dict[str, object]]) -> None:
-    assert presets.keys() == PRESET_SCHEMES.keys()
+    assert presets.keys() == PRESETS.keys()
     assert [name for name, each in presets.items() if not each["when"]] == []
 
 
@@ -47,13 +46,13 @@ def test_bits_count_the_scales(
 
 def test_what_is_said_comes_from_the_scheme(presets: dict[str, dict[str, object]]) -> None:
     needing = {name for name, each in presets.items() if each["needs_data"]}
-    assert needing == {"FP8", "NVFP4"}
+    assert needing == {"FP8", "NVFP4", "W8A8_STATIC"}
     told = presets["FP8_BLOCK"]
     assert told["weights"] == "float8, block 128x128"
     assert told["activations"] == "float8, group 128, dynamic"
 
 
-@pytest.mark.parametrize("name", sorted(PRESET_SCHEMES.keys() - {"UNQUANTIZED"}))
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"UNQUANTIZED"}))
 def test_the_recipe_shown_means_the_preset(
     name: str, presets: dict[str, dict[str, object]]
 ) -> None:

@@ -112,7 +112,10 @@ class TestFit:
             "Group sizes that divide it: 16, 32, 64."
         )
         assert lines[6] == "  and 7 more"
-        assert lines[7] == "Choose another group_size, or ignore these modules."
+        assert lines[7] == (
+            "Sizes that fit every weight: group_size=64, group_size=32, group_size=16. Choose one, "
+            "or ignore these modules."
+        )
         assert caught.value.exit_code == 2
 
     def test_what_divides_is_taken(self, llama: torch.nn.Module) -> None:

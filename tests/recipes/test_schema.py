@@ -90,7 +90,7 @@ class TestSeeds:
             "tensor": "weight",
             "format": "int4",
             "strategy": "channel",
-            "observer": "memoryless_mse",
+            "observer": "memoryless_mse(maxshrink=0.1, patience=10, grid=128.0, norm=2.0)",
             "data": "no",
         }
 
@@ -107,13 +107,13 @@ class TestSeeds:
         given = "{name: optimal, importance: hessian}"
         text = f"modifiers: {{QuantizationModifier: {{scheme: FP8, weight_observer: {given}}}}}"
         plan = load_recipe(text).compile(small_llama())
-        assert plan.rows()[0]["observer"] == "optimal"
+        assert plan.rows()[0]["observer"] == "optimal(importance=hessian)"
 
     def test_chapter(self) -> None:
         plan = load_recipe(CHAPTER).compile(small_llama())
         assert {(row["tensor"], row["observer"]) for row in plan.rows()} == {
             ("weight", "memoryless_minmax"),
-            ("input", "mse"),
+            ("input", "mse(averaging_constant=0.01)"),
         }
         assert plan.needs_data
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.distributed import Crew
+from calipers.calibration.early import EarlyLook
+from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
 from calipers.calibration.watching import WatchedModel
 from calipers.errors import DeviceError
@@ -26,6 +29,8 @@ class Run:
 
     :param conclude: works out the parameters of the modules with these names
     :param device: where the model, or the layer at work, computes
+    :param dtype: in which it does; None: its own
+    :param early: warns of modules that no token has reached, while the data still runs
     """
 
     watched: WatchedModel
@@ -33,6 +38,8 @@ class Run:
     crew: Crew
     progress: Progress
     device: torch.device
+    dtype: torch.dtype | None = None
+    early: EarlyLook | None = None
 
     def counting_tokens(self, batches: Batches) -> AbstractContextManager[Callable[[float], None]]:
         """Show how many tokens have run."""
@@ -48,12 +55,18 @@ def run_basic(run: Run, batches: Batches) -> None:
     """Run each batch through the whole model."""
     model, head = run.watched.model, _head_is_idle(run.watched)
     with onloaded([model], run.device):
-        with run.crew.step("calibrating the model"), run.counting_tokens(batches) as add:
+        with (
+            run.crew.step("calibrating the model"),
+            computing_in(run.dtype, [model]),
+            run.counting_tokens(batches) as add,
+        ):
             for index, batch in enumerate(batches):
                 run.crew.check()
                 with run.watched.batch(index, batch["attention_mask"]):
                     call_model(model, moved(batch, run.device), skip_head=head)
                 add(int(batch["attention_mask"].sum()))
+                if run.early is not None:
+                    run.early.after(index, len(batches), run.watched.plan.names)
         run.conclude(run.watched.plan.names)
 
 
@@ -86,6 +99,17 @@ def usable_device(device: torch.device | str | None) -> torch.device | None:
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise DeviceError(str(device), str(error)) from error
     return found
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes a device has left for us."""
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free)
+    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(found.split()[1]) * 1024
+    return sys.maxsize  # nobody tells
 
 
 @contextmanager

@@ -97,6 +97,15 @@ class PlannedTensor:
         return None if self._trial is None else self._trial.registered_name()
 
     @property
+    def observer_with_options(self) -> str:
+        """The observer and the options it was given: ``optimal(importance=hessian)``."""
+        if self._trial is None:
+            return "dynamic"
+        given = self._trial.args.observer_kwargs or {}
+        options = ", ".join(f"{name}={value}" for name, value in given.items())
+        return f"{self.observer}({options})" if options else str(self.observer)
+
+    @property
     def sums(self) -> tuple[str, ...]:
         """The sums of inputs that the observer of a weight wants, by their names on the module."""
         return tuple(self._trial.gathered_fields()) if gathers(self._trial) else ()
@@ -166,6 +175,11 @@ class Plan:
         """Whether any tensor needs data."""
         return bool(self.gathered) or any(tensor.needs_data for tensor in self)
 
+    @property
+    def has_static_activations(self) -> bool:
+        """Whether the range of anything but weights is found with data."""
+        return any(tensor.needs_data for tensor in self if tensor.base_name != "weight")
+
     def rows(self) -> list[dict[str, Any]]:
         """Return the table as plain data."""
         return [
@@ -174,7 +188,7 @@ class Plan:
                 "tensor": tensor.base_name,
                 "format": tensor.format,
                 "strategy": tensor.strategy,
-                "observer": tensor.observer or "dynamic",
+                "observer": tensor.observer_with_options,
                 "data": "yes" if tensor.needs_data else "no",
             }
             for tensor in self

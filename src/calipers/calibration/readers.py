@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,15 +16,18 @@ from calipers.observers.gathering import GathersInputs
 
 
 class Watcher(Reader):
-    """An observer as a reader of tensors."""
+    """An observer as a reader of tensors.
 
-    def __init__(self, observer: Observer) -> None:
-        self.observer = observer
+    :param dtype: what tensors are rounded to before they are measured; None: nothing
+    """
+
+    def __init__(self, observer: Observer, dtype: torch.dtype | None = None) -> None:
+        self.observer, self._dtype = observer, dtype
 
     @cached_property
     def key(self) -> Hashable:
         """The whole configuration."""
-        return str(sorted(self.observer.configuration().items()))
+        return str(sorted(self.observer.configuration().items())), self._dtype
 
     @property
     def label(self) -> str:
@@ -33,7 +36,7 @@ class Watcher(Reader):
 
     def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
         """Observe the tensor."""
-        self.observer(tensor, mask=mask)
+        self.observer(_rounded(tensor, self._dtype), mask=mask)
 
     def copy_from(self, other: Reader) -> None:
         """Take over the fields of another observer."""
@@ -42,16 +45,19 @@ class Watcher(Reader):
 
 
 class Gatherer(Reader):
-    """An observer of a weight as a reader of the inputs of its module."""
+    """An observer of a weight as a reader of the inputs of its module.
 
-    def __init__(self, observer: GathersInputs) -> None:
-        self.observer = observer
+    :param dtype: what tensors are rounded to before they are measured; None: nothing
+    """
+
+    def __init__(self, observer: GathersInputs, dtype: torch.dtype | None = None) -> None:
+        self.observer, self._dtype = observer, dtype
 
     @cached_property
     def key(self) -> Hashable:
         """What is gathered, of what shape, and what becomes of NaN."""
         shapes = tuple((name, value.shape) for name, value in self.observer.gathered().items())
-        return shapes, self.observer.options.nonfinite
+        return shapes, self.observer.options.nonfinite, self._dtype
 
     @property
     def label(self) -> str:
@@ -60,6 +66,7 @@ class Gatherer(Reader):
 
     def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
         """Add the tensor to the sums."""
+        tensor = _rounded(tensor, self._dtype)
         self.observer.gather_input(tensor, mask)
         sums = self.observer.gathered().values()
         if not all(bool(torch.isfinite(value).all()) for value in sums):
@@ -82,7 +89,12 @@ def read(
 ) -> None:
     """Measure a tensor, together with others if the module takes part in that."""
     sharing: SharedReading | None = getattr(module, "_shared_reading", None)
+    as_reader = partial(reader, dtype=getattr(module, "_observed_dtype", None))
     if sharing is None:
-        reader(observer).measure(tensor, mask)
+        as_reader(observer).measure(tensor, mask)
     else:
-        sharing.read(observer, reader, tensor, mask)
+        sharing.read(observer, as_reader, tensor, mask)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

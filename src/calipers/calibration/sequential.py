@@ -11,6 +11,7 @@ from torch import Tensor
 
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import Run, call_model, moved, onloaded
+from calipers.calibration.precision import computing_in
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import NoDecoderLayersError
 
@@ -37,8 +38,8 @@ def run_sequential(run: Run, batches: Batches) -> None:
     with run.counting_tokens(batches) as add:
         for number, (prefix, layer) in enumerate(layers.items()):
             with onloaded([layer], run.device):
-                with run.crew.step(f"calibrating {prefix}"):
-                    stack.run_layer(number, add)
+                with run.crew.step(f"calibrating {prefix}"), computing_in(run.dtype, [layer]):
+                    stack.run_layer(number, inside[prefix], add)
                 run.conclude(inside[prefix])
     behind = [name for name in outside if name not in before]
     if run.watched.data_observers(behind):
@@ -92,8 +93,11 @@ class LayerStack:
                 self._calls.append(calls)
                 self._masks.append(batch["attention_mask"])
 
-    def run_layer(self, number: int, add: Callable[[float], None]) -> None:
-        """Run all batches through a layer, and tell the progress of each."""
+    def run_layer(self, number: int, names: list[str], add: Callable[[float], None]) -> None:
+        """Run all batches through a layer, and tell the progress of each.
+
+        :param names: the modules of the layer that are to see data
+        """
         layer, device = self._layers[number], self._run.device
         for index, hidden in enumerate(self._hidden):
             self._run.crew.check()
@@ -103,6 +107,8 @@ class LayerStack:
             result = result[0] if isinstance(result, tuple) else result
             self._hidden[index] = result.to(hidden.device)
             add(int(self._masks[index].sum()) / len(self._layers))
+            if self._run.early is not None:
+                self._run.early.after(index, len(self._hidden), names)
 
     def leave(self, batches: Batches) -> None:
         """Run what comes behind the layers."""
@@ -151,16 +157,19 @@ class LayerStack:
                 vars(first)["forward"] = forward
                 self._start(batch)
             args, kwargs = calls[0]
-            with onloaded([first], self._run.device):
+            with onloaded([first], self._run.device), computing_in(self._run.dtype, [first]):
                 result = first(*args, **kwargs)
             return result[1:] if isinstance(result, tuple) else None
 
     @contextmanager
     def _rest_onloaded(self) -> Iterator[None]:
-        """Have everything on the device but the layers."""
+        """Have everything ready to compute but the layers."""
         within = {module for layer in self._layers for module in layer.modules()}
         rest = [m for m in self._run.watched.model.modules() if m not in within]
-        with onloaded(rest, self._run.device, recurse=False):
+        with (
+            onloaded(rest, self._run.device, recurse=False),
+            computing_in(self._run.dtype, rest, recurse=False),
+        ):
             yield
 
 

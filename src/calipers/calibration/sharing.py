@@ -13,7 +13,12 @@ from calipers.errors import ChangedInputError
 
 
 class Reader(Protocol):
-    """Somebody who measures tensors."""
+    """Somebody who measures tensors.
+
+    :param observer: for whom it does
+    """
+
+    observer: Any
 
     @property
     def key(self) -> Hashable:
@@ -66,6 +71,11 @@ class SharedReading:
             group = self._groups[id(reader)]
         group.arrive(reader, tensor, mask)
         self._latest[reader.key] = group
+
+    def holder(self, owner: Any) -> Any:
+        """Return the one of a group that holds what ``owner`` has read so far."""
+        reader = self._readers.get(owner)
+        return owner if reader is None else self._groups[id(reader)].members[0].observer
 
     def settle(self) -> None:
         """Measure what is waiting: no more readers of it will come."""

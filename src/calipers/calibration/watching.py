@@ -22,6 +22,7 @@ from typing_extensions import Self
 from calipers.calibration import lifecycle
 from calipers.calibration.masks import token_mask
 from calipers.calibration.plan import Plan, PlannedModule
+from calipers.calibration.precision import own_dtype
 from calipers.calibration.sharing import SharedReading
 from calipers.calibration.snapshot import Snapshot
 from calipers.errors import NonFiniteError
@@ -38,10 +39,20 @@ class WatchedModel:
     same with and without them.
 
     :param share_inputs: whether a tensor that several modules read is measured once for all
+    :param dtype: the dtype that the model will compute in, if not its own; what is measured is
+        rounded to that of the module, in which its scales are judged and stored
     """
 
-    def __init__(self, model: torch.nn.Module, plan: Plan, *, share_inputs: bool = True) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        *,
+        share_inputs: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.plan = model, plan
+        self._dtype = dtype
         self.observers: dict[tuple[str, str], Observer] = {}
         self.gatherers: dict[str, IMatrixMSEObserver] = {}
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
@@ -100,11 +111,12 @@ class WatchedModel:
 
     def tokens(self, name: str) -> int:
         """Return the number of tokens that the observer that saw least of a module has seen."""
-        seen = (
-            observer.gathered_tokens if gathers(observer) else observer.num_observed_tokens
-            for observer in self.data_observers([name])
-        )
-        return min(seen, default=0)
+        return min(map(self._tokens, self.data_observers([name])), default=0)
+
+    def _tokens(self, observer: Observer) -> int:
+        if self._sharing is not None:
+            observer = self._sharing.holder(observer)
+        return observer.gathered_tokens if gathers(observer) else observer.num_observed_tokens
 
     def data_observers(self, names: Iterable[str]) -> list[Observer]:
         """Return the observers of some modules that learn from data."""
@@ -120,6 +132,7 @@ class WatchedModel:
             quantization_scheme=planned.scheme,
             quantization_enabled=False,
             _shared_reading=self._sharing,
+            _observed_dtype=self._observed_dtype(module),
         )
         lifecycle.expose_states(self.model, module, planned.kind)
         for tensor in planned.tensors:
@@ -136,9 +149,16 @@ class WatchedModel:
         args = QuantizationArgs(num_bits=8, strategy="channel")
         observer = IMatrixMSEObserver("weight", args)
         observer.module_name = name
-        vars(module)["_shared_reading"] = self._sharing
+        vars(module).update(
+            _shared_reading=self._sharing, _observed_dtype=self._observed_dtype(module)
+        )
         self.gatherers[name] = observer
         self._handles[name] += _register(module, "weight", observer)
+
+    def _observed_dtype(self, module: torch.nn.Module) -> torch.dtype | None:
+        """Return what the activations of a module are rounded to; None where nothing is."""
+        own = own_dtype(module)
+        return None if self._dtype in (None, own) else own
 
 
 def _register(module: torch.nn.Module, base_name: str, observer: Observer) -> list[RemovableHandle]:

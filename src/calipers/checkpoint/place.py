@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from calipers.checkpoint.hub import refuse_mistyped
 from calipers.errors import GgufError, ModelLoadError, PickledModelError
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -16,6 +17,7 @@ def check_place(name: str) -> None:
     """
     path = Path(name)
     if not path.exists():
+        refuse_mistyped(name)
         if path.is_absolute() or not _can_be_on_hub(name):
             raise ModelLoadError(name, "there is no such folder")
         return

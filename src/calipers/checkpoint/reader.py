@@ -17,6 +17,7 @@ from compressed_tensors.utils import patch_attr
 from safetensors import safe_open
 from torch import Tensor
 
+from calipers.checkpoint.hub import hub_access
 from calipers.checkpoint.ownership import remove_scratch, scratch_folder
 from calipers.checkpoint.place import check_place
 from calipers.errors import (
@@ -113,7 +114,8 @@ def load_tokenizer(
 def _errors_of_loading(name: str, what: str = "model") -> Iterator[None]:
     """Put what transformers says into words of ours."""
     try:
-        yield
+        with hub_access(name, what):
+            yield
     except CalipersError:
         raise
     except (OSError, ValueError, ImportError) as error:

@@ -185,17 +185,18 @@ _NAMES = {
     "num_samples": "samples",
     "max_seq_length": "seq-len",
     "output_dir": "output",
+    "weight_observer": "observer",
 }
 _OPTIONS = (
     *("overwrite", "trust_remote_code", "text_column", "pipeline", "batch_size", "max_shard_size"),
     *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "share_inputs"),
-    *("packing", "layers", "allow_code"),
+    *("packing", "layers", "allow_code", "group_size", "dtype", "activation_observer", "skip"),
 )
 _PHRASES = {
     r"no dataset was given": "there is no --data",
     r"plan\.table\(\)": "calipers plan",
-    r"^QuantizationModifier\.weight_observer": "--observer",
-    r"^QuantizationModifier\.activation_observer": "--activation-observer",
+    r"^weight_observer:": "--observer:",
+    r"^activation_observer:": "--activation-observer:",
 }
 """What else is said in words of Python; recipes in files come with the name of the file."""
 

@@ -38,6 +38,7 @@ def doctor() -> Report:
         "packages": {name: _version(name) for name in _PACKAGES},
         "kernels": asdict(kernels),
         "devices": _devices(),
+        "forward_pass": _forward_pass(),
         "cores": os.cpu_count(),
         "memory": _memory(),
         "disk": {"folder": os.getcwd(), "free": shutil.disk_usage(".").free},
@@ -63,6 +64,17 @@ def _devices() -> list[dict[str, Any]]:
         for index in range(torch.accelerator.device_count()):
             found.append({"name": f"{kind.type}:{index}", "description": _described(kind, index)})
     return found
+
+
+def _forward_pass() -> dict[str, bool]:
+    """Return for which narrow dtypes the CPU has instructions; others it computes in float32."""
+    import torch
+
+    from calipers.calibration.precision import computes_fast
+
+    cpu = torch.device("cpu")
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return {name: computes_fast(dtype, cpu) for name, dtype in dtypes.items()}
 
 
 def _described(kind: Any, index: int) -> str:
@@ -91,6 +103,7 @@ def _view(data: dict[str, Any], kernels: str) -> RenderableType:
         **{name: found or "not installed" for name, found in data["packages"].items()},
         "kernels": kernels,
         "devices": "\n".join(f"{each['name']}: {each['description']}" for each in data["devices"]),
+        "forward pass": _in_words(data["forward_pass"]),
         "cores": str(data["cores"]),
         "memory": "unknown" if memory is None else _free_of(memory),
         "disk": f"{size_in_words(data['disk']['free'])} free in {data['disk']['folder']}",
@@ -100,3 +113,13 @@ def _view(data: dict[str, Any], kernels: str) -> RenderableType:
 
 def _free_of(memory: dict[str, int]) -> str:
     return f"{size_in_words(memory['free'])} of {size_in_words(memory['total'])} free"
+
+
+def _in_words(forward_pass: dict[str, bool]) -> str:
+    """Say in which dtype models of each narrow dtype run on the CPU."""
+    return "\n".join(
+        f"{name} models: in {name}"
+        if fast
+        else f"{name} models: in float32, since this CPU has no {name} instructions (see --dtype)"
+        for name, fast in forward_pass.items()
+    )

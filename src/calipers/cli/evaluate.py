@@ -12,6 +12,7 @@ from calipers.cli.options import (
     BatchSize,
     Data,
     Device,
+    Dtype,
     Model,
     Packing,
     Samples,
@@ -36,6 +37,15 @@ Checkpoints = Annotated[
     list[str] | None,
     typer.Argument(metavar="OUT", help="Checkpoints that were made from it, any number."),
 ]
+Skip = Annotated[
+    int,
+    typer.Option(
+        "--skip",
+        metavar="N",
+        min=0,
+        help="Pass over the first N samples: those that calibration took from the same data.",
+    ),
+]
 Layers = Annotated[
     bool,
     typer.Option("--layers/--no-layers", help="Measure the error of each layer; takes longer."),
@@ -47,6 +57,7 @@ def evaluate(
     checkpoints: Checkpoints = None,
     data: Data = None,
     samples: Samples = 512,
+    skip: Skip = 0,
     seq_len: SeqLen = None,
     batch_size: BatchSize = 1,
     packing: Packing = None,
@@ -54,6 +65,7 @@ def evaluate(
     tokenizer: Tokenizer = None,
     layers: Layers = True,
     device: Device = None,
+    dtype: Dtype = "auto",
     seed: Seed = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> Report:
@@ -80,8 +92,10 @@ def evaluate(
         batch_size=batch_size,
         packing=packing_for(data, packing),
         seed=seed,
+        skip=skip,
         text_column=text_column,
         device=device,
+        dtype=dtype,  # type: ignore[arg-type]  # it checks
         layers=layers,
         trust_remote_code=trust_remote_code,
         progress=shows_progress(),

@@ -26,6 +26,7 @@ WeightObserver = Annotated[
     str | None,
     typer.Option(
         "--observer",
+        "--weight-observer",
         metavar="NAME[,OPTION=VALUE…]",
         help="Who watches the weights, such as optimal,importance=hessian; "
         "see 'calipers observers'.",
@@ -37,6 +38,24 @@ ActivationObserver = Annotated[
         "--activation-observer",
         metavar="NAME[,OPTION=VALUE…]",
         help="Who watches static activations.",
+    ),
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        "--group-size",
+        metavar="N",
+        min=1,
+        help="How many weights share a scale, where the scheme or recipe has groups.",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="In which the model computes while data runs: float32, bfloat16, float16; auto: its "
+        "own, or float32 on a CPU without instructions for that. Nothing is stored in it.",
     ),
 ]
 Ignored = Annotated[

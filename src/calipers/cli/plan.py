@@ -12,6 +12,7 @@ from calipers.cli.command import Report
 from calipers.cli.options import (
     ActivationObserver,
     AllowCode,
+    GroupSize,
     Ignored,
     Model,
     RecipeFile,
@@ -41,6 +42,7 @@ def plan(
     recipe: RecipeFile = None,
     observer: WeightObserver = None,
     activation_observer: ActivationObserver = None,
+    group_size: GroupSize = None,
     ignore: Ignored = None,
     every: All = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -53,7 +55,8 @@ def plan(
     Example: calipers plan demo --scheme W4A16 --observer optimal
     """
     source = model_source(model)
-    wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore, allow_code)
+    observers = (observer, activation_observer)
+    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, allow_code)
     from calipers.checkpoint.reader import load_skeleton
     from calipers.cli.forecast import forecast
 

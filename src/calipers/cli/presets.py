@@ -1,4 +1,4 @@
-"""What there is to say about the presets of compressed-tensors."""
+"""What there is to say about the presets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization import initialize_module_for_quantization as initialize
-from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from calipers.calibration.plan import PlannedModule, PlannedTensor
 from calipers.checkpoint.sizes import sizes_of_module
-from calipers.modifiers.choices import args_to_data, preset, preset_name, scheme_to_data
+from calipers.modifiers.choices import PRESETS, args_to_data, preset, preset_name, scheme_to_data
 from calipers.recipes import load_recipe
 
 _WIDTH = 4096
@@ -25,11 +24,12 @@ _WHEN = {
     "W3A16": "where W4A16 is too large; with optimal,importance=hessian",
     "W8A16": "half of the size, hardly any loss",
     "W8A8": "many requests at a time, on GPUs without fp8 and on CPUs",
+    "W8A8_STATIC": "as W8A8 with one measured scale for all tokens, which a large value spoils",
     "INT8": "another name for W8A8",
     "W4A8": "4-bit weights in 8-bit arithmetic, where there are kernels for it; stored in 8 bits",
     "W4AFP8": "as W4A8, with fp8 arithmetic",
-    "FP8": "many requests at a time, on GPUs with fp8 (Ada, Hopper and newer); static, so fastest",
-    "FP8_DYNAMIC": "as FP8 without data: scales of activations are found for each token",
+    "FP8": "many requests at a time, on GPUs with fp8 (Ada, Hopper and newer); static",
+    "FP8_DYNAMIC": "as FP8 without data, and safer: each token has a scale of its own",
     "FP8_BLOCK": "as FP8_DYNAMIC, with scales by block as DeepSeek-V3 has them",
     "NVFP4": "4-bit arithmetic, on Blackwell",
     "NVFP4A16": "4-bit floats with fine scales, weights alone",
@@ -98,7 +98,7 @@ class Preset:
 
 def preset_names() -> list[str]:
     """Return the names of all presets."""
-    return sorted(PRESET_SCHEMES)
+    return sorted(PRESETS)
 
 
 def _described(tensor: PlannedTensor | None) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,8 @@ from calipers.cli.options import (
     BatchSize,
     Data,
     Device,
+    Dtype,
+    GroupSize,
     Ignored,
     Model,
     Packing,
@@ -33,7 +36,7 @@ from calipers.cli.options import (
     TrustRemoteCode,
     WeightObserver,
 )
-from calipers.cli.sources import data_source, model_source, packing_for, recipe_source
+from calipers.cli.sources import DEMO, data_source, model_source, packing_for, recipe_source
 from calipers.cli.words import size_in_words
 from calipers.errors import counted
 
@@ -91,6 +94,7 @@ def quantize(
     data: Data = None,
     observer: WeightObserver = None,
     activation_observer: ActivationObserver = None,
+    group_size: GroupSize = None,
     ignore: Ignored = None,
     samples: Samples = 512,
     seq_len: SeqLen = None,
@@ -103,6 +107,7 @@ def quantize(
     calibrate_all_experts: AllExperts = False,
     share_inputs: ShareInputs = True,
     device: Device = None,
+    dtype: Dtype = "auto",
     seed: Seed = 0,
     overwrite: Overwrite = False,
     max_shard_size: ShardSize = "5GB",
@@ -119,7 +124,8 @@ def quantize(
     inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
     check_output(output, overwrite, inputs)
     source, texts = model_source(model), data_source(data, "calibration")
-    wanted = recipe_source(scheme, recipe, observer, activation_observer, ignore, allow_code)
+    observers = (observer, activation_observer)
+    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, allow_code)
     from calipers import oneshot
 
     start = time.monotonic()
@@ -139,6 +145,7 @@ def quantize(
         calibrate_all_experts=calibrate_all_experts,
         share_inputs=share_inputs,
         device=device,
+        dtype=dtype,  # type: ignore[arg-type]  # it checks
         seed=seed,
         overwrite=overwrite,
         max_shard_size=max_shard_size,
@@ -147,6 +154,8 @@ def quantize(
         progress=shows_progress(),
     )
     done = _summary(result, model, data, output, time.monotonic() - start)
+    same = _same_samples(seed, seq_len, packing, text_column, tokenizer)
+    done = replace(done, next=_next(done, data, samples, same))
     return Report(asdict(done), _view(done))
 
 
@@ -156,6 +165,8 @@ class Summary:
 
     :param before: bytes of the tensors of the model; None if its files are not at hand
     :param after: bytes of the tensors of the checkpoint
+    :param dtype: that of the model; ``forward_dtype`` is what it computed in, if it did
+    :param next: the command that judges the checkpoint, on text that calibration has not seen
     :param errors: weight → ‖Q(W) − W‖ / ‖W‖, the largest first
     """
 
@@ -170,8 +181,10 @@ class Summary:
     quantized: tuple[dict[str, Any], ...]
     errors: dict[str, float]
     coverage: dict[str, Any]
-    next: str
     has_data: bool
+    dtype: str
+    forward_dtype: str | None
+    next: str = ""
 
 
 def _summary(
@@ -182,7 +195,6 @@ def _summary(
 
     source = source_folder(result.model)
     notes = json.loads((output / "calipers.json").read_text(encoding="utf-8"))
-    command = ["calipers", "evaluate", model, str(output), "--data", data or "YOUR.jsonl"]
     return Summary(
         model=model,
         output=str(output),
@@ -195,9 +207,36 @@ def _summary(
         quantized=tuple(result.plan.rows()),
         errors=dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
         coverage=result.coverage.as_dict(),
-        next=shlex.join(command),
+        forward_dtype=notes["forward_dtype"],
+        dtype=str(result.model.dtype).removeprefix("torch."),
         has_data=data is not None,
     )
+
+
+def _same_samples(
+    seed: int, seq_len: int | None, packing: bool | None, text_column: str | None, tokenizer: Any
+) -> list[str]:
+    """Return the options under which evaluate cuts the data into the same samples."""
+    found = {"--seed": seed or None, "--seq-len": seq_len, "--text-column": text_column}
+    found["--tokenizer"] = tokenizer
+    words = [str(word) for option in found.items() if option[1] is not None for word in option]
+    flags = [] if packing is None else ["--packing" if packing else "--no-packing"]
+    return [*words, *flags]
+
+
+def _next(done: Summary, data: str | None, samples: int, same: list[str]) -> str:
+    """Return the command that judges the checkpoint, on text that calibration has not seen.
+
+    :param samples: how many calibration wanted: if there were fewer, none is left in the data
+    :param same: the options under which evaluate cuts the data into the same samples
+    """
+    command = ["calipers", "evaluate", done.model, done.output, "--data"]
+    if data is None or (done.tokens and done.samples < samples):
+        return shlex.join([*command, "HELD_OUT.jsonl"])
+    command += [data]
+    if done.tokens and (data != DEMO or os.path.exists(data)):
+        command += ["--skip", str(done.samples), *same]
+    return shlex.join(command)
 
 
 def _view(done: Summary) -> RenderableType:
@@ -211,7 +250,7 @@ def _view(done: Summary) -> RenderableType:
         *(f"  {line}" for line in _quantized(done)),
         _about_data(done),
         *_worst(done),
-        f"Next: {done.next}",
+        f"Next, on text that calibration has not seen: {done.next}",
     ]
     return Text("\n".join(lines))
 
@@ -227,7 +266,8 @@ def _quantized(done: Summary) -> list[str]:
 
 def _about_data(done: Summary) -> str:
     if done.tokens:
-        return f"{counted(done.samples, 'sample')}, {done.tokens:,} tokens seen."
+        computed = "" if done.forward_dtype == done.dtype else f", computed in {done.forward_dtype}"
+        return f"{counted(done.samples, 'sample')}, {done.tokens:,} tokens seen{computed}."
     return "No data was needed" + (", and --data was not read." if done.has_data else ".")
 
 

@@ -47,7 +47,12 @@ def _list(presets: list[Preset]) -> RenderableType:
         )
     end = "bits: per weight in the checkpoint, scales included (a layer of 4096 × 4096, bfloat16)"
     more = "data: whether activations must be measured; some observers of weights want data, too"
-    return Group(shown, Text(f"{end}\n{more}\nMore about one: calipers schemes NAME"))
+    safer = (
+        "static or dynamic: dynamic activations are the safer choice, since each token finds its "
+        "own scale while the model runs;\n  a static scale is measured once for all tokens, and "
+        "one with large values, as most models have, costs the others their precision"
+    )
+    return Group(shown, Text(f"{end}\n{more}\n{safer}\nMore about one: calipers schemes NAME"))
 
 
 def _single(preset: Preset) -> RenderableType:

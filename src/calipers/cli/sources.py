@@ -62,33 +62,30 @@ def recipe_source(
     observer: str | None,
     activation_observer: str | None,
     ignore: list[str] | None,
+    group_size: int | None = None,
     allow_code: bool = False,
 ) -> Recipe:
-    """Make the recipe that the options mean."""
+    """Make the recipe that the options mean: observers and group size are put on top of it."""
     if (scheme is None) == (recipe is None):
         problem = (
             "neither --scheme nor --recipe" if scheme is None else "both --scheme and --recipe"
         )
         raise OptionsError(f"The command has {problem}", "one of them, such as --scheme W4A16")
-    if recipe is not None:
-        chosen = {"--observer": observer, "--activation-observer": activation_observer}
-        for option, value in {**chosen, "--ignore": ignore}.items():
-            if value:
-                raise OptionsError(f"{option} has no meaning beside --recipe", "it in the recipe")
+    if recipe is not None and ignore:
+        raise OptionsError("--ignore has no meaning beside --recipe", "it in the recipe")
     weights, activations = observer_choice(observer), observer_choice(activation_observer)
     from calipers.modifiers import QuantizationModifier
     from calipers.modifiers.choices import preset_name
     from calipers.recipes import load_recipe
 
-    if scheme is None:
-        return load_recipe(recipe, allow_code=allow_code)
-    return load_recipe(
-        QuantizationModifier(
+    source: object = recipe
+    if scheme is not None:
+        source = QuantizationModifier(
             scheme=preset_name(scheme),
             ignore=tuple(ignore or ["lm_head"]),
-            weight_observer=weights,  # type: ignore[arg-type]
-            activation_observer=activations,  # type: ignore[arg-type]
             unmatched="error" if ignore else "ignore",
-        ),
-        allow_code=allow_code,
+        )
+    changed = load_recipe(source, allow_code=allow_code).changed(
+        group_size=group_size, weight_observer=weights, activation_observer=activations
     )
+    return load_recipe(changed, allow_code=allow_code)

@@ -16,8 +16,6 @@ from calipers.modifiers import QuantizationModifier
 
 CALIBRATION_SAMPLES = 128
 EVALUATION_SAMPLES = 256
-STATIC_INT8 = {"num_bits": 8, "symmetric": True, "strategy": "tensor"}
-CHANNEL_INT8 = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Way:
 
     scheme: str
     folder: str
-    how: dict[str, Any]
     weights: str
     inputs: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -46,20 +43,18 @@ class Way:
         """What is done to the model."""
         weights = {"name": self.weights, **self.options}
         who: dict[str, Any] = {"weight_observer": weights, "input_observer": self.inputs}
-        return QuantizationModifier(**self.how, **who, ignore=("lm_head",))
+        return QuantizationModifier(scheme=self.scheme, **who, ignore=("lm_head",))
 
 
-STATIC_W8A8 = {"weights": CHANNEL_INT8, "input_activations": STATIC_INT8}
-FP8, W4A16, NVFP4A16 = ({"scheme": name} for name in ("FP8", "W4A16", "NVFP4A16"))
 HESSIAN = {"importance": "hessian"}
-CLASSIC = Way("W4A16", "w4a16-imatrix_mse", W4A16, "imatrix_mse")
-OPTIMAL = Way("W4A16", "w4a16-optimal", W4A16, "optimal", options=HESSIAN)
+CLASSIC = Way("W4A16", "w4a16-imatrix_mse", "imatrix_mse")
+OPTIMAL = Way("W4A16", "w4a16-optimal", "optimal", options=HESSIAN)
 WAYS = (
-    Way("W8A8 static", "w8a8-static", STATIC_W8A8, "memoryless_minmax", "histogram_mse"),
-    Way("FP8", "fp8", FP8, "memoryless_minmax", "histogram_mse"),
+    Way("W8A8_STATIC", "w8a8-static", "memoryless_minmax", "histogram_mse"),
+    Way("FP8", "fp8", "memoryless_minmax", "histogram_mse"),
     CLASSIC,
     OPTIMAL,
-    Way("NVFP4A16", "nvfp4a16", NVFP4A16, "optimal", options=HESSIAN),
+    Way("NVFP4A16", "nvfp4a16", "optimal", options=HESSIAN),
 )
 
 

@@ -6,6 +6,7 @@ from calipers.errors.base import (
     ConfigurationError,
     counted,
     did_you_mean,
+    group_sizes_for,
     shortened,
 )
 from calipers.errors.calibration import (
@@ -105,6 +106,7 @@ from calipers.errors.recipes import (
     AlreadyQuantizedError,
     ClaimError,
     CodeNotAllowedError,
+    GroupSizeError,
     ModulesDivisibilityError,
     RecipeError,
     UnfitError,
@@ -143,6 +145,7 @@ __all__ = [
     "FusedExpertsError",
     "FusedStatisticsError",
     "GgufError",
+    "GroupSizeError",
     "HiddenQueriesError",
     "HubUnreachableError",
     "ImportanceError",
@@ -205,5 +208,6 @@ __all__ = [
     "WeightGoneError",
     "counted",
     "did_you_mean",
+    "group_sizes_for",
     "shortened",
 ]

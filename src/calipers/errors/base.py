@@ -63,9 +63,18 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def group_sizes_for(size: int) -> list[int]:
+    """Return the usual group sizes that divide a dimension.
+
+    >>> group_sizes_for(288)
+    [16, 32, 96]
+    """
+    return [d for d in (16, 32, 64, 96, 128, 256) if size % d == 0]
+
+
 def sizes_that_divide(size: int) -> str:
     """Return a sentence with group sizes that fit a dimension, or another way out."""
-    divisors = [d for d in (16, 32, 64, 96, 128, 256) if size % d == 0]
+    divisors = group_sizes_for(size)
     if divisors:
         return f"Group sizes that divide it: {listing(map(str, divisors))}"
     return "Use strategy 'channel', or ignore this module"

@@ -16,14 +16,16 @@ from calipers.errors.observing import LayoutError
 
 _UNSEEN_HINTS = {
     "error": (
-        "Give more or other data, ignore these modules, or choose what to do without data: "
+        "Give more or other data, show all tokens to all experts (calibrate_all_experts=True), "
+        "ignore these modules, or choose what to do without data: "
         'on_unseen="weights_only" (their activations stay as they are) or, for experts, '
         'on_unseen="peers" (the largest range among their siblings).'
     ),
     "weights_only": "They have no weights to fall back on. Give more or other data.",
     "peers": (
-        "They have no siblings that saw any. Give more or other data, ignore these modules, or "
-        'pass on_unseen="weights_only".'
+        "They have no siblings that saw any. Give more or other data, show all tokens to all "
+        "experts (calibrate_all_experts=True), ignore these modules, or pass "
+        'on_unseen="weights_only".'
     ),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from calipers.errors.base import ConfigurationError, counted, shortened, sizes_that_divide
+from calipers.errors.base import ConfigurationError, counted, listing, shortened, sizes_that_divide
 from calipers.errors.observing import DivisibilityError, LayoutError
 
 
@@ -90,12 +90,27 @@ class UnfitError(RecipeError):
         super().__init__(f"Module '{module}', {base_name}: {problem}")
 
 
+class GroupSizeError(RecipeError):
+    """A group size for a recipe in which no weight can have it."""
+
+    def __init__(self, size: int, weights: Sequence[str]) -> None:
+        found = f"its weights are {listing(weights)}" if weights else "it quantizes no weights"
+        super().__init__(
+            f"group_size={size} has no meaning here: {found}. Groups whose size can be chosen are "
+            "those of strategy 'group', as in W4A16; those of NVFP4 and MX are fixed by the "
+            "format. Leave it out, or choose another scheme."
+        )
+
+
 class ModulesDivisibilityError(DivisibilityError):
     """Modules whose sizes the groups or blocks of the recipe do not divide."""
 
     SHOWN: ClassVar[int] = 5
 
-    def __init__(self, offenders: Sequence[tuple[str, str, int, int]]) -> None:
+    def __init__(
+        self, offenders: Sequence[tuple[str, str, int, int]], group_sizes: Sequence[int] = ()
+    ) -> None:
+        """Name the offenders: module, tensor, size, group size; and sizes that fit all weights."""
         lines = [
             f"  {module}, {base_name}: {size} is not divisible by {group_size}. "
             f"{sizes_that_divide(size)}."
@@ -108,5 +123,12 @@ class ModulesDivisibilityError(DivisibilityError):
             f"The group or block size of the recipe does not divide "
             f"{counted(len(offenders), 'tensor')}:\n"
             + "\n".join(lines)
-            + "\nChoose another group_size, or ignore these modules.",
+            + f"\n{_way_out(group_sizes)}",
         )
+
+
+def _way_out(group_sizes: Sequence[int]) -> str:
+    if not group_sizes:
+        return "Choose another scheme, or ignore these modules."
+    sizes = listing(f"group_size={size}" for size in sorted(group_sizes, reverse=True))
+    return f"Sizes that fit every weight: {sizes}. Choose one, or ignore these modules."

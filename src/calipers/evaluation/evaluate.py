@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,10 +11,11 @@ import torch
 
 from calipers.calibration.data import calibration_batches, limits_of
 from calipers.calibration.pipelines import usable_device
+from calipers.calibration.precision import DtypeChoice, dtype_choice, forward_dtype
 from calipers.calibration.progress import Progress
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.sizes import size_on_disk
-from calipers.errors import SameNameError
+from calipers.errors import CalipersWarning, SameNameError
 from calipers.evaluation.judging import Judge
 from calipers.evaluation.quiet import without_bars_of_others
 from calipers.evaluation.results import Evaluation
@@ -35,15 +37,17 @@ def evaluate(
     batch_size: int = 1,
     packing: bool | None = None,
     seed: int = 0,
+    skip: int = 0,
     text_column: str | None = None,
     device: torch.device | str | None = None,
+    dtype: DtypeChoice | torch.dtype = "auto",
     layers: bool = True,
     trust_remote_code: bool = False,
     progress: bool | None = None,
 ) -> Evaluation:
     """Judge checkpoints by the model they were made from, on text that neither has seen.
 
-    Two models are in memory at a time. Models run as they are stored, in their own dtype. All
+    Two models are in memory at a time. Models run with the weights that are stored. All
     intervals come from the same draws of samples, so that differences are those of the same text.
 
     :param model: the float model, or the path or name to load it from
@@ -56,14 +60,18 @@ def evaluate(
     :param batch_size: samples per batch
     :param packing: whether samples are joined and cut to equal length, so that nothing is padded
     :param seed: of the choice of samples
+    :param skip: how many samples to pass over: those that calibration took from the same data,
+        with the same seed, length and packing
     :param text_column: the column of the text, where records have several
     :param device: where the models compute; by default where the float model is
+    :param dtype: the dtype in which the models compute: ``float32``, ``bfloat16``, ``float16``, or
+        ``auto``: that of the float model, or float32 on a CPU that has no instructions for it
     :param layers: whether to measure the error of each decoder layer, which takes longer
     :param trust_remote_code: whether code that comes with a model may run
     :param progress: whether to show progress bars; None: if a person looks at standard error
     """
     named = _named(checkpoints)
-    place = usable_device(device)
+    place, computes_in = usable_device(device), dtype_choice(dtype)
     base = load_model(model, trust_remote_code=trust_remote_code, quantized=True)
     words = load_tokenizer(tokenizer, base, trust_remote_code=trust_remote_code)
     batches = calibration_batches(
@@ -74,10 +82,15 @@ def evaluate(
         packing=packing,
         seed=seed,
         text_column=text_column,
-        for_ranges=False,
+        use="evaluation",
+        skip=skip,
         **limits_of(base, max_seq_length),
     )
-    judge = Judge(base, batches, place or base.device, Progress(progress), measure_layers=layers)
+    place = place or base.device
+    forward = forward_dtype(computes_in, base, place)
+    if computes_in == "auto" and forward != base.dtype:
+        _tell_of_dtype(base.dtype, forward)
+    judge = Judge(base, batches, place, Progress(progress), measure_layers=layers, dtype=forward)
     judge.judge_base()
     for name, source in named.items():
         with without_bars_of_others():
@@ -86,6 +99,17 @@ def evaluate(
         del loaded  # before the next one is loaded
     sizes = {name: _stored_size(source) for name, source in named.items()}
     return judge.evaluation(_stored_size(model), sizes)
+
+
+def _tell_of_dtype(own: torch.dtype, forward: torch.dtype) -> None:
+    names = [str(dtype).removeprefix("torch.") for dtype in (own, forward)]
+    warnings.warn(
+        f"This CPU has no {names[0]} instructions: the models compute in {names[1]}, with the "
+        f"weights that they have in {names[0]}. dtype={names[0]} is slower, and closer to what "
+        "others run.",
+        CalipersWarning,
+        stacklevel=3,
+    )
 
 
 def _named(checkpoints: Mapping[str, Source] | Sequence[str | Path]) -> dict[str, Source]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import call_model, moved, onloaded
+from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
 from calipers.errors import (
     BrokenLogitsError,
@@ -44,7 +45,9 @@ class Judge:
         progress: Progress,
         *,
         measure_layers: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._dtype = dtype
         self._base, self._batches, self._device = base, batches, device
         self._progress, self._measure_layers = progress, measure_layers
         self._layers: dict[str, tuple[LayerError, ...]] = {}
@@ -61,7 +64,7 @@ class Judge:
     def judge_base(self) -> None:
         """Run the float model alone."""
         found = []
-        with onloaded([self._base], self._device):
+        with onloaded([self._base], self._device), computing_in(self._dtype, [self._base]):
             for number, batch in self._counted("the float model"):
                 logits = self._logits(self._base, batch)
                 if self._kept is not None:
@@ -77,7 +80,7 @@ class Judge:
         self._check_alike(name, model)
         comparison = LayerComparison(self._base, model) if self._measure_layers else None
         found = []
-        with onloaded([self._base, model], self._device):
+        with onloaded([self._base, model], self._device), self._computing(model):
             for number, batch in self._counted(name):
                 mask = batch["attention_mask"]
                 # A checkpoint is ready only when it has run once: transformers unpacks it then.
@@ -89,6 +92,15 @@ class Judge:
         sums = _joined(found)
         self._sums |= {key(kind, name): sums[kind] for kind in ("nll", "kl", "agreed")}
         self._layers[name] = () if comparison is None else comparison.errors()
+
+    @contextmanager
+    def _computing(self, model: PreTrainedModel) -> Iterator[None]:
+        """Have both models compute in the chosen dtype, with the weights they have in their own."""
+        if self._dtype not in (None, model.dtype):  # transformers unpacks it when it first runs
+            token = torch.zeros(1, 1, dtype=torch.int64)
+            self._logits(model, {"input_ids": token, "attention_mask": torch.ones_like(token)})
+        with computing_in(self._dtype, [self._base, model]):
+            yield
 
     def _check_alike(self, name: str, model: PreTrainedModel) -> None:
         ours, theirs = (each.config.get_text_config() for each in (self._base, model))

@@ -75,6 +75,21 @@ class Modifier(BaseModel):
         targets, ignore = self.aimed_at()
         return bool(is_match(name, module, targets)) and not is_match(name, module, ignore)
 
+    def regrouped(self, size: int) -> Modifier | None:  # noqa: ARG002
+        """Return the same with weights in groups of a size; None where none can have it."""
+        return None
+
+    def observed_by(self, key: str, choice: Any) -> Modifier | None:  # noqa: ARG002
+        """Return the same with another observer; None where it would watch nothing.
+
+        :param key: ``weight_observer`` or ``activation_observer``
+        """
+        return None
+
+    def weight_formats(self) -> list[str]:
+        """Say how weights are quantized, such as ``int4 per group 128``."""
+        return []
+
     def label(self) -> str:
         """Return how messages call this modifier."""
         return type(self).__name__

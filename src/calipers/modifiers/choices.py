@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
     QuantizationType,
 )
-from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator
 
 from calipers.calibration.plan import SCHEME_FIELDS
@@ -33,6 +34,15 @@ ARGS_FIELDS = tuple(SCHEME_FIELDS.values())
 """The fields of a scheme that hold arguments."""
 
 _WORDS: Mapping[str, type[Enum]] = {"type": QuantizationType, "strategy": QuantizationStrategy}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    **PRESET_SCHEMES,
+    "W8A8_STATIC": {
+        "weights": QuantizationArgs(num_bits=8, strategy="channel"),
+        "input_activations": QuantizationArgs(num_bits=8, strategy="tensor"),
+    },
+}
+"""The schemes that have names: those of compressed-tensors, and one that it lacks."""
+
 _ALWAYS_WRITTEN = ("num_bits", "type", "symmetric", "strategy")
 
 
@@ -51,8 +61,8 @@ class ObserverChoice(BaseModel):
     def put_into(self, args: QuantizationArgs) -> QuantizationArgs:
         """Return a copy of the arguments that names this observer."""
         chosen = {"observer": self.name, "observer_kwargs": dict(self.options)}
-        copy: QuantizationArgs = args.model_copy(update=chosen, deep=True)
-        return copy
+        observed: QuantizationArgs = args.model_copy(update=chosen, deep=True)
+        return observed
 
 
 def read_choice(value: Any) -> ObserverChoice:
@@ -138,16 +148,16 @@ def read_scheme_choice(value: Any) -> str | dict[str, tuple[str, ...]] | Quantiz
 
 
 def preset_name(name: str, path: Path = ()) -> str:
-    """Return the name of a preset as compressed-tensors spells it.
+    """Return the name of a preset, spelt as it should be.
 
     >>> preset_name("w4a16")
     'W4A16'
     """
     key = name.strip().upper()
-    if key not in PRESET_SCHEMES:
+    if key not in PRESETS:
         raise RecipeError(
-            f"unknown scheme '{name}'.{did_you_mean(name, PRESET_SCHEMES)} "
-            f"Presets: {', '.join(sorted(PRESET_SCHEMES))}.",
+            f"unknown scheme '{name}'.{did_you_mean(name, PRESETS)} "
+            f"Presets: {', '.join(sorted(PRESETS))}.",
             path=path,
         )
     return key
@@ -155,7 +165,8 @@ def preset_name(name: str, path: Path = ()) -> str:
 
 def preset(name: str, targets: tuple[str, ...]) -> QuantizationScheme:
     """Return a new scheme for a preset."""
-    return preset_name_to_scheme(preset_name(name), list(targets))
+    parts = copy.deepcopy(dict(PRESETS[preset_name(name)]))
+    return build_scheme({**parts, "targets": list(targets)})
 
 
 def args_to_data(args: QuantizationArgs) -> dict[str, Any]:

@@ -21,10 +21,17 @@ from calipers.calibration.plan import (
     SCHEME_FIELDS,
     ModuleKind,
     PlannedModule,
+    PlannedTensor,
     default_observer,
 )
 from calipers.errors import CalipersWarning, RecipeError, UnmatchedPatternError
 from calipers.modifiers.base import Modifier, Path, Patterns, to_plain
+from calipers.modifiers.changes import (
+    args_without_observer,
+    has_free_groups,
+    regrouped,
+    without_observers,
+)
 from calipers.modifiers.choices import (
     ARGS_FIELDS,
     Args,
@@ -42,6 +49,9 @@ from calipers.modifiers.choices import (
 from calipers.modifiers.matching import Unmatched, check_patterns, report, what_there_is
 
 _DEFAULT_TARGETS = ("Linear",)
+_OBSERVER_KEYS = (
+    *("weight_observer", "input_observer", "output_observer", "activation_observer", "observer"),
+)
 _PASSED_OVER = ("bypass_divisibility_checks", "requires_calibration_data")
 
 
@@ -198,6 +208,42 @@ class QuantizationModifier(Modifier):
         self._check_useful(model, by_target, [name for name, _ in matched])
         return planned + list(self._cached(model))
 
+    def regrouped(self, size: int) -> QuantizationModifier | None:
+        """Return the same with weights in groups of a size; None where none can have it."""
+        if not any(has_free_groups(scheme.weights) for scheme in self.schemes.values()):
+            return None
+        groups = {name: regrouped(scheme, size) for name, scheme in self.schemes.items()}
+        said = ("targets", "scheme", *ARGS_FIELDS)
+        return self._changed({"config_groups": groups, **dict.fromkeys((*said, *_OBSERVER_KEYS))})
+
+    def observed_by(self, key: str, choice: ObserverChoice) -> QuantizationModifier | None:
+        """Return the same with another observer of weights, or of static activations."""
+        base_names = ["weight"] if key == "weight_observer" else ["input", "output"]
+        fields = [SCHEME_FIELDS[base_name] for base_name in base_names]
+        if not any(_watched(each, fields) for each in self._unobserved().values()):
+            return None
+        changes: dict[str, Any] = {f"{base_name}_observer": None for base_name in base_names}
+        changes |= {name: args_without_observer(getattr(self, name)) for name in fields}
+        if isinstance(self.scheme, QuantizationScheme):
+            changes["scheme"] = without_observers(self.scheme, fields)
+        if self.config_groups is not None:
+            groups = self.config_groups.items()
+            changes["config_groups"] = {n: without_observers(each, fields) for n, each in groups}
+        if self.observer is not None:
+            rest = dict.fromkeys("weights" if name == "weight" else name for name in base_names)
+            changes["observer"] = self.observer.model_copy(update=rest)
+        return self._changed({**changes, key: choice})
+
+    def weight_formats(self) -> list[str]:
+        """Say how weights are quantized, such as ``int4 per group 128``."""
+        schemes = self._unobserved().values()
+        tensors = (PlannedTensor("", "weight", each.weights) for each in schemes if each.weights)
+        return [f"{tensor.format} per {tensor.strategy}" for tensor in tensors]
+
+    def _changed(self, changes: dict[str, Any]) -> QuantizationModifier:
+        fields = {name: getattr(self, name) for name in type(self).model_fields} | changes
+        return type(self)(**{name: value for name, value in fields.items() if value is not None})
+
     def to_data(self) -> dict[str, Any]:
         """Return the modifier as plain data, as a recipe would give it."""
         data: dict[str, Any] = {}
@@ -327,6 +373,12 @@ def _kind(
 
 def _quantizes(scheme: QuantizationScheme) -> bool:
     return any(getattr(scheme, field) is not None for field in ARGS_FIELDS)
+
+
+def _watched(scheme: QuantizationScheme, fields: Iterable[str]) -> bool:
+    """Whether an observer watches any of these."""
+    given = (getattr(scheme, field) for field in fields)
+    return any(args is not None and args.dynamic is not True for args in given)
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from calipers.errors import (
     ModulesDivisibilityError,
     UnfitError,
     UnmatchedPatternError,
+    group_sizes_for,
 )
 from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from calipers.modifiers.changes import has_free_groups
 from calipers.modifiers.matching import what_there_is
 from calipers.numerics.layout import Layout
 
@@ -101,6 +104,7 @@ def _check(model: torch.nn.Module, planned: Sequence[PlannedModule]) -> None:
     if quantized:
         raise AlreadyQuantizedError(quantized)
     indivisible: list[tuple[str, str, int, int]] = []
+    grouped: list[int] = []  # the sizes that groups cut, where another size can be chosen
     seen: set[tuple[str, int]] = set()  # thousands of modules share a few arguments
     for each in planned:
         module = model.get_submodule(each.name)
@@ -111,9 +115,14 @@ def _check(model: torch.nn.Module, planned: Sequence[PlannedModule]) -> None:
             if (tensor.base_name, id(tensor.args)) not in seen:
                 _check_args(tensor)
                 seen.add((tensor.base_name, id(tensor.args)))
-            indivisible.extend(_indivisible(module, tensor))
+            unfit = list(_indivisible(module, tensor))
+            indivisible.extend(unfit)
+            if tensor.base_name == "weight" and has_free_groups(tensor.args):
+                grouped.append(_size(module, tensor))
+            elif unfit:
+                grouped.append(1)  # no other size helps here
     if indivisible:
-        raise ModulesDivisibilityError(indivisible)
+        raise ModulesDivisibilityError(indivisible, group_sizes_for(math.gcd(*grouped)))
 
 
 def _check_module(module: torch.nn.Module, tensor: PlannedTensor) -> None:
@@ -159,12 +168,17 @@ def _indivisible(
     """Yield the tensor with its size and that of its groups, if they do not fit."""
     if tensor.base_name in ("q", "k", "v"):
         return
-    with disable_onloading():
-        weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    is_linear = isinstance(module, torch.nn.Linear)
-    size = weight.shape[0] if tensor.base_name == "output" and is_linear else weight.shape[-1]
+    size = _size(module, tensor)
     blocks = tensor.args.block_structure
     group_size = blocks[1] if blocks else tensor.args.group_size or 0
     if group_size > 0 and size % group_size:
         yield tensor.module, tensor.base_name, size, group_size
+
+
+def _size(module: torch.nn.Module, tensor: PlannedTensor) -> int:
+    """Return the size of the dimension that groups cut."""
+    with disable_onloading():
+        weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    is_linear = isinstance(module, torch.nn.Linear)
+    return weight.shape[0] if tensor.base_name == "output" and is_linear else weight.shape[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -17,6 +18,7 @@ from calipers.html import html_table
 from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.modifiers.choices import check_observer, named_observers, preset_name
 from calipers.observers.registry import is_file_of_code
+from calipers.recipes.changing import observe, regroup
 from calipers.recipes.compiling import compile_modifiers
 from calipers.recipes.reading import Document, Path, read_document
 
@@ -81,6 +83,31 @@ class Recipe:
             for number, modifier in enumerate(stage.modifiers, 1)
         ]
         return compile_modifiers(named, model)
+
+    def changed(
+        self,
+        *,
+        group_size: int | None = None,
+        weight_observer: Any = None,
+        activation_observer: Any = None,
+    ) -> Recipe:
+        """Return the recipe with other groups of weights, or other observers.
+
+        >>> recipe = load_recipe("W4A16").changed(group_size=32, weight_observer="mse")
+        >>> recipe.modifiers[0].schemes["group_0"].weights.group_size
+        32
+        """
+        modifiers = self.modifiers
+        if group_size is not None:
+            modifiers = regroup(modifiers, group_size)
+        if weight_observer is not None:
+            modifiers = observe(modifiers, "weight_observer", weight_observer)
+        if activation_observer is not None:
+            modifiers = observe(modifiers, "activation_observer", activation_observer)
+        rest = iter(modifiers)
+        return Recipe(
+            tuple(replace(s, modifiers=tuple(islice(rest, len(s.modifiers)))) for s in self.stages)
+        )
 
     def aims_at_experts(self, experts: str) -> bool:
         """Whether a modifier means Linear layers that these experts would have, if unfused."""

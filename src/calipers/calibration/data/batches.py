@@ -5,19 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from calipers.calibration.data.padding import Batch, PaddingSide, batched, pad_id
 from calipers.calibration.data.ready import checked
 from calipers.calibration.data.records import Reader
 from calipers.calibration.data.samples import take_samples
 from calipers.calibration.data.sources import ReadyBatches, open_source
-from calipers.errors import CalipersWarning, DataOptionError
+from calipers.errors import CalipersWarning, DataOptionError, EmptyDataError
 
 FEW_SAMPLES = 32
 FEW_TOKENS = 4096
 LONG_SAMPLE = 2048
 """How many tokens a sample has at most where nobody said it, and the model takes more."""
+
+Use = Literal["ranges", "importance", "evaluation"]
+"""What data is for: static ranges of activations, sums of the inputs of weights, or judging."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +67,8 @@ def calibration_batches(
     rank: int = 0,
     world_size: int = 1,
     vocab_size: int | None = None,
-    for_ranges: bool = True,
+    use: Use = "ranges",
+    skip: int = 0,
 ) -> Batches:
     """Turn whatever data the user has into batches of token ids.
 
@@ -92,7 +96,9 @@ def calibration_batches(
     :param rank: which process this is; it gets the samples ``rank::world_size``
     :param world_size: how many processes there are
     :param vocab_size: how many tokens the model knows; ids beyond are refused
-    :param for_ranges: whether ranges are found with the data; then it may be too little
+    :param use: what the data is for, which decides when it is too little
+    :param skip: how many samples to pass over before the first is taken: with the same seed,
+        length and packing, those that an earlier call took
     """
     _check_numbers(
         num_samples=num_samples,
@@ -100,6 +106,8 @@ def calibration_batches(
         batch_size=batch_size,
         world_size=world_size,
     )
+    if isinstance(skip, bool) or not isinstance(skip, int) or skip < 0:
+        raise DataOptionError("skip", skip, "a whole number, 0 or more")
     if not 0 <= rank < world_size:
         raise DataOptionError("rank", rank, f"0 to {world_size - 1}, below world_size")
     if padding_side not in get_args(PaddingSide):
@@ -109,11 +117,17 @@ def calibration_batches(
     if isinstance(source, ReadyBatches):
         if packing:
             raise DataOptionError("packing", packing, "left out for batches that are ready-made")
+        if skip:
+            raise DataOptionError("skip", skip, "left out for batches that are ready-made")
         ready = checked(source.batches, num_samples, vocab_size)
-        return _told(_dealt(ready, num_samples, rank, world_size, for_ranges), rank)
+        return _told(_dealt(ready, num_samples, rank, world_size, use), rank)
     reader = Reader.of(source.first, tokenizer, text_column, vocab_size)
-    samples, notes = take_samples(source, reader, num_samples, max_seq_length, packing, order)
-    notes += _about_size(len(samples), sum(map(len, samples)), num_samples, for_ranges)
+    taken, notes = take_samples(source, reader, skip + num_samples, max_seq_length, packing, order)
+    samples = taken[skip:]
+    if not samples:
+        problem = f"has {len(taken)} samples, and skip={skip} passes over all of them"
+        raise EmptyDataError(source.name, problem)
+    notes += _about_size(len(samples), sum(map(len, samples)), num_samples, use)
     pad = pad_id(tokenizer, vocab_size)
     ours = batched(samples[rank::world_size], batch_size, padding_side, pad)
     return _told(Batches(tuple(ours), notes), rank)
@@ -148,9 +162,7 @@ def _check_numbers(**numbers: int) -> None:
             raise DataOptionError(name, number, "a whole number, 1 or more")
 
 
-def _dealt(
-    ready: Iterable[Batch], wanted: int, rank: int, world_size: int, for_ranges: bool
-) -> Batches:
+def _dealt(ready: Iterable[Batch], wanted: int, rank: int, world_size: int, use: Use) -> Batches:
     """Every ``world_size``-th batch; the others are only counted."""
     ours = []
     samples = tokens = 0
@@ -159,16 +171,16 @@ def _dealt(
         tokens += int(batch["attention_mask"].sum())
         if index % world_size == rank:
             ours.append(batch)
-    return Batches(tuple(ours), _about_size(samples, tokens, wanted, for_ranges))
+    return Batches(tuple(ours), _about_size(samples, tokens, wanted, use))
 
 
-def _about_size(samples: int, tokens: int, wanted: int, for_ranges: bool) -> tuple[str, ...]:
-    if not for_ranges:
+def _about_size(samples: int, tokens: int, wanted: int, use: Use) -> tuple[str, ...]:
+    if use == "evaluation":
         return ()
     notes = []
     if samples < wanted:
         notes.append(f"The data has {samples} samples; {wanted} were asked for (num_samples).")
-    if samples < FEW_SAMPLES or tokens < FEW_TOKENS:
+    if use == "ranges" and (samples < FEW_SAMPLES or tokens < FEW_TOKENS):
         notes.append(
             f"{samples} samples with {tokens} tokens: static ranges from so little data are "
             f"unreliable. Use at least {FEW_SAMPLES} samples and {FEW_TOKENS} tokens."

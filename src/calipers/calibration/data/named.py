@@ -11,13 +11,12 @@ from typing import Any
 from calipers.calibration.data.files import import_extra
 from calipers.calibration.dataset_names import DatasetName
 from calipers.errors import HubUnreachableError, NamedDatasetError, SplitsError
+from calipers.network import hub_answers
 
 SHUFFLE_BUFFER = 10_000
 """How many records of a stream are shuffled at a time."""
 
 _DEFAULT_SPLIT = "train"
-_SECONDS = 5
-"""How long the hub may take to give a sign of life."""
 _LONGEST = 300
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
@@ -50,7 +49,7 @@ def load_named(name: DatasetName) -> Any:
     datasets = import_extra("datasets", "a folder of data" if name.is_local else "a named data set")
     if name.is_local and any(Path(name.place, each).exists() for each in _SAVED):
         return _saved(datasets, name)
-    reached = name.is_local or _hub_answers()
+    reached = name.is_local or hub_answers()
     try:
         with _quiet(datasets, offline=not reached):
             stream = datasets.load_dataset(
@@ -75,21 +74,6 @@ def _saved(datasets: Any, name: DatasetName) -> Any:
     if name.split not in loaded:
         raise NamedDatasetError(str(name), f"its splits are {', '.join(map(str, loaded))}")
     return loaded[name.split]
-
-
-def _hub_answers() -> bool:
-    """Whether there is a network: libraries try again for half a minute before they say no."""
-    from httpx import HTTPError
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-    except (HTTPError, OSError):
-        return False
-    return True
 
 
 @contextmanager

@@ -1,0 +1,37 @@
+"""A look at who has seen nothing, before all of the data has run."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+
+from calipers.calibration.watching import WatchedModel
+from calipers.errors import CalipersWarning, counted, shortened
+
+PART = 0.1
+"""How much of the data has run when somebody looks."""
+
+
+class EarlyLook:
+    """Warns, once and after a tenth of the batches, of modules that no token has reached."""
+
+    def __init__(self, watched: WatchedModel) -> None:
+        self._watched, self._has_warned = watched, False
+
+    def after(self, index: int, total: int, names: Iterable[str]) -> None:
+        """Look at modules when a batch, one of ``total``, has run."""
+        if self._has_warned or index + 1 != math.ceil(PART * total) or total == 1:
+            return
+        wanted = [name for name in names if self._watched.data_observers([name])]
+        unseen = [name for name in wanted if not self._watched.tokens(name)]
+        if unseen:
+            self._has_warned = True
+            warnings.warn(
+                f"{len(unseen)} of {counted(len(wanted), 'module')} have seen no token in the "
+                f"first {index + 1} of {total} batches: {shortened(unseen)}. If that stays so, "
+                "the run fails at its end. calibrate_all_experts=True shows all tokens to all "
+                'experts; on_unseen="weights_only" or on_unseen="peers" does without.',
+                CalipersWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,115 @@
+"""The dtype a model computes in while data runs through it; what it stores keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, cast, get_args
+
+import torch
+from compressed_tensors.offload import disable_onloading
+from torch import Tensor
+
+from calipers.errors import UnknownChoiceError
+
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+"""How the dtype of a forward pass is chosen: by name, or as suits the model and the device."""
+
+_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+"""What a CPU calls the instructions that multiply a dtype; without them float32 is faster."""
+
+
+def cpu_features() -> Mapping[str, Any]:
+    """Return what this CPU can do, by the names that torch has for it."""
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    if ask is not None:
+        found: Mapping[str, Any] = ask()
+        return found
+    return {"avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
+
+
+def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has instructions for a dtype; every accelerator is taken to have them."""
+    if device.type != "cpu" or dtype not in _INSTRUCTIONS:
+        return True
+    features = cpu_features()
+    return any(bool(features.get(name)) for name in _INSTRUCTIONS[dtype])
+
+
+def dtype_choice(given: DtypeChoice | torch.dtype) -> DtypeChoice:
+    """Return the name of a choice; what is none is refused.
+
+    >>> dtype_choice(torch.bfloat16)
+    'bfloat16'
+    """
+    name = str(given).removeprefix("torch.")
+    if name not in get_args(DtypeChoice):
+        raise UnknownChoiceError("dtype", name, get_args(DtypeChoice))
+    return cast(DtypeChoice, name)
+
+
+def forward_dtype(choice: DtypeChoice, model: torch.nn.Module, device: torch.device) -> torch.dtype:
+    """Return the dtype in which a model computes.
+
+    ``auto`` is the model's own, or float32 on a CPU that has no instructions for that.
+
+    >>> forward_dtype("auto", torch.nn.Linear(2, 2), torch.device("cpu"))
+    torch.float32
+    """
+    if choice != "auto":
+        found: torch.dtype = getattr(torch, choice)
+        return found
+    own = own_dtype(model) or torch.float32
+    return own if computes_fast(own, device) else torch.float32
+
+
+def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype in which a module, or else its parts, hold their numbers."""
+    with disable_onloading():
+        dtypes = (parameter.dtype for parameter in module.parameters())
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+
+@contextmanager
+def computing_in(
+    dtype: torch.dtype | None, modules: Iterable[torch.nn.Module], *, recurse: bool = True
+) -> Iterator[None]:
+    """Have the tensors of modules in a dtype; afterwards they are the very ones they were.
+
+    None leaves them as they are. Buffers are never made narrower: transformers keeps those of
+    positions in float32.
+    """
+    if dtype is None:
+        yield
+        return
+    originals: list[tuple[Tensor, Tensor]] = []
+    try:
+        for module in (m for each in modules for m in (each.modules() if recurse else [each])):
+            narrow = [t for t in module._buffers.values() if _is_narrower(t, dtype)]
+            for tensor in (*module._parameters.values(), *narrow):
+                if tensor is not None and _computes(tensor) and tensor.dtype != dtype:
+                    originals.append((tensor, tensor.data))
+                    tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor, data in originals:
+            tensor.data = data
+
+
+def bytes_of_copies(model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Return what :func:`computing_in` takes beside the model."""
+    with disable_onloading():
+        changed = (p for p in model.parameters() if _computes(p) and p.dtype != dtype)
+        return sum(parameter.numel() * dtype.itemsize for parameter in changed)
+
+
+def _computes(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers that are computed with, not codes of a quantized one."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
+def _is_narrower(tensor: Tensor | None, dtype: torch.dtype) -> bool:
+    return tensor is not None and tensor.dtype.itemsize < dtype.itemsize

@@ -1,0 +1,114 @@
+"""Names that are not on disk: mistyped paths, and models of the hub."""
+
+from __future__ import annotations
+
+import http.server
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from families import build, saved
+from huggingface_hub import constants
+
+from calipers.checkpoint.reader import load_model, load_skeleton, load_tokenizer
+from calipers.errors import ModelLoadError
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with a model, and a hub that nobody answers at."""
+    saved(build("llama"), tmp_path / "stories15M")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a hub is asked for that answers, and has nothing."""
+    paths: list[str] = []
+
+    class Nothing(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            paths.append(self.path)
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield paths
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", ["./gone", "../gone", "~/gone", "one/two/three", "gone/"])
+def test_what_looks_like_a_path_is_never_asked_of_the_hub(
+    name: str, place: Path, asked: list[str]
+) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(name)
+    assert str(caught.value) == (
+        f"Cannot load a model from '{name}': there is no such folder. Give the folder or the name "
+        "of a Hugging Face model."
+    )
+    assert (asked, place.name != name) == ([], True)
+
+
+@pytest.mark.parametrize("name", ["stories15m", "./storys15M", "Stories-15M"])
+def test_a_near_name_on_disk_is_proposed(name: str, place: Path, asked: list[str]) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load_skeleton(name)
+    assert str(caught.value).endswith(
+        "Did you mean 'stories15M'? One on the hub is named in full: 'owner/name'."
+    )
+    assert (asked, (place / "stories15M").is_dir()) == ([], True)
+
+
+@pytest.mark.usefixtures("place")
+def test_without_an_answer_of_the_hub_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("somebody waits to try again"))
+    text = (
+        "^Cannot load a model from 'owner/name': there is no such folder, and on the hub: "
+        "http://127.0.0.1:9 does not answer, and it is not in the cache. Give"
+    )
+    with pytest.raises(ModelLoadError, match=text):
+        load_model("owner/name")
+    model = build("llama")
+    with pytest.raises(ModelLoadError, match="Cannot load a tokenizer from 'owner/name': "):
+        load_tokenizer("owner/name", model)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="hub: HF_HUB_OFFLINE is set, and it is not in the"):
+        load_model("owner/name")
+
+
+def test_what_is_cached_is_loaded_without_an_answer(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("somebody waits to try again"))
+    folder = place / "cache" / "models--owner--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0123abc")
+    shutil.copytree(place / "stories15M", folder / "snapshots" / "0123abc")
+    assert load_model("owner/name").config.hidden_size == 128
+    assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.usefixtures("place")
+def test_a_hub_that_answers_is_asked(asked: list[str]) -> None:
+    with pytest.raises(ModelLoadError, match="there is no such folder, and on the hub: "):
+        load_model("owner/name")
+    assert any("owner/name" in path for path in asked)

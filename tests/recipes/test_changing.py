@@ -1,0 +1,155 @@
+"""Group size and observers, put on top of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import small_llama
+
+from calipers import oneshot
+from calipers.errors import (
+    CalipersError,
+    CalipersWarning,
+    ConfigurationError,
+    GroupSizeError,
+    RecipeError,
+)
+from calipers.modifiers import IMatrixGatherer, QuantizationModifier
+from calipers.recipes import Recipe, load_recipe
+
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128}
+INT8 = {"num_bits": 8, "strategy": "channel"}
+STATIC = {"num_bits": 8, "strategy": "tensor", "observer": "minmax"}
+FORMS: dict[str, dict[str, Any]] = {
+    "preset": {"scheme": "W4A16"},
+    "presets": {"scheme": {"W4A16": ["re:.*mlp.*"], "FP8": ["re:.*attn.*proj"]}},
+    "scheme": {"scheme": {"weights": {**INT4, "observer": "mse"}}},
+    "groups": {"config_groups": {"one": {"targets": ["Linear"], "weights": INT4}}},
+    "explicit": {"weights": INT4, "observer": {"weights": "mse"}, "input_activations": STATIC},
+    "own key": {"weights": INT4, "weight_observer": {"name": "mse", "grid": 50}},
+}
+
+
+def recipe_of(**given: Any) -> Recipe:
+    return load_recipe([IMatrixGatherer(), QuantizationModifier(ignore="lm_head", **given)])
+
+
+def rows(recipe: Recipe, tensor: str = "weight") -> set[tuple[str, str, str]]:
+    model = small_llama(hidden_size=128, intermediate_size=256)
+    found = recipe.compile(model).rows()
+    return {(r["format"], r["strategy"], r["observer"]) for r in found if r["tensor"] == tensor}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_weight_in_groups_takes_the_size(form: str) -> None:
+    recipe = recipe_of(**FORMS[form])
+    before, text = rows(recipe), recipe.to_yaml()
+    changed = recipe.changed(group_size=32)
+    after = {(fmt, cut.replace("128", "32"), who) for fmt, cut, who in before}
+    assert rows(changed) == after != before
+    assert rows(changed, "input") == rows(recipe, "input")
+    assert recipe.to_yaml() == text  # a recipe is never changed itself
+    assert load_recipe(changed.to_yaml()).compile(small_llama()).rows() == (
+        changed.compile(small_llama()).rows()
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_observer_of_weights_gives_way(form: str) -> None:
+    recipe = recipe_of(**FORMS[form])
+    choice = {"name": "optimal", "importance": "none"}
+    changed = recipe.changed(weight_observer=choice, group_size=32)
+    assert {who for _, _, who in rows(changed)} == {"optimal(importance=none)"}
+    assert rows(changed, "input") == rows(recipe, "input")
+    assert rows(load_recipe(changed.to_yaml())) == rows(changed)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"scheme": "FP8"},
+        {"weights": INT8, "input_activations": STATIC, "output_activations": STATIC},
+        {"scheme": "FP8", "input_observer": "minmax"},
+        {"scheme": "W8A8_STATIC", "observer": {"input": "minmax", "weights": "mse"}},
+        {"config_groups": {"a": {"targets": ["Linear"], "input_activations": STATIC}}},
+    ],
+)
+def test_the_observer_of_static_activations_gives_way(given: dict[str, Any]) -> None:
+    recipe = recipe_of(**given)
+    changed = recipe.changed(activation_observer="percentile")
+    assert {who for _, _, who in rows(changed, "input")} == {"percentile"}
+    assert rows(changed) == rows(recipe)
+
+
+def test_only_modifiers_that_have_something_to_watch_are_changed() -> None:
+    fp8 = QuantizationModifier(targets="re:.*mlp.*", scheme="FP8")
+    w4 = QuantizationModifier(targets="re:.*attn.*proj", scheme="W4A16")
+    changed = load_recipe([w4, fp8]).changed(activation_observer="percentile", group_size=64)
+    assert {who for _, _, who in rows(changed, "input")} == {"percentile"}  # and no warning
+    assert changed.modifiers[1].regrouped(64) is None
+    assert {cut for _, cut, _ in rows(changed)} == {"group 64", "tensor"}
+
+
+def test_an_observer_without_anything_to_watch_is_told() -> None:
+    text = "activation_observer=percentile has no effect: what it would watch is not quantized"
+    for scheme in ("W4A16", "FP8_DYNAMIC"):
+        with pytest.warns(CalipersWarning, match=text):
+            load_recipe(scheme).changed(activation_observer="percentile")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights"),
+    [
+        ("FP8", "float8 per tensor"),
+        ("NVFP4", "float4 per tensor_group 16"),
+        ("MXFP4", "float4 per group 32"),
+    ],
+)
+def test_without_free_groups_a_group_size_is_refused(scheme: str, weights: str) -> None:
+    text = (
+        f"group_size=32 has no meaning here: its weights are {weights}. Groups whose size can be "
+        "chosen are those of strategy 'group', as in W4A16; those of NVFP4 and MX are fixed by the "
+        "format. Leave it out, or choose another scheme."
+    )
+    with pytest.raises(GroupSizeError) as caught:
+        load_recipe(scheme).changed(group_size=32)
+    assert (str(caught.value), caught.value.exit_code) == (text, 2)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "32"])
+def test_a_group_size_is_a_number(size: Any) -> None:
+    with pytest.raises(ConfigurationError, match="is not allowed: a whole number, 1 or more"):
+        load_recipe("W4A16").changed(group_size=size)
+
+
+def test_words_that_mean_no_observer() -> None:
+    with pytest.raises(RecipeError, match=r"^weight_observer: Unknown observer 'optimall'\. Did"):
+        load_recipe("W4A16").changed(weight_observer="optimall")
+    with pytest.raises(RecipeError, match=r"^activation_observer: .*Unknown option 'gird'"):
+        load_recipe("FP8").changed(activation_observer={"name": "mse", "gird": 3})
+    with pytest.raises(RecipeError, match=r"^weight_observer: an observer is given by its name"):
+        load_recipe("FP8").changed(weight_observer=3)
+
+
+def test_code_put_on_top_needs_permission(tmp_path: Path) -> None:
+    file, marker = tmp_path / "mine.py", tmp_path / "it-ran"
+    file.write_text(f"open({str(marker)!r}, 'w')\n")
+    with pytest.raises(CalipersError, match="allow_code=True"):
+        oneshot("nowhere/at/all", "W4A16", weight_observer=f"{file}:Mine")
+    assert not marker.exists()
+
+
+def test_sizes_that_would_fit_are_named() -> None:
+    model = small_llama(hidden_size=288, intermediate_size=768, num_attention_heads=6)
+    with pytest.raises(ConfigurationError) as caught:
+        load_recipe("W4A16").compile(model)
+    last = str(caught.value).splitlines()[-1]
+    assert last == (
+        "Sizes that fit every weight: group_size=96, group_size=32, group_size=16. Choose one, or "
+        "ignore these modules."
+    )
+    load_recipe("W4A16").changed(group_size=96).compile(model)
+    with pytest.raises(ConfigurationError, match=r"\nChoose another scheme, or ignore these mod"):
+        load_recipe("FP8_BLOCK").compile(model)
