@@ -1,12 +1,18 @@
-"""What lies at the place where a model should be; nothing heavy is imported to find out."""
+"""What lies where a model should be; nothing heavy is imported to find out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from calipers.checkpoint.hub import refuse_mistyped
-from calipers.errors import GgufError, ModelLoadError, PickledModelError
+from calipers.checkpoint.json_files import read_json_object
+from calipers.errors import DamagedFileError, GgufError, ModelLoadError, PickledModelError
 
+_LISTED = ("layer", "expert", "head", "label", "block")
+_MOST_LISTED = 1 << 20
+"""A config is refused that has more of something that transformers makes lists of."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -26,6 +32,33 @@ def check_place(name: str) -> None:
         raise ModelLoadError(name, "it is a file")
     if not (path / "config.json").is_file():
         raise ModelLoadError(name, "there is no config.json in it")
+    _check_config(path / "config.json")
+    for other in ("generation_config.json", "tokenizer_config.json"):
+        if (path / other).exists():
+            read_json_object(path / other)
+
+
+def _check_config(file: Path) -> None:
+    """Refuse a config that names other files, or that no memory would be enough to read."""
+    config = read_json_object(file)
+    if config.get("transformers_weights") is not None:
+        problem = "it names its weights ('transformers_weights'), and must not"
+        raise DamagedFileError(file, problem)
+    for key, value in _numbers(config):
+        if any(word in key for word in _LISTED) and abs(value) > _MOST_LISTED:
+            raise DamagedFileError(file, f"'{key}' is {value:.4g}, more than any model has")
+
+
+def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Give every number of a JSON file with the key that it stands under."""
+    if isinstance(content, dict):
+        for inner, value in content.items():
+            yield from _numbers(value, inner)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _numbers(value, key)
+    elif isinstance(content, (int, float)):
+        yield key, content
 
 
 def _refuse_other_weights(name: str, files: list[Path]) -> None:

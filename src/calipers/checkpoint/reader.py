@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import weakref
 from collections.abc import Iterator
@@ -14,9 +13,10 @@ import torch
 from compressed_tensors.offload import offload_module
 from compressed_tensors.offload.cache.disk import DiskCache
 from compressed_tensors.utils import patch_attr
-from safetensors import safe_open
 from torch import Tensor
 
+from calipers.checkpoint.completeness import build_on_meta, check_weights, refuse_different
+from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.hub import hub_access
 from calipers.checkpoint.ownership import remove_scratch, scratch_folder
 from calipers.checkpoint.place import check_place
@@ -26,10 +26,18 @@ from calipers.errors import (
     PickledModelError,
     QuantizedModelError,
     RemoteCodeError,
+    UnreadableModelError,
+    library_errors,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_FILES = {
+    "model": "config.json, generation_config.json and the weights",
+    "tokenizer": "tokenizer.json, tokenizer_config.json and the files they name",
+}
+"""What is read together, so that an error can say which files to look at."""
 
 
 def load_model(
@@ -54,26 +62,39 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     name = str(model)
+    config = _load_config(name, trust_remote_code, quantized=quantized)
     with _errors_of_loading(name):
-        config = _load_config(name, trust_remote_code, quantized=quantized)
+        if Path(name).is_dir():
+            check_weights(Path(name), config, trust_remote_code)
         if on_disk_for is not None and Path(name).is_dir():
             lazy = _left_on_disk(Path(name), config, on_disk_for, trust_remote_code)
             if lazy is not None:
                 return lazy
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
+        told: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype="auto",
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
         )
+        loaded: PreTrainedModel = told[0]
+        refuse_different(name, loaded, told[1])
     loaded.eval()  # type: ignore[no-untyped-call]
     return loaded
 
 
 def load_skeleton(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build a model from its config alone: its tensors have shapes and dtypes, and no values."""
+    """Build a model without its weights: its tensors have shapes and dtypes, and no values.
+
+    The files of weights, where they are on disk, must be those of the model all the same.
+    """
     name = str(name)
+    config = _load_config(name, trust_remote_code)
     with _errors_of_loading(name):
-        config = _load_config(name, trust_remote_code)
-        with torch.device("meta"):
-            model = _build(config, trust_remote_code, config.dtype or _stored_dtype(Path(name)))
+        if Path(name).is_dir():
+            check_weights(Path(name), config, trust_remote_code)
+        model = build_on_meta(config, trust_remote_code, config.dtype or _stored_dtype(Path(name)))
+        model.tie_weights()
     _keep_precise(model)
     model.config._name_or_path = name
     return model
@@ -111,20 +132,24 @@ def load_tokenizer(
 
 
 @contextmanager
-def _errors_of_loading(name: str, what: str = "model") -> Iterator[None]:
+def _errors_of_loading(name: str, what: str = "model", files: str | None = None) -> Iterator[None]:
     """Put what transformers says into words of ours."""
-    try:
-        with hub_access(name, what):
-            yield
-    except CalipersError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        if "trust_remote_code" in str(error):
-            raise RemoteCodeError(name, what) from error
-        if "use_safetensors" in str(error):
-            raise PickledModelError(name, "it has no model.safetensors") from error
-        absent = "" if Path(name).exists() else "there is no such folder, and on the hub: "
-        raise ModelLoadError(name, absent + str(error).strip(), what) from error
+    files = files or _FILES[what]
+    with library_errors(lambda words: UnreadableModelError(name, files, words)):
+        try:
+            with hub_access(name, what):
+                yield
+        except CalipersError:
+            raise
+        except (OSError, ValueError, ImportError) as error:
+            if "trust_remote_code" in str(error):
+                raise RemoteCodeError(name, what) from error
+            if "use_safetensors" in str(error):
+                raise PickledModelError(name, "it has no model.safetensors") from error
+            absent = "" if Path(name).exists() else "there is no such folder, and on the hub: "
+            if absent or isinstance(error, OSError):
+                raise ModelLoadError(name, absent + str(error).strip(), what) from error
+            raise
 
 
 def _load_config(
@@ -134,9 +159,12 @@ def _load_config(
     from transformers import AutoConfig
 
     check_place(name)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if not quantized:
-        _refuse_quantized(config, name)
+    with _errors_of_loading(name, files="config.json"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code
+        )
+        if not quantized:
+            _refuse_quantized(config, name)
     return config
 
 
@@ -158,7 +186,7 @@ def _left_on_disk(
     """Build a model whose weights stay in the files of ``folder``; None if they cannot."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    files = tensor_files(folder)
+    files = {stored: tensor.file for stored, tensor in stored_tensors(folder).items()}
     with _parameters_without_memory():
         model = _build(config, trust_remote_code, config.dtype)
     model.config._name_or_path = str(folder)
@@ -217,22 +245,5 @@ def _note_file(parameter: Tensor, file: Path, name: str) -> None:
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype that transformers loads a model in whose config has none: the first."""
-    for name, file in tensor_files(folder).items():
-        with safe_open(file, framework="pt") as tensors:
-            dtype: torch.dtype = tensors.get_slice(name)[:0].dtype
-        if dtype.is_floating_point:
-            return dtype
-    return None
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a checkpoint."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        where: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in where.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        return {}
-    with safe_open(single, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single)
+    dtypes = (tensor.dtype for tensor in stored_tensors(folder).values())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)

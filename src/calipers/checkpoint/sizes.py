@@ -8,13 +8,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from calipers.checkpoint.compression import compressed_state
-from calipers.checkpoint.reader import tensor_files
+from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.tensors import checkpoint_tensors, tensor_names
 
 
 def size_on_disk(folder: Path) -> int:
     """Return the bytes of all tensors in the files of a folder, without what names them."""
-    return sum(map(_size_of_tensors, set(tensor_files(folder).values())))
+    return sum(tensor.size for tensor in stored_tensors(folder).values())
 
 
 def size_when_stored(model: PreTrainedModel) -> int:
@@ -25,9 +25,3 @@ def size_when_stored(model: PreTrainedModel) -> int:
 def sizes_of_module(module: nn.Module) -> dict[str, int]:
     """Return the bytes of each tensor of a module itself, as it would be written."""
     return {name: tensor.nbytes for name, tensor in compressed_state(module).items()}
-
-
-def _size_of_tensors(file: Path) -> int:
-    with file.open("rb") as opened:
-        header = int.from_bytes(opened.read(8), "little")
-    return file.stat().st_size - 8 - header

@@ -23,6 +23,7 @@ from calipers.errors.checkpoint import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointWriteError,
+    DamagedFileError,
     DiskSpaceError,
     GgufError,
     ModelLoadError,
@@ -34,6 +35,8 @@ from calipers.errors.checkpoint import (
     RemoteCodeError,
     SourceFolderError,
     StoredLayoutError,
+    UnreadableModelError,
+    WeightsError,
 )
 from calipers.errors.command_line import OptionsError
 from calipers.errors.data import (
@@ -64,6 +67,7 @@ from calipers.errors.evaluation import (
     DifferentModelError,
     SameNameError,
 )
+from calipers.errors.foreign import library_errors
 from calipers.errors.observing import (
     ComplexTensorError,
     ConfigurationMismatchError,
@@ -132,6 +136,7 @@ __all__ = [
     "ConfigurationError",
     "ConfigurationMismatchError",
     "CountedStrategyError",
+    "DamagedFileError",
     "DataError",
     "DataFileError",
     "DataFileMissingError",
@@ -202,12 +207,15 @@ __all__ = [
     "UnknownObserverError",
     "UnknownOptionError",
     "UnmatchedPatternError",
+    "UnreadableModelError",
     "UnseenModulesError",
     "UnsuitableError",
     "UnsupportedFormatError",
     "WeightGoneError",
+    "WeightsError",
     "counted",
     "did_you_mean",
     "group_sizes_for",
+    "library_errors",
     "shortened",
 ]

@@ -54,6 +54,16 @@ def shortened(words: Iterable[str], most: int = 5) -> str:
     return listing(words[:most]) + rest
 
 
+def in_one_line(text: str, most: int = 400) -> str:
+    """Return a text without line breaks, and without its end where it is long.
+
+    >>> in_one_line("Error:\\n  wrong   key", most=9)
+    'Error: wr…'
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most]}…"
+
+
 def counted(number: int, what: str) -> str:
     """Return a number with its noun.
 

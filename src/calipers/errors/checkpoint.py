@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from calipers.errors.base import CalipersError, ConfigurationError, listing, shortened
+from calipers.errors.base import (
+    CalipersError,
+    ConfigurationError,
+    counted,
+    in_one_line,
+    listing,
+    shortened,
+)
 
 
 class ModelLoadError(CalipersError, OSError):
@@ -13,9 +20,70 @@ class ModelLoadError(CalipersError, OSError):
     exit_code = 2
 
     def __init__(self, name: str, problem: str, what: str = "model") -> None:
+        first = (problem.strip().splitlines() or ["no reason is given"])[0]
         super().__init__(
-            f"Cannot load a {what} from '{name}': {problem.strip().splitlines()[0].rstrip('.')}. "
+            f"Cannot load a {what} from '{name}': {first.rstrip('.')}. "
             f"Give the folder or the name of a Hugging Face {what}."
+        )
+
+
+class DamagedFileError(ModelLoadError):
+    """A file of a model or tokenizer that does not hold what it should."""
+
+    def __init__(self, file: object, problem: str) -> None:
+        OSError.__init__(
+            self,
+            f"The file '{file}' is damaged or incomplete: {in_one_line(problem).rstrip('.')}. "
+            "Correct it, or copy or download it again.",
+        )
+
+
+class UnreadableModelError(ModelLoadError):
+    """A model or tokenizer at whose files a library fails."""
+
+    def __init__(self, name: str, files: str, problem: str) -> None:
+        OSError.__init__(
+            self,
+            f"The files of '{name}' cannot be used ({files}): {problem.rstrip('.')}. Compare them "
+            "with the original, or copy or download them again. If transformers loads them, their "
+            "kind may be one that Calipers does not support.",
+        )
+
+
+class WeightsError(ModelLoadError):
+    """Files of weights that are not those of the model that the config describes.
+
+    :param missing: tensors of the model that no file holds
+    :param unexpected: tensors of the files that the model has no place for
+    :param mismatched: tensors that are not as the model has them, each with how they differ
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        mismatched: Iterable[str] = (),
+    ) -> None:
+        self.missing, self.unexpected, self.mismatched = map(
+            sorted, (missing, unexpected, mismatched)
+        )
+        kinds = (
+            (self.missing, "missing"),
+            (self.unexpected, "unknown to the model"),
+            (self.mismatched, "different"),
+        )
+        told = [
+            f"{counted(len(tensors), 'tensor')} {kind} ({shortened(tensors)})"
+            for tensors, kind in kinds
+            if tensors
+        ]
+        OSError.__init__(
+            self,
+            f"The weights of '{name}' are not those of the {model} that its config.json describes: "
+            f"{'; '.join(told)}. Nothing was put in their place. Compare config.json with the "
+            "original, or copy or download the model again.",
         )
 
 
