@@ -1,7 +1,7 @@
 """Damage inputs of every kind, run the real commands on them, and say what became of each.
 
-    python scripts/fuzz.py --cases 1000          # of each kind; the same cases every time
-    python scripts/fuzz.py --kind config --only 17 --show
+python scripts/fuzz.py --cases 1000          # of each kind; the same cases every time
+python scripts/fuzz.py --kind config --only 17 --show
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
 def _show(ending: Ending) -> None:
     case = ending.case
     print(f"\n{case.kind} {case.number}, {ending.seconds:.1f} s: {ending.command}")
-    print(f"  {ending.outcome}\n  {ending.said.strip()}", flush=True)
+    print(f"  {ending.outcome}\n  {ending.said.strip()}"[:2000], flush=True)
 
 
 def _print_table(table: dict[str, Counter[str]]) -> None:
@@ -63,7 +63,11 @@ def _print_table(table: dict[str, Counter[str]]) -> None:
     totals = [sum(counts[outcome] for counts in table.values()) for outcome in outcomes]
     rows.append(["all", str(sum(totals)), *map(str, totals)])
     for row in rows:
-        print("  ".join(cell.rjust(max(10, len(head))) for cell, head in zip(row, rows[0], strict=True)))
+        print(
+            "  ".join(
+                cell.rjust(max(10, len(head))) for cell, head in zip(row, rows[0], strict=True)
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -51,9 +51,11 @@ quantization_stage:
             strategy: token
 """
 _QUANTIZE = "quantize {model} -o {output} --scheme FP8_DYNAMIC"
-_STATIC = "quantize {model} -o {output} --scheme FP8 --data {data} --samples 4 --seq-len 16"
-_PLAN = "plan {model} --scheme W8A16"
-_EVALUATE = "evaluate {model} --data {data} --samples 3 --seq-len 16"
+_PLAN = "plan {model} --scheme FP8_DYNAMIC"
+_FEW = "--data {data} --samples 3 --seq-len 16"
+_STATIC = f"quantize {{model}} -o {{output}} --scheme FP8 --calibrate-all-experts {_FEW}"
+_EVALUATE = f"evaluate {{model}} {_FEW}"
+_COMPARE = f"evaluate {{model}} {{checkpoint}} {_FEW}"
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,9 @@ def _kinds() -> dict[str, list[Kind]]:
 
     some_json = mutations.some_json
     lazily = f"{_STATIC} --pipeline sequential"
-    compared = "evaluate {model} {checkpoint} --data {data} --samples 3 --seq-len 16"
     found = [
         *kinds(
-            *("config", ("llama/config.json", "mixtral/config.json"), some_json),
+            *("config", ("llama/config.json", "mixtral/config.json"), mutations.some_config),
             *(_QUANTIZE, _PLAN, _STATIC, _EVALUATE, lazily),
         ),
         *kinds(
@@ -106,8 +107,8 @@ def _kinds() -> dict[str, list[Kind]]:
             *("recipe", ("recipe.yaml",), mutations.some_yaml),
             *("plan {model} --recipe {recipe}", "quantize {model} -o {output} --recipe {recipe}"),
         ),
-        *kinds("checkpoint", ("w4a16/config.json",), some_json, compared),
-        *kinds("checkpoint", ("w4a16/model.safetensors",), mutations.some_tensors, compared),
+        *kinds("checkpoint", ("w4a16/config.json",), mutations.some_config, _COMPARE),
+        *kinds("checkpoint", ("w4a16/model.safetensors",), mutations.some_tensors, _COMPARE),
     ]
     names = dict.fromkeys(kind.name for kind in found)
     return {name: [kind for kind in found if kind.name == name] for name in names}
@@ -188,5 +189,3 @@ def _write_parquet(path: Path) -> None:
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
-
-

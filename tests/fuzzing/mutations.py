@@ -1,4 +1,4 @@
-"""Damage to files: what disks, networks, editors and enemies do to bytes, JSON, YAML and tensors."""
+"""Damage to files: what disks, editors and enemies do to bytes, JSON, YAML and tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,15 @@ def _repeat(content: bytes, random: Random) -> bytes:
     return content[:start] + part + content[start:]
 
 
-_BYTES: Sequence[Mutation] = (_flip_bits, _flip_bits, _truncate, _delete, _insert, _overwrite, _repeat)
+_BYTES: Sequence[Mutation] = (
+    _flip_bits,
+    _flip_bits,
+    _truncate,
+    _delete,
+    _insert,
+    _overwrite,
+    _repeat,
+)
 
 
 def some_json(content: bytes, random: Random) -> bytes:
@@ -66,6 +74,47 @@ def some_json(content: bytes, random: Random) -> bytes:
     if random.random() < 0.25:
         return some_bytes(content, random)
     return json_text(changed_tree(json.loads(content), random), random)
+
+
+_ADDED: Sequence[tuple[str, Any]] = (
+    *(("attention_bias", True), ("mlp_bias", True), ("tie_word_embeddings", True)),
+    *(("num_hidden_layers", n) for n in (0, 1, 3, 40, 10**6, 10**9)),
+    *(("hidden_size", n) for n in (16, 64, 10**9, 10**12)),
+    *(("num_key_value_heads", 2), ("num_attention_heads", 4), ("head_dim", 8), ("head_dim", 10**9)),
+    *(("intermediate_size", 10**12), ("vocab_size", 259), ("vocab_size", 10**12)),
+    *(("num_local_experts", 2), ("num_local_experts", 10**9), ("num_experts_per_tok", 99)),
+    *(("model_type", kind) for kind in ("mistral", "qwen2", "qwen3", "gpt2", "gemma2", "mixtral")),
+    *(("model_type", kind) for kind in ("t5", "bert", "deepseek_v3", "mamba", "llama4", "phi3")),
+    *(
+        ("dtype", kind)
+        for kind in ("float32", "float16", "float64", "int8", "auto", "Tensor", None)
+    ),
+    *(("return_dict", False), ("output_attentions", True), ("output_hidden_states", True)),
+    *(("is_encoder_decoder", True), ("use_cache", False), ("num_labels", 10**9)),
+    *(("id2label", {"x": "y"}), ("pruned_heads", {"0": [0]}), ("chunk_size_feed_forward", 3)),
+    *(("rope_theta", 5), ("rope_theta", 0), ("rope_scaling", {"rope_type": "yarn"})),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("rope_parameters", {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}),
+    *(("sliding_window", 1), ("sliding_window", 0), ("layer_types", ["x", "y"])),
+    *(("rms_norm_eps", 1e-2), ("rms_norm_eps", float("nan")), ("hidden_act", "gelu")),
+    *(("max_position_embeddings", 0), ("max_position_embeddings", 10**12), ("pad_token_id", 10**6)),
+    *(("transformers_weights", "../x.safetensors"), ("auto_map", {"AutoConfig": "code.Config"})),
+    *(("_name_or_path", "/"), ("_commit_hash", "x"), ("architectures", ["T5Model"])),
+    *(("_attn_implementation", "flash_attention_2"), ("attn_implementation", "eager")),
+    *(("quantization_config", {}), ("quantization_config", {"quant_method": "gptq", "bits": 4})),
+    *(("quantization_config", {"quant_method": "compressed-tensors"}), ("text_config", {"a": 1})),
+    *(("transformers_version", "99.0"), ("torch_dtype", "float32"), ("tp_plan", "x")),
+)
+
+
+def some_config(content: bytes, random: Random) -> bytes:
+    """Change a config.json; half of the time to one that is read as that of another model."""
+    if random.random() < 0.5:
+        return some_json(content, random)
+    config = json.loads(content)
+    config.update(random.sample(_ADDED, random.choice((1, 1, 2))))
+    return json_text(config, random)
 
 
 def json_text(tree: Any, random: Random) -> bytes:
@@ -89,7 +138,9 @@ def changed_tree(tree: Any, random: Random) -> Any:
 
 
 def _places(tree: Any, depth: int = 0) -> Any:
-    keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    keys = (
+        list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    )
     for key in keys:
         yield tree, key, depth
         yield from _places(tree[key], depth + 1)
@@ -216,7 +267,9 @@ def _changed_tensors(header: dict[str, Any], body: bytes, random: Random) -> byt
     elif kind == 1:
         entry["dtype"] = random.choice(("F32", "I32", "U32", "F16", "BF16", "F64", "I8", "F4", "?"))
     elif kind == 2:
-        entry["data_offsets"] = [offset + random.choice((-4, 4, 8)) for offset in entry["data_offsets"]]
+        entry["data_offsets"] = [
+            offset + random.choice((-4, 4, 8)) for offset in entry["data_offsets"]
+        ]
     elif kind == 3:
         header[name], header[other] = header[other], header[name]
     elif kind == 4:

@@ -20,7 +20,7 @@ from calipers.calibration.early import EarlyLook
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
 from calipers.calibration.watching import WatchedModel
-from calipers.errors import DeviceError
+from calipers.errors import DeviceError, ForwardError, library_errors
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,14 @@ def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False)
     if mask is not None and not bool(mask.all()):
         kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     wanted = {name: value for name, value in kwargs.items() if name in accepted}
-    return model(**{**wanted, **batch})
+    with errors_of_forward(model):
+        return model(**{**wanted, **batch})
+
+
+def errors_of_forward(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Tell what a model raises while it runs as an error about the model."""
+    name = type(model).__name__
+    return library_errors(lambda words: ForwardError(name, words))
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.data import Batch, Batches
-from calipers.calibration.pipelines import Run, call_model, moved, onloaded
+from calipers.calibration.pipelines import Run, call_model, errors_of_forward, moved, onloaded
 from calipers.calibration.precision import computing_in
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import NoDecoderLayersError
@@ -102,7 +102,7 @@ class LayerStack:
         for index, hidden in enumerate(self._hidden):
             self._run.crew.check()
             args, kwargs = moved(self._calls[index][number], device)
-            with self._run.watched.batch(index, self._masks[index]):
+            with self._run.watched.batch(index, self._masks[index]), errors_of_forward(layer):
                 result = layer(hidden.to(device), *args, **kwargs)
             result = result[0] if isinstance(result, tuple) else result
             self._hidden[index] = result.to(hidden.device)

@@ -72,8 +72,8 @@ def refuse_different(name: str, model: PreTrainedModel, info: Mapping[str, Any])
     converted = info.get("conversion_errors", {})
     mismatched += [f"{key} cannot be put together" for key in converted]
     missing -= set(converted)
-    if _decodes_without_global_scales(model.config):
-        unexpected = {key for key in unexpected if not _is_global_scale_of_expert(key)}
+    if getattr(model.config, "quantization_config", None) is not None:
+        unexpected = {key for key in unexpected if not _is_parameter_of_expert(key)}
     if missing or unexpected or mismatched:
         raise WeightsError(name, type(model).__name__, missing, unexpected, mismatched)
 
@@ -212,12 +212,9 @@ def _check_experts(
         raise WeightsError(str(folder), type(config).__name__.removesuffix("Config"), missing)
 
 
-def _decodes_without_global_scales(config: PreTrainedConfig) -> bool:
-    """Whether transformers leaves tensors aside with which NVFP4 experts would be right."""
-    found = getattr(config, "quantization_config", None)
-    content = found if isinstance(found, dict) else getattr(found, "to_dict", dict)()
-    return "nvfp4" in str(content.get("format", content))
+def _is_parameter_of_expert(key: str) -> bool:
+    """Whether a tensor is one of those for which transformers has no place in fused experts.
 
-
-def _is_global_scale_of_expert(key: str) -> bool:
-    return bool(_EXPERT.match(key)) and key.endswith("_global_scale")
+    Whoever wrote the checkpoint was warned of it; vLLM reads them.
+    """
+    return bool(_EXPERT.match(key)) and key.endswith(("_scale", "_zero_point"))

@@ -12,6 +12,7 @@ from calipers.errors.base import (
 from calipers.errors.calibration import (
     ChangedInputError,
     DeviceError,
+    ForwardError,
     FusedExpertsError,
     HiddenQueriesError,
     MaskShapeError,
@@ -60,6 +61,7 @@ from calipers.errors.data import (
     SplitsError,
     TextColumnError,
     TokenIdError,
+    TokenizerError,
     UnknownDatasetError,
 )
 from calipers.errors.evaluation import (
@@ -147,6 +149,7 @@ __all__ = [
     "DivisibilityError",
     "EmptyDataError",
     "EntropyFormatError",
+    "ForwardError",
     "FusedExpertsError",
     "FusedStatisticsError",
     "GgufError",
@@ -199,6 +202,7 @@ __all__ = [
     "TerminatedError",
     "TextColumnError",
     "TokenIdError",
+    "TokenizerError",
     "UncountableError",
     "UnfitError",
     "UnknownBaseNameError",

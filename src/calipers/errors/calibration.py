@@ -43,6 +43,18 @@ class ChangedInputError(CalipersError, RuntimeError):
         )
 
 
+class ForwardError(CalipersError, RuntimeError):
+    """A model that fails while data runs through it."""
+
+    exit_code = 3
+
+    def __init__(self, model: str, problem: str) -> None:
+        super().__init__(
+            f"{model} failed while data ran through it: {problem}. If it fails in transformers by "
+            "itself, too, compare its config.json with the original."
+        )
+
+
 class UnseenModulesError(CalipersError, ValueError):
     """Modules whose parameters need data that never reached them."""
 

@@ -133,6 +133,16 @@ class ChatTemplateError(DataError):
         )
 
 
+class TokenizerError(DataError):
+    """A text at which the tokenizer fails."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(
+            f"The tokenizer cannot turn {where} into tokens: {problem}. Does it belong to this "
+            "model? Compare its files with the original, or pass tokenizer=..."
+        )
+
+
 class EmptyDataError(DataError):
     """Data without a single token."""
 

@@ -7,6 +7,7 @@ import json
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from calipers.errors import (
     EmptyDataError,
     MissingPackageError,
     NotTextError,
+    library_errors,
 )
 
 LARGEST_TEXT = 64 * 2**20
@@ -114,6 +116,8 @@ class JsonLines(Sequence[Any]):
             return json.loads(_decoded(line, where, offset))
         except json.JSONDecodeError as error:
             raise BrokenJsonError(where, f"{error.msg} at column {error.colno}") from None
+        except (ValueError, RecursionError) as error:
+            raise BrokenJsonError(where, _too_much(error)) from None
 
 
 def json_lines(path: Path) -> Rows:
@@ -132,6 +136,8 @@ def json_file(path: Path) -> Rows:
             return json_lines(path)
         where = f"'{path}', line {error.lineno}"
         raise BrokenJsonError(where, f"{error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise BrokenJsonError(f"The data file '{path}'", _too_much(error)) from None
     return Rows(value if isinstance(value, list) else [value], f"'{path}', record")
 
 
@@ -139,17 +145,23 @@ def parquet_file(path: Path, text_column: str | None) -> Rows:
     """Return the rows of a Parquet file; only the columns that are used are read."""
     parquet = import_extra("pyarrow.parquet", "a Parquet file")
     label = f"'{path}', row"
-    try:
-        with parquet.ParquetFile(path) as file:
-            first = next(file.iter_batches(batch_size=1), None)
-            if not first:
-                return Rows([], label)
-            columns = columns_of(first.to_pylist()[0], text_column, f"{label} 0")
-            table = file.read(columns=list(columns))
-    except import_module("pyarrow").ArrowInvalid as error:
-        problem = f"is not a Parquet file: {str(error).splitlines()[0].rstrip('.')}"
-        raise DataFileError(str(path), problem, "Write it again, or correct its name") from None
+    with _errors_of_parquet(path), parquet.ParquetFile(path) as file:
+        first = next(file.iter_batches(batch_size=1), None)
+        if not first:
+            return Rows([], label)
+        columns = columns_of(first.to_pylist()[0], text_column, f"{label} 0")
+        table = file.read(columns=list(columns))
+        table.validate(full=True)  # or texts that are none end the process
     return Rows(_TableRows(table), label)
+
+
+def _errors_of_parquet(path: Path) -> AbstractContextManager[None]:
+    """Tell what pyarrow raises for a damaged file as an error about the file."""
+    return library_errors(
+        lambda words: DataFileError(
+            str(path), f"is not a Parquet file: {words}", "Write it again, or correct its name"
+        )
+    )
 
 
 class _TableRows(Sequence[Any]):
@@ -174,6 +186,11 @@ def _decoded(data: bytes, where: str, offset: int) -> str:
     if (zero := data.find(b"\0")) >= 0:
         raise NotTextError(where, 0, offset + zero)
     return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def _too_much(error: Exception) -> str:
+    """Say what is wrong with JSON that is well-formed."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _whole_characters(data: bytes) -> bytes:

@@ -21,6 +21,8 @@ from calipers.errors import (
     NoTokenizerError,
     RecordError,
     TokenIdError,
+    TokenizerError,
+    library_errors,
 )
 
 _ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
@@ -108,6 +110,11 @@ class Reader:
     ) -> torch.Tensor:
         if self.tokenizer is None:
             raise NoTokenizerError(where)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            problem = f"has half a character (a surrogate) at position {error.start}"
+            raise RecordError(where, problem) from None
 
         def tokenize(part: str) -> list[int]:
             found: list[int] = self.tokenizer(part, add_special_tokens=special, verbose=False)[
@@ -115,7 +122,8 @@ class Reader:
             ]
             return found
 
-        return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
+        with library_errors(lambda words: TokenizerError(where, words)):
+            return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
 
     def _chat_text(self, chat: Iterable[Mapping[str, Any]], where: str) -> str:
         messages = [_message(message, where) for message in chat]
@@ -147,7 +155,7 @@ def whole_numbers(value: Any) -> torch.Tensor | None:
     """Return a list or an array as a tensor of integers, or None where it is none."""
     try:
         tensor = torch.as_tensor(value).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     integral = not tensor.is_floating_point() and not tensor.is_complex()
     return tensor if integral and tensor.dtype != torch.bool else None
