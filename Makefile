@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 DEMO ?= calipers-demo
+CASES ?= 1000
 NATIVE := $(wildcard src/calipers/kernels/native/*)
 
 # For what is installed and for what builds it; the second name is that of newer versions of pip.
@@ -12,7 +13,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test lint format demo bench bench-speed bench-accuracy bench-calibration sanitize clean
+.PHONY: help setup test fuzz lint format demo bench bench-speed bench-accuracy bench-calibration sanitize clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -31,6 +32,9 @@ $(BENCH_READY): $(READY)
 
 test: lint ## lint, types, tests and doctests
 	$(BIN)/pytest
+
+fuzz: $(READY) ## thousands of damaged inputs through the real commands (CASES of each kind)
+	PYTHONPATH=tests $(BIN)/python -m fuzzing --cases $(CASES)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check

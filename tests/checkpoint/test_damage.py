@@ -83,8 +83,8 @@ class TestWeightsThatAreNotThere:
     def test_a_tensor_that_was_lost(self, load: Load, folder: Callable[..., Path]) -> None:
         damaged = with_tensors(folder(), lambda tensors: tensors.pop(UP))
         text = (
-            f"The weights of '{damaged}' are not those of the LlamaForCausalLM that its config.json "
-            f"describes: 1 tensor missing ({UP}). Nothing was put in their place."
+            f"The weights of '{damaged}' are not those of the LlamaForCausalLM that its "
+            f"config.json describes: 1 tensor missing ({UP}). Nothing was put in their place."
         )
         assert refused(load, damaged, text).missing == [UP]
 

@@ -64,7 +64,7 @@ class Kind:
 
     :param file: what is damaged, in the folder of inputs
     :param mutate: how
-    :param commands: what reads it; {model}, {data}, {checkpoint} and {output} stand for paths
+    :param commands: what reads it; {model}, {data}, {output} and others are paths
     """
 
     name: str
@@ -95,6 +95,10 @@ def _kinds() -> dict[str, list[Kind]]:
         *kinds(
             *("tokenizer", ("llama/tokenizer.json", "llama/tokenizer_config.json"), some_json),
             *(_STATIC, _EVALUATE, _QUANTIZE),
+        ),
+        *kinds(
+            *("tokenizer", ("llama/chat_template.jinja",), mutations.some_template),
+            *(_STATIC.replace("{data}", "{chats}"),),
         ),
         *kinds(
             *("generation", ("llama/generation_config.json",), some_json, _QUANTIZE),
@@ -134,6 +138,7 @@ class Case:
         paths = {
             "model": folder / ("llama" if model == "w4a16" else model),
             "data": folder / (kind.file if self.kind == "data" else "text.jsonl"),
+            "chats": folder / "chats.jsonl",
             "checkpoint": folder / "w4a16",
             "recipe": folder / "recipe.yaml",
             "output": folder / "out",

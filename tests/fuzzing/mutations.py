@@ -170,6 +170,21 @@ def _change_place(owner: Any, key: Any, random: Random) -> None:
         owner[key] = random.choice(_ODD_VALUES)
 
 
+_TEMPLATES = (
+    *("{% for m in messages %}", "{{ messages[9].content }}", "{{ 1 / 0 }}", "{{ x.y.z() }}"),
+    *("{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**11 }}", "{{ messages }}", "\0"),
+    *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% include '/etc/passwd' %}", ""),
+    *("{{ ''.__class__.__mro__ }}", "{% set messages = 3 %}{{ messages.x }}", "{# open", "\ud800"),
+)
+
+
+def some_template(content: bytes, random: Random) -> bytes:
+    """Change a chat template, which is a program."""
+    if random.random() < 0.5:
+        return some_bytes(content, random)
+    return random.choice(_TEMPLATES).encode("utf-8", "surrogatepass")
+
+
 def some_lines(content: bytes, random: Random) -> bytes:
     """Change the lines of JSON of a data file."""
     if random.random() < 0.3:

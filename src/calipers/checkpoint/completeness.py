@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from compressed_tensors.utils import patch_attr
 
-from calipers.checkpoint.headers import StoredTensor, stored_tensors
+from calipers.checkpoint.headers import StoredTensor, first_float_dtype, stored_tensors
 from calipers.errors import DamagedFileError, WeightsError
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def check_weights(folder: Path, config: PreTrainedConfig, trust_remote_code: boo
     _check_experts(folder, config, stored)
     config = deepcopy(config)  # a quantizer writes into it
     quantizer = _quantizer(config)
-    model = build_on_meta(
-        config, trust_remote_code, config.dtype, most_tensors=4 * len(stored) + _FEW_TENSORS
-    )
+    dtype = config.dtype or first_float_dtype(stored)
+    most = 4 * len(stored) + _FEW_TENSORS
+    model = build_on_meta(config, trust_remote_code, dtype, most_tensors=most)
     _check_buffers(folder, model, stored)
     if quantizer is not None:
         quantizer.preprocess_model(
             model=model,
-            dtype=config.dtype,
+            dtype=dtype,
             device_map=None,
             checkpoint_files=None,
             use_kernels=False,
@@ -72,6 +72,7 @@ def refuse_different(name: str, model: PreTrainedModel, info: Mapping[str, Any])
     converted = info.get("conversion_errors", {})
     mismatched += [f"{key} cannot be put together" for key in converted]
     missing -= set(converted)
+    unexpected -= {key for key, _ in model.named_buffers()}  # which the model computes itself
     if getattr(model.config, "quantization_config", None) is not None:
         unexpected = {key for key in unexpected if not _is_parameter_of_expert(key)}
     if missing or unexpected or mismatched:

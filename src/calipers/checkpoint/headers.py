@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -49,6 +49,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             problem = f"it says that '{file.name}' holds '{name}', which is not there"
             raise DamagedFileError(folder / _INDEX, problem)
     return found
+
+
+def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
+    """Return the dtype that transformers loads a model in whose config has none."""
+    dtypes = (tensor.dtype for tensor in stored.values())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

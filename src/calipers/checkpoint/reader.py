@@ -16,7 +16,7 @@ from compressed_tensors.utils import patch_attr
 from torch import Tensor
 
 from calipers.checkpoint.completeness import build_on_meta, check_weights, refuse_different
-from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.checkpoint.hub import hub_access
 from calipers.checkpoint.ownership import remove_scratch, scratch_folder
 from calipers.checkpoint.place import check_place
@@ -93,7 +93,9 @@ def load_skeleton(name: str | Path, *, trust_remote_code: bool = False) -> PreTr
     with _errors_of_loading(name):
         if Path(name).is_dir():
             check_weights(Path(name), config, trust_remote_code)
-        model = build_on_meta(config, trust_remote_code, config.dtype or _stored_dtype(Path(name)))
+        model = build_on_meta(
+            config, trust_remote_code, config.dtype or first_float_dtype(stored_tensors(Path(name)))
+        )
         model.tie_weights()
     _keep_precise(model)
     model.config._name_or_path = name
@@ -241,9 +243,3 @@ def _note_file(parameter: Tensor, file: Path, name: str) -> None:
         "weight_name": name,
         "dtype": str(parameter.dtype).removeprefix("torch."),
     }
-
-
-def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype that transformers loads a model in whose config has none: the first."""
-    dtypes = (tensor.dtype for tensor in stored_tensors(folder).values())
-    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)

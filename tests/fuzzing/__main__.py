@@ -1,7 +1,7 @@
 """Damage inputs of every kind, run the real commands on them, and say what became of each.
 
-python scripts/fuzz.py --cases 1000          # of each kind; the same cases every time
-python scripts/fuzz.py --kind config --only 17 --show
+PYTHONPATH=tests python -m fuzzing --cases 1000, of each kind, always the same ones; --show with
+--kind config --only 17 shows one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from fuzzing.inputs import KINDS, Case, make_sound
 from fuzzing.running import Ending, run_cases
