@@ -256,6 +256,7 @@ def main() -> None:
             what = trial.kill(chance, number)
             found[trial.way.name, what] += 1
             number, kills = number + 1, kills + what.startswith("killed")
+            print(f"{kills:3} {trial.way.name}: {what}", file=sys.stderr, flush=True)
     for trial in trials:
         print(f"{trial.way.name}: {trial.calls} calls, {trial.seconds:.1f} s")
         for (way, what), times in sorted(found.items()):

@@ -23,7 +23,7 @@ from calipers.errors import CalipersWarning, CheckpointExistsError, OutputPathEr
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Waiting for process:calipers.errors.CalipersWarning"),
+    pytest.mark.filterwarnings("ignore:Waiting for:calipers.errors.CalipersWarning"),
 ]
 
 

@@ -49,7 +49,8 @@ def check_output(
     if path.is_dir():
         if not overwrite:
             raise CheckpointExistsError(path)
-        _check_replaceable(Path(directory), path, inputs or {})
+        with suppress(FileNotFoundError):  # somebody is just replacing it
+            _check_replaceable(Path(directory), path, inputs or {})
     return path
 
 
