@@ -78,12 +78,21 @@ def test_a_removal_that_was_cut_short_is_never_put_back(
     out = tmp_path / "out"
     checkpoint(out, "old")
 
+    rename = os.rename
+
+    def killed(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(target) == out:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def cut_short(folder: Path) -> None:
         next(iter(Path(folder).iterdir())).unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch("shutil.rmtree", cut_short):
+    with mock.patch("os.rename", killed):
         script.run_child(lambda: write(out))
+    with mock.patch("shutil.rmtree", cut_short):
+        script.run_child(lambda: restore_outputs(tmp_path))
     assert state(out) == "new"
     out.rename(tmp_path / "moved")  # by the user, before the next start
     restore_outputs(tmp_path)
