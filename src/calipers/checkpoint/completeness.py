@@ -110,8 +110,8 @@ def _load_without_values(
     model: PreTrainedModel, stored: Mapping[str, StoredTensor], quantizer: Any
 ) -> dict[str, Any]:
     """Let transformers load tensors without values, and return what it tells of it."""
+    from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     empty = {
@@ -127,7 +127,8 @@ def _load_without_values(
             model, None, quantizer
         ),
     )
-    info, _ = convert_and_load_state_dict_in_model(model, empty, how)
+    with patch_attr(core_model_loading, "tqdm", lambda items, **_: items):  # no bar for nothing
+        info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, empty, how)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     return {**info.to_dict(), "conversion_errors": info.conversion_errors}
