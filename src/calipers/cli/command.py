@@ -190,13 +190,14 @@ _NAMES = {
 _OPTIONS = (
     *("overwrite", "trust_remote_code", "text_column", "pipeline", "batch_size", "max_shard_size"),
     *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "share_inputs"),
-    *("packing", "layers", "allow_code", "group_size", "dtype", "activation_observer", "skip"),
+    *("packing", "layers", "allow_code", "group_size", "activation_observer", "skip"),
 )
 _PHRASES = {
     r"no dataset was given": "there is no --data",
     r"plan\.table\(\)": "calipers plan",
-    r"^weight_observer:": "--observer:",
-    r"^activation_observer:": "--activation-observer:",
+    r"^(QuantizationModifier\.)?weight_observer\b(?!=)": "--observer",
+    r"^(QuantizationModifier\.)?activation_observer\b(?!=)": "--activation-observer",
+    r"\bdtype='?(\w+)'?(?![.\w'])": r"--dtype \1",
 }
 """What else is said in words of Python; recipes in files come with the name of the file."""
 
