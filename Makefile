@@ -13,7 +13,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test fuzz lint format demo bench bench-speed bench-accuracy bench-calibration sanitize clean
+.PHONY: help setup test mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration sanitize clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -32,6 +32,10 @@ $(BENCH_READY): $(READY)
 
 test: lint ## lint, types, tests and doctests
 	$(BIN)/pytest
+
+# MUTANTS are options of the script, such as --only 'kernels-*'.
+mutants: $(READY) ## break the source in small ways, and list what no test notices
+	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
 fuzz: $(READY) ## thousands of damaged inputs through the real commands (CASES of each kind)
 	PYTHONPATH=tests $(BIN)/python -m fuzzing --cases $(CASES)
