@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 DEMO ?= calipers-demo
 CASES ?= 1000
+JOBS ?= 2
 NATIVE := $(wildcard src/calipers/kernels/native/*)
 
 # For what is installed and for what builds it; the second name is that of newer versions of pip.
@@ -30,8 +31,8 @@ $(BENCH_READY): $(READY)
 	$(BIN)/pip install --quiet --editable '.[dev,bench]'
 	touch $@
 
-test: lint ## lint, types, tests and doctests
-	$(BIN)/pytest
+test: lint ## lint, types, tests and doctests; JOBS=4 runs tests in four processes
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 # MUTANTS are options of the script, such as --only 'kernels-*'.
 mutants: $(READY) ## break the source in small ways, and list what no test notices

@@ -43,7 +43,7 @@ BUILD_TOOLS = ("nanobind", "scikit-build-core")
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "killed (timed out)", "SURVIVED"
 UNAPPLIED, UNBUILT, UNTESTED = "DOES NOT APPLY", "DOES NOT BUILD", "NO TESTS RUN"
-_OUTCOMES = {0: SURVIVED, 4: UNTESTED, 5: UNTESTED}  # of pytest; all others are failures
+NOTICED = (KILLED, TIMED_OUT)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,9 @@ class Clone:
         missing = [tool for tool in ("cmake", "ninja") if not shutil.which(tool)]
         self._must(str(self.python), "-m", "pip", "install", "--quiet", *BUILD_TOOLS, *missing)
         self._must(*self._build)
+
+    def open(self) -> None:
+        """Start what waits for tests."""
         self._server = subprocess.Popen(
             [str(self.python), str(SERVER)],
             cwd=self.folder,
@@ -137,7 +140,7 @@ class Clone:
             code = self.test(mutant.tests, timeout)
         finally:
             _git(self.folder, "checkout", "--quiet", "--force", "--", ".")
-        return TIMED_OUT if code is None else _OUTCOMES.get(code, KILLED)
+        return outcome_of(code)
 
     @property
     def _build(self) -> list[str]:
@@ -151,6 +154,13 @@ class Clone:
             fail(f"{' '.join(command)} failed in {self.folder}:\n{ended.stdout}")
 
 
+def outcome_of(code: int | None) -> str:
+    """Say what the exit code of pytest means; None where it took too long."""
+    if code is None:
+        return TIMED_OUT
+    return {0: SURVIVED, 4: UNTESTED, 5: UNTESTED}.get(code, KILLED)
+
+
 def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
@@ -162,6 +172,7 @@ def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[st
         text=True,
         errors="replace",
         check=False,
+        start_new_session=True,
     )
 
 
@@ -254,6 +265,8 @@ def main() -> int:
     try:
         with ThreadPoolExecutor(len(clones)) as pool:
             list(pool.map(Clone.prepare, clones))
+        for clone in clones:
+            clone.open()
         files = sorted({file for mutant in mutants for file in mutant.tests})
         print(f"{len(files)} files of tests, without any mutant …", flush=True)
         seconds = untouched_times(clones, files)
@@ -264,7 +277,7 @@ def main() -> int:
             clone.close()
     ordered = dict(sorted(outcomes.items()))
     (CLONES / "outcomes.json").write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
-    noticed = [name for name, found in ordered.items() if found in (KILLED, TIMED_OUT)]
+    noticed = [name for name, found in ordered.items() if found in NOTICED]
     minutes = (time.monotonic() - start) / 60
     print(f"\n{len(noticed)} of {len(mutants)} mutants killed, in {minutes:.0f} minutes.")
     for mutant in mutants:

@@ -13,6 +13,10 @@ from calipers.kernels.dispatch import SWITCH
 if not describe().native:
     os.environ[SWITCH] = "0"  # without a compiler the tests pass too; what was not built is no news
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes, each with a core of its own
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for those that tests start
+
 # The machine is noisy: no test depends on how long something takes.
 settings.register_profile(
     "calipers", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]

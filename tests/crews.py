@@ -47,6 +47,15 @@ def free_port() -> int:
         return int(chosen.getsockname()[1])
 
 
+def ready_context() -> Any:
+    """Return what starts processes: a server that has imported everything forks them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["crew_jobs", "crew_failures", "ranks"])
+    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+        forkserver.ensure_running()
+    return context
+
+
 def run(
     world: int,
     folder: Path,
@@ -56,14 +65,10 @@ def run(
 ) -> list[Any]:
     """Run jobs in several processes; None for one that did not come back.
 
-    A server that has imported everything forks them: that takes no time. With environments, which
-    a launcher would give them, they have to find each other themselves.
+    With environments, which a launcher would give them, they have to find each other themselves.
     """
     store = store or f"file://{folder}/store"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crew_jobs", "crew_failures"])
-    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
-        forkserver.ensure_running()
+    context = ready_context()
     processes = [
         context.Process(target=run_jobs, args=(rank, world, str(folder), jobs, store, given))
         for rank, given in enumerate(environments or [{}] * world)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
+from pairwise import pairwise
 
 from calipers.kernels import describe, dispatch
 
@@ -13,6 +16,34 @@ NATIVE_ENGINES = describe().instruction_sets
 ENGINES = ("torch", *NATIVE_ENGINES)
 
 native_only = pytest.mark.skipif(not NATIVE_ENGINES, reason="the native kernels are not built")
+
+
+def with_engines(
+    names: str, *parameters: Sequence[Any], engines: Sequence[str] = ENGINES
+) -> pytest.MarkDecorator:
+    """Let any two values of parameters meet, and each meet every version of the kernels.
+
+    :param names: the names of the parameters, with commas between them
+    """
+    rows = pairwise(engines, *parameters)
+    return pytest.mark.parametrize(
+        ("engine", *names.split(", ")), rows, indirect=["engine"], ids=_id_of
+    )
+
+
+def _id_of(value: Any) -> str | None:
+    return str(value) if isinstance(value, tuple) else None
+
+
+@contextmanager
+def threads_in_use(count: int) -> Iterator[None]:
+    """Let torch and the kernels have so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

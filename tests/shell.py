@@ -1,4 +1,4 @@
-"""The real command, as a person starts it."""
+"""The command, as a person starts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,38 @@ def run(
     env: Mapping[str, str | None] | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``calipers`` to its end; ``env`` are changes to the environment."""
+    """Run ``calipers`` to its end: here, where everything is imported already.
+
+    With another environment or other options of a process, it is a process of its own.
+    """
+    if env or options:
+        return run_apart(*arguments, cwd=cwd, env=env, **options)
+    before = os.getcwd()
+    try:
+        os.chdir(cwd or before)
+        with (
+            patch.dict(os.environ, environment(), clear=True),
+            # What libraries read from the environment when they were imported.
+            patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
+            patch("transformers.utils.logging._tqdm_active", False),
+        ):
+            ended = CliRunner().invoke(app, [*arguments], prog_name="calipers")
+    finally:
+        os.chdir(before)
+    if ended.exception is not None and not isinstance(ended.exception, SystemExit):
+        raise ended.exception
+    return subprocess.CompletedProcess(
+        [*PROGRAM, *arguments], ended.exit_code, ended.stdout, ended.stderr
+    )
+
+
+def run_apart(
+    *arguments: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str | None] | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run the real command to its end; ``env`` are changes to the environment."""
     return subprocess.run(
         [*PROGRAM, *arguments],
         cwd=cwd,

@@ -8,6 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from engines import NATIVE_ENGINES, native_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from calipers.kernels import describe, dispatch
+from calipers.errors import ConfigurationError
+from calipers.kernels import KernelReport, describe, dispatch
 from calipers.kernels.counts import count_values
 from calipers.kernels.extrema import extrema
 from calipers.kernels.search import search_range
@@ -27,11 +31,23 @@ FIRST_USE = (
 )
 
 
-def python(script: str, switch: str | None = None) -> subprocess.CompletedProcess[str]:
+def python(script: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key != dispatch.SWITCH}
-    if switch is not None:
-        env[dispatch.SWITCH] = switch
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+
+
+@contextmanager
+def switched(switch: str) -> Iterator[Callable[[], KernelReport]]:
+    """Let kernels be chosen again, as at their first use in a process with this switch."""
+    before = describe().instruction_set
+    dispatch._load.cache_clear()
+    try:
+        with mock.patch.dict(os.environ, {dispatch.SWITCH: switch}):
+            yield describe
+    finally:
+        dispatch._load.cache_clear()
+        if before is not None:
+            dispatch._load()[0].use(before)
 
 
 class TestChoice:
@@ -44,28 +60,29 @@ class TestChoice:
 
     @native_only
     def test_the_best_instruction_set_is_taken(self) -> None:
-        result = python(FIRST_USE)
-        assert result.stderr == ""
-        assert f"instruction set: {NATIVE_ENGINES[-1]} (the best this machine has)" in result.stdout
+        with switched("") as report:
+            assert f"set: {NATIVE_ENGINES[-1]} (the best this machine has)" in str(report())
 
     @pytest.mark.parametrize("name", NATIVE_ENGINES)
     def test_an_instruction_set_can_be_asked_for(self, name: str) -> None:
-        result = python(FIRST_USE, name)
-        assert result.stdout.startswith("[1.0, 1.0]\n")
-        assert f"instruction set: {name} (CALIPERS_NATIVE={name} is set)" in result.stdout
+        with switched(name) as report:
+            assert f"set: {name} (CALIPERS_NATIVE={name} is set)" in str(report())
+            assert extrema(torch.ones(1, 2, 1, 3)).max_vals.tolist() == [1.0, 1.0]
 
     def test_none_can_be_asked_for(self) -> None:
-        result = python(FIRST_USE, "0")
-        assert result.stderr == ""
-        assert result.stdout.startswith("[1.0, 1.0]\n")
-        assert "torch everywhere, without native kernels: CALIPERS_NATIVE=0 is set" in result.stdout
+        with switched("0") as report:
+            assert extrema(torch.ones(1, 2, 1, 3)).max_vals.tolist() == [1.0, 1.0]
+            text = "torch everywhere, without native kernels: CALIPERS_NATIVE=0 is set"
+            assert text in str(report())
 
     @native_only
     def test_an_unknown_one_is_refused(self) -> None:
-        result = python(FIRST_USE, "avx9")
-        assert result.returncode != 0
-        assert "CALIPERS_NATIVE=avx9: this machine has generic" in result.stderr
-        assert "or 0 for none" in result.stderr
+        with (
+            switched("avx9") as report,
+            pytest.raises(ConfigurationError, match="CALIPERS_NATIVE=avx9: this machine has") as it,
+        ):
+            report()
+        assert "or 0 for none" in str(it.value)
 
     def test_without_the_extension_everything_works_after_one_warning(self) -> None:
         hidden = "import sys; sys.modules['calipers.kernels._native'] = None; "

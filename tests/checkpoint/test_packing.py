@@ -13,6 +13,7 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     initialize_module_for_quantization,
 )
+from pairwise import pairwise
 
 from calipers.checkpoint import compression
 from calipers.observers import Observer
@@ -24,10 +25,10 @@ STRATEGIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cut", STRATEGIES, ids=lambda cut: cut["strategy"])
-@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("rows", [1, 33, 96, 101])
+@pytest.mark.parametrize(
+    ("rows", "bits", "symmetric", "cut"),
+    pairwise([1, 33, 96, 101], range(2, 9), [True, False], STRATEGIES),
+)
 def test_packing_by_parts(
     rows: int, bits: int, symmetric: bool, cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,7 @@
-"""Every test of a kernel runs once per version of it: in torch, and for each instruction set."""
+"""Every test of a kernel runs once per version of it: in torch, and for each instruction set.
+
+A test that names the engine among the parameters of a pairwise selection chooses itself.
+"""
 
 from __future__ import annotations
 

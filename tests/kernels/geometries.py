@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from data import DTYPES
+from engines import with_engines
 from torch import Tensor
 
 
@@ -76,12 +77,8 @@ SHAPES = [
 ]
 
 
-LAYOUTS = [
-    (shape, memory, DTYPES[(row + column) % len(DTYPES)])
-    for row, shape in enumerate(SHAPES)
-    for column, memory in enumerate(MEMORIES)
-]
-"""Every shape in every memory, with dtypes taking turns."""
+in_any_memory = with_engines("shape, memory, dtype", SHAPES, list(MEMORIES), DTYPES)
+"""Every shape in every memory, with dtypes and engines taking turns."""
 
 
 def pieces(memory: str, shape: tuple[int, ...], values: Tensor) -> Tensor:

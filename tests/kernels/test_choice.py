@@ -6,38 +6,42 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import DISTRIBUTIONS, DTYPES, FORMATS, nvfp4
+from engines import with_engines
 from exact import INT4, MXFP4, SHRINK, check_choice, exact_error
-from geometries import LAYOUTS, pieces
+from geometries import in_any_memory, pieces
 
 from calipers.kernels import search
 from calipers.kernels.extrema import extrema
 from calipers.kernels.search import search_range
 
 
-@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+@in_any_memory
 def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
     values = torch.randn(shape).to(dtype)
     check_choice(pieces(memory, shape, values), values, INT4, 2.4)
 
 
-@pytest.mark.parametrize("norm", [0.7, 1.0, 2.0, 2.4, 3.0, 4.5, 7.9])
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("length", [16, 41, 700])
+@with_engines(
+    "length, fmt, norm", [16, 41, 700], list(FORMATS), [0.7, 1.0, 2.0, 2.4, 3.0, 4.5, 7.9]
+)
 def test_any_format_and_norm(length: int, fmt: str, norm: float) -> None:
     values = torch.randn(1, 20, 3, 1, length)
     check_choice(values, values, QuantizationArgs(**FORMATS[fmt]), norm)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("args", [nvfp4(16), MXFP4], ids=["nvfp4", "mxfp4"])
-def test_scales_of_their_own_kind(args: QuantizationArgs, dtype: torch.dtype) -> None:
+@with_engines("fmt, dtype", ["nvfp4", "mxfp4"], DTYPES)
+def test_scales_of_their_own_kind(fmt: str, dtype: torch.dtype) -> None:
+    args = {"nvfp4": nvfp4(16), "mxfp4": MXFP4}[fmt]
     values = (torch.randn(1, 40, 3, 1, args.group_size) * 0.1).to(dtype)
     check_choice(values, values, args, 2.4, expand=1.5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 9, 4, 1, 16), (1, 5, 3, 1, 41), (1, 7, 1, 1, 900)], ids=str)
-@pytest.mark.parametrize("symmetric", [True, False])
+@with_engines(
+    "shape, dtype, symmetric",
+    [(1, 9, 4, 1, 16), (1, 5, 3, 1, 41), (1, 7, 1, 1, 900)],
+    DTYPES,
+    [True, False],
+)
 def test_weighted(shape: tuple[int, ...], dtype: torch.dtype, symmetric: bool) -> None:
     values = torch.randn(shape).to(dtype)
     weights = torch.rand(shape[2], shape[-1]) ** 4
@@ -50,10 +54,7 @@ def test_weights_that_repeat_otherwise_than_the_columns_of_the_grid() -> None:
         check_choice(values, values, INT4, 2.4, torch.rand(rows, 20) ** 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(1, 9, 4, 1, 16), (1, 7, 1, 1, 900), (3, 1, 2, 1, 50_000)], ids=str
-)
+@with_engines("shape, dtype", [(1, 9, 4, 1, 16), (1, 7, 1, 1, 900), (3, 1, 2, 1, 50_000)], DTYPES)
 def test_strange_values_count_as_zero(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     zeros = torch.randn(shape).to(dtype)
     strange = torch.rand(shape) < 0.1
@@ -67,8 +68,7 @@ def test_strange_values_count_as_zero(shape: tuple[int, ...], dtype: torch.dtype
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", ["int4", "int8_asym", "fp8", "fp4"])
+@with_engines("fmt, dtype", ["int4", "int8_asym", "fp8", "fp4"], DTYPES)
 def test_the_ends_of_a_dtype_are_searched(fmt: str, dtype: torch.dtype) -> None:
     """Scales are denormal here, or what they stand for is beyond the largest float."""
     args = QuantizationArgs(**FORMATS[fmt])
@@ -78,8 +78,7 @@ def test_the_ends_of_a_dtype_are_searched(fmt: str, dtype: torch.dtype) -> None:
         check_choice(values, values, args, 2.0)
 
 
-@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
-@pytest.mark.parametrize("length", [40, 700, 10_000, 300_000])
+@with_engines("length, norm", [40, 700, 10_000, 300_000], [2.0, 2.4, 3.0])
 def test_values_beyond_the_range_count(length: int, norm: float) -> None:
     """As they do for an observer that clips what it finds; here by up to 10,000 times."""
     args, factors = QuantizationArgs(num_bits=8), [1.0, 4.0, 20.0, 100.0, 1000.0, 1e4]
@@ -92,9 +91,7 @@ def test_values_beyond_the_range_count(length: int, norm: float) -> None:
     assert found.flatten().tolist() == [factors[i] for i in errors.argmin(0)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 3, 1, 1, 32), (64, 1, 2, 1, 32)])
-@pytest.mark.parametrize("bits", [4, 8])
+@with_engines("bits, shape, dtype", [4, 8], [(1, 3, 1, 1, 32), (64, 1, 2, 1, 32)], DTYPES)
 def test_zeros_have_no_error_under_any_scale(
     bits: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -147,9 +144,12 @@ def test_huge_weights_count_by_their_proportions() -> None:
 class TestLongPiecesOf16Bits:
     """They are searched over the values that occur."""
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("fmt", ["int8", "int4_asym", "fp8"])
-    @pytest.mark.parametrize("norm", [2.0, 2.4])
+    @with_engines(
+        "norm, fmt, dtype",
+        [2.0, 2.4],
+        ["int8", "int4_asym", "fp8"],
+        [torch.float16, torch.bfloat16],
+    )
     def test_the_choice_is_the_same(self, norm: float, fmt: str, dtype: torch.dtype) -> None:
         args = QuantizationArgs(**FORMATS[fmt])
         values = DISTRIBUTIONS["student_t"]((1100, 3, 1, 1, 250)).to(dtype)
@@ -182,9 +182,12 @@ class TestLongPiecesOf16Bits:
 class TestScalesOfTheNativeKernel:
     """Symmetric scales are worked out in the kernel: as compressed-tensors does, to the bit."""
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("distribution", ["gaussian", "positive", "negative", "zeros"])
-    @pytest.mark.parametrize("fmt", [*FORMATS, "mxfp4", "mxfp8"])
+    @with_engines(
+        "fmt, distribution, dtype",
+        [*FORMATS, "mxfp4", "mxfp8"],
+        ["gaussian", "positive", "negative", "zeros"],
+        DTYPES,
+    )
     def test_tables_give_the_same_choice(
         self, fmt: str, distribution: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from geometries import LAYOUTS, pieces
+from data import DTYPES
+from engines import with_engines
+from geometries import in_any_memory, pieces
 
 from calipers.kernels.counts import BINS, NAN_BIN, count_values
 
@@ -20,7 +22,7 @@ def counted_in_numpy(values: torch.Tensor) -> np.ndarray:
     return np.stack([np.bincount(row.astype(np.int64), minlength=BINS) for row in codes])
 
 
-@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+@in_any_memory
 def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
     values = (torch.randn(shape) * 3).round(decimals=1).to(dtype)
     found = count_values(pieces(memory, shape, values))
@@ -28,8 +30,7 @@ def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> 
     assert np.array_equal(found.reshape(-1, BINS).numpy(), counted_in_numpy(values))
 
 
-@pytest.mark.parametrize("length", [1, 5000, 2 * BINS, 2 * BINS + 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@with_engines("dtype, length", DTYPES, [1, 5000, 2 * BINS, 2 * BINS + 1])
 def test_into_what_was_counted_before(dtype: torch.dtype, length: int) -> None:
     """Short pieces are counted without a table of their own, longer ones with one."""
     first, second = (torch.randn(2, 3, 1, 2, length).to(dtype) for _ in range(2))

@@ -3,16 +3,20 @@ from __future__ import annotations
 import pytest
 import torch
 from data import DISTRIBUTIONS, DTYPES
-from geometries import LAYOUTS, pieces
+from engines import with_engines
+from geometries import in_any_memory, pieces
 
 from calipers.kernels.extrema import extrema
 
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 4, 7, 3), (6, 9)])
+@with_engines(
+    "shape, name, dtype",
+    [(1, 1, 1), (3, 2, 5), (1, 4, 7, 3), (6, 9)],
+    list(DISTRIBUTIONS),
+    [*DTYPES, torch.float64],
+)
 def test_against_loops(shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
     view = DISTRIBUTIONS[name](shape).to(dtype)
     found = extrema(view.unsqueeze(-2))
@@ -22,7 +26,7 @@ def test_against_loops(shape: tuple[int, ...], name: str, dtype: torch.dtype) ->
     assert found.nonfinite == 0
 
 
-@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+@in_any_memory
 def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
     values = torch.randn(shape).to(dtype)
     found = extrema(pieces(memory, shape, values))
@@ -30,7 +34,7 @@ def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> 
     assert torch.equal(found.max_vals, values.amax((0, -2, -1)))
 
 
-@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+@in_any_memory
 def test_nonfinite_anywhere(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
     values = torch.randn(shape).to(dtype)
     strange = torch.rand(shape) < 0.2
@@ -50,9 +54,12 @@ def test_nonfinite_anywhere(shape: tuple[int, ...], memory: str, dtype: torch.dt
     assert torch.equal(found.missing, missing)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("position", [0, 15, 16, 31, 4095, 4096, 70_000, 199_999])
+@with_engines(
+    "position, value, dtype",
+    [0, 15, 16, 31, 4095, 4096, 70_000, 199_999],
+    [NAN, INF, -INF],
+    DTYPES,
+)
 def test_one_strange_value_is_never_missed(position: int, value: float, dtype: torch.dtype) -> None:
     values = torch.ones(1, 1, 1, 200_000, dtype=dtype)
     values[..., position] = value

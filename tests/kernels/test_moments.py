@@ -3,13 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 from data import DTYPES
+from engines import with_engines
 
 from calipers.kernels.moments import sum_of_squares
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (1000, 5), (515, 41), (259, 2500)])
+@with_engines(
+    "shape, masked, dtype",
+    [(1, 1), (7, 3), (1000, 5), (515, 41), (259, 2500)],
+    [False, True],
+    [*DTYPES, torch.float64],
+)
 def test_against_float64(shape: tuple[int, int], masked: bool, dtype: torch.dtype) -> None:
     tokens = (torch.randn(shape) * 3).to(dtype)
     mask = torch.rand(shape[0]) < 0.4 if masked else None

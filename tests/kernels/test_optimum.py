@@ -6,7 +6,7 @@ import brute
 import pytest
 import torch
 from data import DTYPES
-from engines import native_only
+from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from geometries import MEMORIES, pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,19 +18,18 @@ from calipers.numerics.formats import Format
 from calipers.numerics.scales import windows_of
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weighted"),
-    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)],
-)
-@pytest.mark.parametrize("fmt", FORMATS)
+@with_engines("fmt, dtype, weighted", list(FORMATS), [torch.bfloat16, torch.float16], [False, True])
 def test_eighteen_distributions(fmt: str, dtype: torch.dtype, weighted: bool) -> None:
     search, x = Search(fmt, dtype), eighteen(16, dtype)
     weights = torch.linspace(0, 2, 16) ** 2 if weighted else None
     search.check(x, search.find(x, weights), weights)
 
 
-@pytest.mark.parametrize("norm", [2.4, 1.0, 0.7])
-@pytest.mark.parametrize("fmt", ["int3", "int8", "int4_signed", "int3_asym", "fp8", "fp4", "nvfp4"])
+@with_engines(
+    "fmt, norm",
+    ["int3", "int8", "int4_signed", "int3_asym", "fp8", "fp4", "nvfp4"],
+    [2.4, 1.0, 0.7],
+)
 def test_norms(fmt: str, norm: float) -> None:
     search, x = Search(fmt, norm=norm), eighteen(16, torch.bfloat16)
     weights = torch.linspace(0, 2, 16) ** 2
@@ -45,26 +44,27 @@ def test_floats_with_a_zero_point(norm: float) -> None:
     search.check(x, search.find(x))
 
 
-@pytest.mark.parametrize("length", [1, 7, 32, 100, 5000])
-@pytest.mark.parametrize("fmt", ["int4", "int8", "fp4"])
-def test_lengths(fmt: str, length: int) -> None:
-    for dtype in DTYPES:
-        search, x = Search(fmt), eighteen(length, dtype)[:, :: 1 + length // 50]
-        weights = (torch.arange(length) % 5).float() if length > 7 else None
-        search.check(x, search.find(x, weights), weights)
+@with_engines("fmt, length, dtype", ["int4", "int8", "fp4"], [1, 7, 32, 100, 5000], DTYPES)
+def test_lengths(fmt: str, length: int, dtype: torch.dtype) -> None:
+    search, x = Search(fmt), eighteen(length, dtype)[:, :: 1 + length // 50]
+    weights = (torch.arange(length) % 5).float() if length > 7 else None
+    search.check(x, search.find(x, weights), weights)
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("shape", [(1, 2, 3, 5, 9), (3, 1, 4, 1, 16), (2, 3, 1, 1, 33)], ids=str)
-def test_memory(shape: tuple[int, ...], memory: str) -> None:
-    for dtype in DTYPES:
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        laid_out = pieces(memory, shape, values)
-        weights = (torch.arange(values.numel()).reshape(shape) * 37 % 11).float()
-        for fmt in ("int4", "int3_asym"):
-            search = Search(fmt)
-            search.check(values, search.find(laid_out))
-            search.check(values, search.find(laid_out, pieces(memory, shape, weights)), weights)
+@with_engines(
+    "shape, memory, dtype, fmt",
+    [(1, 2, 3, 5, 9), (3, 1, 4, 1, 16), (2, 3, 1, 1, 33)],
+    list(MEMORIES),
+    DTYPES,
+    ["int4", "int3_asym"],
+)
+def test_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype, fmt: str) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    laid_out = pieces(memory, shape, values)
+    weights = (torch.arange(values.numel()).reshape(shape) * 37 % 11).float()
+    search = Search(fmt)
+    search.check(values, search.find(laid_out))
+    search.check(values, search.find(laid_out, pieces(memory, shape, weights)), weights)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,9 @@ def matter(search: Search, x: Tensor) -> Tensor:
     return torch.cat([row[scales <= bound] for row, bound in zip(rows, bounds, strict=True)])
 
 
-@pytest.mark.parametrize("fmt", ["int4", "int4_signed", "int3_asym", "fp8", "nvfp4", "mxfp4"])
-@pytest.mark.parametrize("norm", [2.0, 0.7])
+@with_engines(
+    "fmt, norm", ["int4", "int4_signed", "int3_asym", "fp8", "nvfp4", "mxfp4"], [2.0, 0.7]
+)
 def test_the_five_best(fmt: str, norm: float) -> None:
     search, x = Search(fmt, norm=norm), eighteen(16, torch.bfloat16)
     found = search.find(x, keep=5)
@@ -135,19 +136,12 @@ def test_fewer_candidates_than_asked_for() -> None:
         assert bool(torch.isfinite(found.errors).all())
 
 
-@native_only
-@pytest.mark.parametrize("fmt", ["int4", "int3_asym", "fp4"])
-def test_threads_do_not_matter(fmt: str, engine: str) -> None:
-    if engine == "torch":
-        pytest.skip("torch has threads of its own")
-    x, before = eighteen(32, torch.bfloat16), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 7):
-            torch.set_num_threads(threads)
+@with_engines("fmt", ["int4", "int3_asym", "fp4"], engines=NATIVE_ENGINES)
+def test_threads_do_not_matter(fmt: str) -> None:
+    x, found = eighteen(32, torch.bfloat16), []
+    for threads in (1, 2, 7):
+        with threads_in_use(threads):
             found.append(Search(fmt).find(x, keep=3))
-    finally:
-        torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 

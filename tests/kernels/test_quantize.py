@@ -5,7 +5,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from data import DISTRIBUTIONS, DTYPES, FORMATS
-from geometries import LAYOUTS, pieces
+from engines import with_engines
+from geometries import in_any_memory, pieces
 
 from calipers.kernels.quantize import quantize_with_error
 from calipers.numerics.qparams import qparams_of
@@ -25,8 +26,7 @@ def both(
     return result, error, expected
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@with_engines("distribution, fmt", list(DISTRIBUTIONS), list(FORMATS))
 def test_equals_compressed_tensors(distribution: str, fmt: str) -> None:
     values = DISTRIBUTIONS[distribution]((2, 3, 4, 1, 37))
     args = QuantizationArgs(**FORMATS[fmt])
@@ -36,7 +36,7 @@ def test_equals_compressed_tensors(distribution: str, fmt: str) -> None:
     torch.testing.assert_close(error, exact, rtol=1e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize(("shape", "memory", "dtype"), LAYOUTS, ids=str)
+@in_any_memory
 def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
     values = torch.randn(shape).to(dtype)
     args = QuantizationArgs(num_bits=4, symmetric=False)
@@ -47,8 +47,7 @@ def test_any_memory(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> 
     torch.testing.assert_close(error, exact, rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("norm", [0.5, 1.0, 2.0, 2.4, 3.0, 5.5, 7.5, 12.0])
-@pytest.mark.parametrize("size", [1e-18, 1.0, 1e15])
+@with_engines("norm, size", [0.5, 1.0, 2.0, 2.4, 3.0, 5.5, 7.5, 12.0], [1e-18, 1.0, 1e15])
 def test_norms(norm: float, size: float) -> None:
     values = torch.randn(1, 3, 2, 1, 500) * size
     _, error, expected = both(values, QuantizationArgs(num_bits=4), norm)

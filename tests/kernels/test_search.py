@@ -6,7 +6,9 @@ import reference
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import DISTRIBUTIONS
+from engines import with_engines
 from exact import FACTORS, INT4, run
+from pairwise import pairwise
 
 from calipers.kernels import search
 from calipers.kernels.extrema import extrema
@@ -23,8 +25,11 @@ def float64_errors(weight: torch.Tensor, norm: float, **options: object) -> np.n
     return reference.candidate_errors(weight, "weight", INT4, low, high, FACTORS, norm, **options)
 
 
-@pytest.mark.parametrize("norm", [0.5, 1.0, 2.0, 2.4, 3.0, 7.5])
-@pytest.mark.parametrize("distribution", ["gaussian", "student_t", "one_outlier", "positive"])
+@with_engines(
+    "distribution, norm",
+    ["gaussian", "student_t", "one_outlier", "positive"],
+    [0.5, 1.0, 2.0, 2.4, 3.0, 7.5],
+)
 def test_finds_the_least_error(distribution: str, norm: float) -> None:
     weight = DISTRIBUTIONS[distribution]((5, 24))
     chosen = run(grouped(weight), norm=norm).flatten()
@@ -32,8 +37,7 @@ def test_finds_the_least_error(distribution: str, norm: float) -> None:
     assert (errors[chosen, np.arange(15)] <= errors.min(0) * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e-9, 1e9, 1e18, 1e30])
-@pytest.mark.parametrize("norm", [2.0, 2.4, 3.0])
+@with_engines("scale, norm", [1e-30, 1e-18, 1e-9, 1e9, 1e18, 1e30], [2.0, 2.4, 3.0])
 def test_the_choice_does_not_depend_on_the_unit(scale: float, norm: float) -> None:
     """Errors of huge or tiny values would overflow or vanish in float32."""
     power = 2.0 ** round(np.log2(scale))
@@ -58,10 +62,15 @@ def test_weights_count() -> None:
     assert not torch.equal(chosen, run(grouped(weight)).flatten())
 
 
-@pytest.mark.parametrize("tile", [1, 7, 24, 1 << 18])
-@pytest.mark.parametrize("shape", [(1, 5, 3, 8), (6, 4, 8), (9, 1, 24), (1, 1, 100)])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("engine", ["torch"], indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "tile", "weighted"),
+    pairwise(
+        [(1, 5, 3, 8), (6, 4, 8), (9, 1, 24), (1, 1, 100)], [1, 7, 24, 1 << 18], [False, True]
+    ),
+)
 def test_tiles_do_not_show(shape: tuple[int, ...], tile: int, weighted: bool) -> None:
+    """Native tiles are of one size; that they do not show is seen by the lengths of pieces."""
     view = torch.randn(shape)
     weights = torch.rand(shape[-2], shape[-1]) if weighted and shape[1] > 1 else None
     whole = run(view, weights=weights)

@@ -8,6 +8,7 @@ import brute
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from engines import with_engines
 from optima import INT4, Search, by_piece, eighteen, least_error
 from torch import Tensor
 
@@ -41,9 +42,9 @@ def find_any(
 SWEPT = ["int2", "int4", "int8", "int4_signed", "fp4", "fp8"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("fmt", SWEPT)
+@with_engines(
+    "fmt, weighted, dtype", SWEPT, [False, True], [torch.float32, torch.float64, torch.bfloat16]
+)
 def test_the_sweep_finds_the_lowest_vertex(fmt: str, weighted: bool, dtype: torch.dtype) -> None:
     search, x = Search(fmt), eighteen(16, dtype)
     weights = torch.linspace(0, 2, 16) ** 2 if weighted else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import crews
 import pytest
 import ranks
 import torch
@@ -14,7 +15,10 @@ from torch import multiprocessing
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[str, Any]]:
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(ranks.run_rank, (world, str(folder)), world)
+    crews.ready_context()
+    multiprocessing.start_processes(
+        ranks.run_rank, (world, str(folder)), world, start_method="forkserver"
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

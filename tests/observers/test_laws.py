@@ -70,7 +70,7 @@ def test_every_observer_has_made_its_promises() -> None:
 @pytest.mark.filterwarnings("ignore:.*Falls back to plain error")
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("name", sorted(PROMISES))
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data())
 def test_law(name: str, law: Law, data: st.DataObject) -> None:
     law(name, *data.draw(streams(name)))

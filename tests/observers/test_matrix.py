@@ -1,4 +1,4 @@
-"""Every observer × what it observes × how it is cut × format × dtype, against float64."""
+"""Observers, what they observe, how it is cut, formats and dtypes in pairs, against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from data import DTYPES, schemes
+from data import CUTS, DTYPES, FORMATS, SCALE_FORMATS, schemes
+from pairwise import pairwise
 from torch import Tensor
 
 from calipers.observers import Observer
@@ -37,9 +38,17 @@ def expected_qparams(low: Tensor, high: Tensor, args: QuantizationArgs) -> tuple
     return (*calculate_qparams(low, high, args, global_scale), global_scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", MINMAX)
+def in_pairs(names: list[str]) -> pytest.MarkDecorator:
+    """Let any two of name, cut, format and dtype meet, and scales of their own kind any name."""
+    rows = [
+        (name, f"{cut}-{fmt}", dtype)
+        for name, cut, fmt, dtype in pairwise(names, list(CUTS), list(FORMATS), DTYPES)
+    ]
+    rows += pairwise(names, list(SCALE_FORMATS), DTYPES)
+    return pytest.mark.parametrize(("name", "scheme", "dtype"), rows)
+
+
+@in_pairs(MINMAX)
 def test_minmax(name: str, scheme: str, dtype: torch.dtype) -> None:
     base_name, shape, args = SCHEMES[scheme]
     value = torch.randn(shape).to(dtype)
@@ -55,9 +64,7 @@ def test_minmax(name: str, scheme: str, dtype: torch.dtype) -> None:
         assert torch.equal(qparams["global_scale"], global_scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", [n for n in SEARCHES if n != "nvfp4_expanded_mse"])
+@in_pairs([name for name in SEARCHES if name != "nvfp4_expanded_mse"])
 @pytest.mark.filterwarnings("ignore:.*Falls back to plain error")
 def test_search(name: str, scheme: str, dtype: torch.dtype) -> None:
     check_search(name, scheme, dtype)

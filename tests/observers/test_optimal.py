@@ -7,6 +7,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import DTYPES, EIGHTEEN, draw, nvfp4
+from pairwise import pairwise
 from weights import (
     COLUMNS,
     CUTS,
@@ -30,9 +31,14 @@ from calipers.observers import Observer
 # The result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fmt", ["int2", "int3", "int4", "int4_asym", "int8", "fp8", "fp4"])
-@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "tensor_group"])
+@pytest.mark.parametrize(
+    ("cut", "fmt", "dtype"),
+    pairwise(
+        [cut for cut in CUTS if cut != "tensor_group"],
+        ["int2", "int3", "int4", "int4_asym", "int8", "fp8", "fp4"],
+        [torch.bfloat16, torch.float16],
+    ),
+)
 def test_no_storable_scale_is_better(cut: str, fmt: str, dtype: torch.dtype) -> None:
     args, weight = arguments(cut, fmt), layer(3, dtype=dtype).weight
     qparams = build(args)(weight).get_qparams()
@@ -58,9 +64,10 @@ def test_eighteen_distributions(dtype: torch.dtype, importance: str) -> None:
         assert found <= best * (1 + 1e-6), kind
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", ["int4", "int4_asym", "int8_asym", "fp8", "fp8_asym", "fp4"])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("cut", "fmt", "dtype"),
+    pairwise(list(CUTS), ["int4", "int4_asym", "int8_asym", "fp8", "fp8_asym", "fp4"], DTYPES),
+)
 def test_is_stored_as_min_max_is_and_errs_less_than_any(
     cut: str, fmt: str, dtype: torch.dtype
 ) -> None:
@@ -77,9 +84,10 @@ def test_is_stored_as_min_max_is_and_errs_less_than_any(
         assert found <= error(linear.weight, theirs, args) * (1 + 1e-6), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cut", ["channel", "group"])
-@pytest.mark.parametrize("fmt", ["int4", "int4_asym", "fp8"])
+@pytest.mark.parametrize(
+    ("cut", "fmt", "dtype"),
+    pairwise(["channel", "group"], ["int4", "int4_asym", "fp8"], DTYPES),
+)
 def test_errs_less_than_a_classic_search_under_the_same_importance(
     cut: str, fmt: str, dtype: torch.dtype
 ) -> None:
