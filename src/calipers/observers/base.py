@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypedDict, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from compressed_tensors import InternalModule
@@ -25,15 +25,14 @@ from calipers.kernels.extrema import Extrema, extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, check_base_name, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
-from calipers.observers.first_generation import calculate_by_piece, construct
+from calipers.observers.first_generation import calculate_by_piece
 from calipers.observers.observation import Observation, takes_pieces
 from calipers.observers.options import ObserverOptions, OptionAttributes, parse_options
-from calipers.observers.registry import Registry
+from calipers.observers.registry import Registered, Registry
 from calipers.statistics.base import Reduction
+from calipers.statistics.guarding import Lock, guarded
 from calipers.statistics.module import StatisticModule
 from calipers.statistics.sync import sync_statistics
-
-C = TypeVar("C", bound=type)
 
 
 class QParamsDict(TypedDict):
@@ -44,7 +43,7 @@ class QParamsDict(TypedDict):
     global_scale: Tensor | None
 
 
-class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: ignore[misc]
+class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  # type: ignore[misc]
     """Watches tensors and works out the parameters to quantize them with.
 
     A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
@@ -63,6 +62,7 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
     tensor([[1., 2.]])
     """
 
+    registry: ClassVar[Registry[Observer]]
     Options: ClassVar[type[ObserverOptions] | None] = None
     remembers: ClassVar[str] = ""
     when: ClassVar[str] = ""
@@ -123,60 +123,10 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
             declared |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
         return declared
 
-    # The registry
-
-    @classmethod
-    def register(
-        cls, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> Callable[[C], C]:
-        """Return a decorator that makes a subclass known by a name."""
-        return _REGISTRY.register(name, alias)
-
-    @classmethod
-    def register_value(
-        cls,
-        value: type[Observer],
-        name: str | None = None,
-        alias: str | Iterable[str] | None = None,
-    ) -> None:
-        """Make a subclass known by a name."""
-        _REGISTRY.add(value, name, alias)
-
-    @classmethod
-    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Observer]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``.
-
-        :param allow_code: whether such a file may run; pass False for a name that comes from data
-        """
-        return _REGISTRY.find(name, allow_code=allow_code)
-
-    @classmethod
-    def load_from_registry(
-        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
-    ) -> Observer:
-        """Build an observer by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
-        found = _REGISTRY.find(name, allow_code=allow_code)
-        observer: Observer = construct(found, constructor_kwargs)
-        return observer
-
-    @classmethod
-    def registered_names(cls) -> list[str]:
-        """Return the names of all observers, sorted."""
-        return _REGISTRY.names()
-
-    @classmethod
-    def registered_aliases(cls) -> list[str]:
-        """Return the other names they go by, sorted."""
-        return _REGISTRY.aliases()
-
-    @classmethod
-    def registered_name(cls) -> str:
-        """Return the name of this class in the registry."""
-        return _REGISTRY.name_of(cls)
-
     # Observing
 
     @torch.no_grad()
+    @guarded
     def forward(
         self, observed: Tensor, g_idx: Tensor | None = None, mask: Tensor | None = None
     ) -> Self:
@@ -293,12 +243,14 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         """Whether anything was observed."""
         return {"min_vals", "max_vals"} <= self.fields().keys()
 
+    @guarded
     def get_statistics(self) -> dict[str, Tensor]:
         """Return everything the observer remembers, by name."""
         if not self.has_statistics:
             raise NoStatisticsError(self.module_name)
         return {k: v for k, v in self.fields().items() if not k.startswith("observed_")}
 
+    @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range of each piece that the parameters are made from.
 
@@ -310,6 +262,7 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         return self.min_vals.to(dtype), self.max_vals.to(dtype)
 
     @torch.no_grad()
+    @guarded
     def get_qparams(self) -> QParamsDict:
         """Work out the parameters from what was observed; changes nothing."""
         low, high = self.get_range()
@@ -326,6 +279,7 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
     @torch.no_grad()
+    @guarded
     def get_global_scale(self) -> Tensor | None:
         """Return the scale of the local scales, common to all fused observers (TENSOR_GROUP)."""
         if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
@@ -359,8 +313,10 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         group = set(observers)
         for observer in list(group):
             group |= observer._fused_observers
+        lock = Lock()  # in common: each asks the others for their ranges
         for observer in group:
             observer._fused_observers = group - {observer}
+            observer.__dict__["_lock"] = lock
 
     @property
     def fused_with(self) -> frozenset[Observer]:
@@ -416,7 +372,7 @@ class Observer(OptionAttributes, StatisticModule, InternalModule):  # type: igno
         return parse_options(ObserverOptions, known, self.registered_name())
 
 
-_REGISTRY: Registry[Observer] = Registry(Observer)
+Observer.registry = Registry(Observer)
 
 
 def _as_float(observed: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from calipers.errors import CalipersWarning, ImportanceError
 from calipers.observers.base import Observer
 from calipers.observers.options import ObserverOptions
+from calipers.statistics.guarding import full_precision, guarded
 
 T = TypeVar("T")
 
@@ -39,11 +40,13 @@ class GathersInputs(Observer):
         """Name the fields that are left on the module."""
         raise NotImplementedError
 
+    @guarded
     def gathered(self) -> dict[str, Tensor]:
         """Return the sums, under the names of their fields."""
         return {name: getattr(self, name) for name in self.gathered_fields()}
 
     @property
+    @guarded
     def gathered_tokens(self) -> int:
         """How many tokens went into the sums."""
         counts = [name for name in self.gathered_fields() if name.endswith("_count")]
@@ -57,6 +60,7 @@ class GathersInputs(Observer):
         """Take an input into the fields; ``mask`` says which tokens count."""
         raise NotImplementedError
 
+    @guarded
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the sums another observer left on ``module``, or start summing its inputs."""
         if self.take_over(module) or not self.can_gather(module):
@@ -72,6 +76,7 @@ class GathersInputs(Observer):
         """Whether there is anything to sum up, and a number of channels is known."""
         return any(self.gathered_fields()) and hasattr(module, "in_features")
 
+    @guarded
     def take_over(self, module: torch.nn.Module) -> bool:
         """Take the sums that another observer left on ``module``, if it did."""
         names = list(self.gathered_fields())
@@ -83,6 +88,7 @@ class GathersInputs(Observer):
             delattr(module, name)
         return True
 
+    @guarded
     def detach(self, module: torch.nn.Module) -> None:
         """Stop summing, and leave the sums on ``module``."""
         hook = None if self._hook is None else module._forward_pre_hooks.get(self._hook.id)
@@ -115,6 +121,7 @@ class GathersInputs(Observer):
             self.gather_input(x)
             self._publish(module)
 
+    @full_precision()
     def gather_input(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take an input into the fields, without its non-finite tokens if the options say so."""
         if self.options.nonfinite == "ignore":
@@ -122,6 +129,7 @@ class GathersInputs(Observer):
             x, mask = x[finite], None if mask is None else mask[finite]
         self.gather(x, mask)
 
+    @guarded
     def _publish(self, module: torch.nn.Module) -> None:
         for name in self.gathered_fields():
             if hasattr(self, name):

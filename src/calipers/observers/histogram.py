@@ -29,6 +29,7 @@ from calipers.observers.observation import in_pieces
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
 from calipers.observers.solving import Problem, solve
 from calipers.statistics.base import Reduction
+from calipers.statistics.guarding import guarded
 from calipers.statistics.value_counts import Distribution, ValueCounts
 
 _COUNTED = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
@@ -73,6 +74,7 @@ class ValueCountsObserver(ValueCounts, Observer):
         self.absorb(min_vals=low, max_vals=high)
         self.count(pieces)
 
+    @guarded
     def get_statistics(self) -> dict[str, Tensor]:
         """Return everything the observer remembers, by name; further data does not change it."""
         self._own.clear()
@@ -89,8 +91,13 @@ class ValueCountsObserver(ValueCounts, Observer):
         ours, theirs = self._measured(), other._measured()
         if ours != theirs:
             raise ConfigurationMismatchError(f"adopt by {self.label()}", ours, theirs)
-        # Copied together: what ranks have in common already stays the same tensor in both.
-        fields, synced = copy.deepcopy((other.fields(), other.synced))
+        with other.lock:  # never both locks at once
+            # Copied together: what ranks have in common already stays the same tensor in both.
+            fields, synced = copy.deepcopy((other.fields(), other.synced))
+        return self._replace_by(fields, synced)
+
+    @guarded
+    def _replace_by(self, fields: dict[str, Tensor], synced: dict[str, Tensor]) -> Self:
         self.reset()
         for name, value in fields.items():
             setattr(self, name, value)
@@ -140,6 +147,7 @@ class HistogramMSEObserver(ValueCountsObserver):
     options: HistogramMSEOptions
 
     @torch.no_grad()
+    @guarded
     def get_qparams(self) -> QParamsDict:
         """Work out the parameters from what was observed; changes nothing."""
         low, high = Observer.get_range(self)
@@ -156,6 +164,7 @@ class HistogramMSEObserver(ValueCountsObserver):
             "global_scale": None,
         }
 
+    @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range that the codes cover."""
         low, high = Format.of(self.args).limits
@@ -194,6 +203,7 @@ class PercentileObserver(ValueCountsObserver):
     Options = PercentileOptions
     options: PercentileOptions
 
+    @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range that keeps the asked share of the values of each piece."""
         return self._solve(self._keep_share)
@@ -231,6 +241,7 @@ class EntropyObserver(ValueCountsObserver):
         if fmt.bits != 8:
             raise EntropyFormatError(self.label(), f"{fmt.kind}{fmt.bits}")
 
+    @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range of least divergence of each piece."""
         return self._solve(self._least_divergence)

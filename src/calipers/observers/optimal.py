@@ -29,6 +29,7 @@ from calipers.observers.observation import in_pieces
 from calipers.observers.options import SearchOptions
 from calipers.observers.solving import Problem, Solution, error_of, solve
 from calipers.statistics.base import Reduction
+from calipers.statistics.guarding import guarded
 from calipers.statistics.hessian import BlockHessians, block_width, shrunk
 from calipers.statistics.moments import SquareSums
 
@@ -222,6 +223,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
     # What is asked for
 
     @torch.no_grad()
+    @guarded
     def get_global_scale(self) -> Tensor | None:
         """Return the scale of the local scales that is best for all fused observers together."""
         if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
@@ -233,6 +235,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
         return self._best_global_scale()
 
     @torch.no_grad()
+    @guarded
     def get_qparams(self) -> QParamsDict:
         """Return the parameters; with fused observers, those under their common global scale."""
         if not self.has_statistics:
@@ -249,6 +252,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
         }
 
     @torch.no_grad()
+    @guarded
     def report(self) -> Report:
         """Return the error under min-max, under the classic ``memoryless_mse``, and as chosen."""
         problem, qparams = self._weight(), self.get_qparams()
@@ -310,6 +314,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
             self._sampled_errors[key] = solve(sample, global_scale).error
         return self._sampled_errors[key]
 
+    @guarded
     def reset(self) -> None:
         """Forget everything."""
         super().reset()

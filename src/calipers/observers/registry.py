@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
+
+from typing_extensions import Self
 
 from calipers.errors import CodeNotAllowedError, RegistrationError, UnknownObserverError
+from calipers.observers.first_generation import construct
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -106,6 +109,58 @@ class Registry(Generic[T]):
                 f"'{path}' has no class '{class_name}' derived from {self._base.__name__}."
             )
         return found
+
+
+class Registered:
+    """Lets a base class know its subclasses by name; ``registry`` is its own."""
+
+    registry: ClassVar[Registry[Any]]
+
+    @classmethod
+    def register(
+        cls, name: str | None = None, alias: str | Iterable[str] | None = None
+    ) -> Callable[[C], C]:
+        """Return a decorator that makes a subclass known by a name."""
+        return cls.registry.register(name, alias)
+
+    @classmethod
+    def register_value(
+        cls, value: type, name: str | None = None, alias: str | Iterable[str] | None = None
+    ) -> None:
+        """Make a subclass known by a name."""
+        cls.registry.add(value, name, alias)
+
+    @classmethod
+    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Self]:
+        """Return the class of that name, or the one in ``path/to/file.py:Class``.
+
+        :param allow_code: whether such a file may run; pass False for a name that comes from data
+        """
+        return cls.registry.find(name, allow_code=allow_code)
+
+    @classmethod
+    def load_from_registry(
+        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
+    ) -> Self:
+        """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
+        found = cls.registry.find(name, allow_code=allow_code)
+        built: Self = construct(found, constructor_kwargs)
+        return built
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        """Return the names of all subclasses, sorted."""
+        return cls.registry.names()
+
+    @classmethod
+    def registered_aliases(cls) -> list[str]:
+        """Return the other names they go by, sorted."""
+        return cls.registry.aliases()
+
+    @classmethod
+    def registered_name(cls) -> str:
+        """Return the name of this class in the registry."""
+        return cls.registry.name_of(cls)
 
 
 def _identity(cls: type) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from calipers.errors import (
     NotMergeableError,
     ShapeChangedError,
 )
+from calipers.statistics.guarding import Lock, guarded
 
 
 class Reduction(Enum):
@@ -78,6 +79,7 @@ class Statistic:
     """A summary of a stream of tensors, kept in the fields that ``reductions`` declares.
 
     A field that has no data yet is an absent attribute. Declarations of base classes add up.
+    Threads may share a statistic: what reads or writes its fields does so alone.
 
     >>> class Largest(Statistic):
     ...     reductions = {"largest": Reduction.MAX}
@@ -95,6 +97,12 @@ class Statistic:
         """The fields as the last synchronisation across ranks left them."""
         record: dict[str, Tensor] = self.__dict__.setdefault("_synced", {})
         return record
+
+    @property
+    def lock(self) -> Lock:
+        """The lock that whoever reads or writes the fields holds."""
+        lock: Lock = self.__dict__.setdefault("_lock", Lock())
+        return lock
 
     @classmethod
     def all_reductions(cls) -> dict[str, Reduction]:
@@ -125,14 +133,16 @@ class Statistic:
 
     def fields(self) -> dict[str, Tensor]:
         """Return the fields that hold data."""
-        held = {name: getattr(self, name, None) for name in self.declared()}
+        with self.lock:
+            held = {name: getattr(self, name, None) for name in self.declared()}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Reduce two values of one field to one."""
         return self.declared()[name].combine(mine, new)
 
-    def absorb(self, **new: Tensor) -> None:
+    @guarded
+    def absorb(self, /, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
         held, reductions = self.fields(), self.declared()
         for name, value in new.items():
@@ -144,6 +154,7 @@ class Statistic:
                 value = self.combine(name, held[name].to(value.device), value)
             setattr(self, name, value)
 
+    @guarded
     def reset(self) -> None:
         """Forget everything."""
         for name in self.fields():
@@ -157,20 +168,29 @@ class Statistic:
         ours, theirs = self.configuration(), other.configuration()
         if ours != theirs:
             raise ConfigurationMismatchError(f"merge into {self.label()}", ours, theirs)
-        held = {**self.fields(), **other.fields()}
+        self._merge_fields(other.copied_fields())  # never both locks at once
+        return self
+
+    @guarded
+    def _merge_fields(self, theirs: Mapping[str, Tensor]) -> None:
+        held = {**self.fields(), **theirs}
         forgetful = {
             name: reduction.value
             for name, reduction in self.declared().items()
             if name in held and not reduction.is_mergeable
         }
-        if forgetful and self.fields() and other.fields():
+        if forgetful and self.fields() and theirs:
             raise NotMergeableError(self.label(), forgetful)
-        taken = {}
-        for name, value in other.fields().items():
-            taken[name] = value.to(getattr(self, name, value).device, copy=True)
-        self.absorb(**taken)
-        return self
+        self.absorb(
+            **{name: value.to(getattr(self, name, value).device) for name, value in theirs.items()}
+        )
 
+    @guarded
+    def copied_fields(self) -> dict[str, Tensor]:
+        """Return copies of the fields that hold data, all of the same moment."""
+        return {name: value.clone() for name, value in self.fields().items()}
+
+    @guarded
     def load_fields(self, fields: Mapping[str, Tensor]) -> None:
         """Replace everything by saved fields."""
         self.reset()
@@ -178,6 +198,7 @@ class Statistic:
             if name in fields:
                 setattr(self, name, fields[name].detach().clone())
 
+    @guarded
     def move(self, device: torch.device) -> None:
         """Move the fields to a device; their dtype, hence their precision, stays."""
         for name, value in self.fields().items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.guarding import full_precision
 
 WIDEST = 512
 _TOKENS = 256  # multiplied in float32 at a time, and added up in float64
@@ -48,6 +49,7 @@ class BlockHessians(Statistic):
     _hessian_sum: Tensor
     _hessian_count: Tensor
 
+    @full_precision()
     def absorb_outer(self, x: Tensor, width: int, mask: Tensor | None = None) -> None:
         """Take in activations of shape (…, channels); ``mask``, shape (…), says which count."""
         tokens = x.detach().reshape(-1, x.shape[-1])

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from calipers.errors import ConfigurationMismatchError
 from calipers.statistics.base import Statistic
+from calipers.statistics.guarding import guarded
 
 
 class StatisticModule(Statistic, torch.nn.Module):
@@ -27,6 +28,7 @@ class StatisticModule(Statistic, torch.nn.Module):
             self.__dict__.setdefault("_none_at_first", set()).add(name)
         super().__setattr__(name, value)
 
+    @guarded
     def reset(self) -> None:
         """Forget everything; fields that a subclass began as None are None again."""
         super().reset()
@@ -41,6 +43,7 @@ class StatisticModule(Statistic, torch.nn.Module):
         """Return a saved field in the form it is kept in, where it had this shape."""
         return saved
 
+    @guarded
     def get_extra_state(self) -> Tensor:
         """Return the configuration and the shapes of the fields as bytes of JSON."""
         shapes = {name: list(value.shape) for name, value in self.fields().items()}
@@ -54,11 +57,13 @@ class StatisticModule(Statistic, torch.nn.Module):
             action = f"load a state into {self.label()}"
             raise ConfigurationMismatchError(action, self.configuration(), saved)
 
+    @guarded
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, value in self.fields().items():
             destination[prefix + name] = self.packed(name, value)
 
+    @guarded
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -96,6 +101,7 @@ class StatisticModule(Statistic, torch.nn.Module):
         if not missing and not wrong:
             self.load_fields(saved)
 
+    @guarded
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         fields = list(self.fields().values())

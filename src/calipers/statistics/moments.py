@@ -10,6 +10,7 @@ from torch import Tensor
 
 from calipers.kernels.moments import sum_of_squares
 from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.guarding import full_precision
 
 
 class SquareSums(Statistic):
@@ -31,6 +32,7 @@ class SquareSums(Statistic):
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
 
+    @full_precision()
     def absorb_tokens(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in activations of shape (…, channels); ``mask``, shape (…), says which count."""
         tokens = x.detach().reshape(-1, x.shape[-1])

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from calipers.errors import ConfigurationMismatchError, SyncError
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.exchange import communication_device, gather
+from calipers.statistics.guarding import full_precision
 
 
 def sync_statistics(
@@ -49,6 +50,13 @@ def _holdings(statistic: Statistic) -> dict[str, Any]:
 
 
 def _sync_one(
+    statistic: Statistic, ranks: list[dict[str, Any]], group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    with statistic.lock, full_precision():
+        return _reduce_fields(statistic, ranks, group)
+
+
+def _reduce_fields(
     statistic: Statistic, ranks: list[dict[str, Any]], group: dist.ProcessGroup | None
 ) -> list[dist.Work]:
     if all(held["synced"] and held["unchanged"] for held in ranks):

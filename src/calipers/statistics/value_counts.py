@@ -12,6 +12,7 @@ from torch import Tensor
 from calipers.errors import SavedStateError
 from calipers.kernels.counts import BINS, count_values
 from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.guarding import guarded
 
 TABLES = {"counts_bfloat16": torch.bfloat16, "counts_float16": torch.float16}
 
@@ -40,11 +41,13 @@ class ValueCounts(Statistic):
     counts_bfloat16: Tensor
     counts_float16: Tensor
 
+    @guarded
     def count(self, pieces: Tensor) -> None:
         """Count the values of pieces, (observations, *qparam_shape, rows, columns)."""
         name = "counts_float16" if pieces.dtype == torch.float16 else "counts_bfloat16"
         count_values(pieces, into=self._own_table(name, pieces))
 
+    @guarded
     def distributions(self) -> Iterator[Distribution]:
         """Give the distribution of each piece, in the order of the qparams; both dtypes in one."""
         tables = {
@@ -52,9 +55,13 @@ class ValueCounts(Statistic):
             for name, dtype in TABLES.items()
             if name in self.fields()
         }
-        for rows in zip(*tables.values(), strict=True):
-            yield _united([_occurring(row, dtype) for row, dtype in zip(rows, tables, strict=True)])
+        found = [
+            _united([_occurring(row, dtype) for row, dtype in zip(rows, tables, strict=True)])
+            for rows in zip(*tables.values(), strict=True)
+        ]
+        return iter(found)
 
+    @guarded
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
