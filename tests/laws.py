@@ -46,6 +46,7 @@ PROMISES = {
     "memoryless_mse": Promise(),
     "minmax": Promise(),
     "mse": Promise(),
+    "nvfp4_expanded_imatrix": Promise(),
     "nvfp4_expanded_mse": Promise(),
     "optimal": Promise(base_names=("weight",)),
     "percentile": Promise(**COUNTED, options={"percentile": 95}),

@@ -28,6 +28,10 @@ def args_for(strategy: str) -> QuantizationArgs:
         ("weight", "channel", (6, 64), (1, 6, 1, 64)),
         ("weight", "group", (6, 64), (1, 6, 4, 16)),
         ("weight", "tensor_group", (6, 64), (1, 6, 4, 16)),
+        ("weight", "tensor", (3, 6, 64), (1, 1, 1152)),
+        ("weight", "channel", (3, 6, 64), (1, 3, 6, 1, 64)),
+        ("weight", "group", (3, 6, 64), (1, 3, 6, 4, 16)),
+        ("weight", "tensor_group", (2, 3, 6, 64), (1, 2, 3, 6, 4, 16)),
         ("weight", "block", (8, 64), (1, 2, 4, 64)),
         ("weight", "block", (7, 60), (1, 2, 4, 64)),
         ("input", "tensor", (64,), (1, 1, 64)),
@@ -93,8 +97,10 @@ def test_indivisible_group_names_what_would_fit() -> None:
         flatten_for_calibration(torch.zeros(4, 7), "input", args)
 
 
-@pytest.mark.parametrize("strategy", ["channel", "group", "tensor_group", "block"])
-@pytest.mark.parametrize("shape", [(64,), (2, 4, 64)])
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [(s, (64,)) for s in ("channel", "group", "tensor_group", "block")] + [("block", (2, 4, 64))],
+)
 def test_a_weight_has_two_dimensions(strategy: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match="needs a weight of two dimensions, got shape"):
         flatten_for_calibration(torch.zeros(shape), "weight", args_for(strategy))

@@ -45,6 +45,10 @@ def _list(portraits: list[Portrait]) -> RenderableType:
     for each in portraits:
         rows.add_row(each.name, Text(each.does), Text(each.when))
     end = "In one sentence: optimal for weights, histogram_mse for static activations."
+    also = [
+        f"{alias} is another name of {each.name}." for each in portraits for alias in each.aliases
+    ]
+    end = "\n".join([*also, end])
     return Group(rows, Text(f"{end}\nMore about one: calipers observers NAME"))
 
 

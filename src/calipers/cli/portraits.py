@@ -30,12 +30,14 @@ _TENSORS = {
 class Portrait:
     """An observer, told to people.
 
+    :param aliases: what else it is called in recipes
     :param does: the first line of its docstring
     :param merges: whether what two of them saw can be put together
     :param options: name, type, default and meaning of each
     """
 
     name: str
+    aliases: tuple[str, ...]
     does: str
     remembers: str
     when: str
@@ -50,6 +52,7 @@ class Portrait:
         name = observer.registered_name()
         return cls(
             name=name,
+            aliases=tuple(observer.registry.aliases_of(observer)),
             does=inspect.cleandoc(observer.__doc__ or "").partition("\n")[0].replace("``", "`"),
             remembers=observer.remembers,
             when=observer.when,
@@ -66,6 +69,7 @@ class Portrait:
     def facts(self) -> dict[str, str]:
         """Return what there is to say in a few words each."""
         return {
+            **({"also called": ", ".join(self.aliases)} if self.aliases else {}),
             "remembers": self.remembers,
             "when": self.when,
             "watches": ", ".join(self.watches),

@@ -1,7 +1,8 @@
 """How a tensor is cut into the pieces that share one scale.
 
 Everything above this module sees one canonical view, ``(observations, *qparam_shape, group)``:
-reduce it over its first and last dimension and what is left has the shape of the scale.
+reduce it over its first and last dimension and what is left has the shape of the scale. A stack of
+weights, such as the experts of a layer, has its leading dimensions in front of that shape.
 """
 
 from __future__ import annotations
@@ -128,8 +129,10 @@ class Layout:
         """Count the tokens of an activation or attention state."""
         if self.base_name in ("q", "k", "v"):
             return value.shape[0] * value.shape[2]
-        # First-generation code observes activations without saying so: a 3-D "weight" is one.
-        if self.base_name == "weight" and value.ndim < 3:
+        # First-generation code observes activations without saying so: a 3-D "weight" that is not
+        # cut along its channels is one.
+        whole = self.args.strategy == QuantizationStrategy.TENSOR
+        if self.base_name == "weight" and not (whole and value.ndim > 2):
             return 0
         return math.prod(value.shape[:-1])
 
@@ -162,13 +165,15 @@ class Layout:
     def _weight(self, value: Tensor) -> Tensor:
         if self.args.strategy == QuantizationStrategy.TENSOR:
             return value[None, None] if value.ndim == 2 else value.reshape(1, 1, 1, -1)
-        if value.ndim != 2:
+        is_block = self.args.strategy == QuantizationStrategy.BLOCK
+        if value.ndim < 2 or (is_block and value.ndim > 2):
+            advice = " Observe a stack of matrices one by one." if value.ndim > 2 else ""
             raise LayoutError(
                 f"Strategy '{strategy_name(self.args)}' needs a weight of two dimensions, "
-                f"got shape {tuple(value.shape)}. Observe a stack of matrices one by one."
+                f"got shape {tuple(value.shape)}.{advice}"
             )
         if self.args.strategy == QuantizationStrategy.CHANNEL:
-            return value[None, :, None, None, :]
+            return value[None, ..., None, None, :]
         if self.args.strategy in _GROUPED:
             return self._grouped(self._ordered(value))[None, ..., None, :]
         return self._blocked(value).unsqueeze(0)

@@ -12,7 +12,7 @@ from calipers.observers.histogram import (
     PercentileObserver,
     ValueCountsObserver,
 )
-from calipers.observers.imatrix import IMatrixMSEObserver
+from calipers.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from calipers.observers.minmax import (
     MemorylessMinMaxObserver,
     MinMaxObserver,
@@ -35,6 +35,7 @@ __all__ = [
     "MemorylessMinMaxObserver",
     "MinMaxObserver",
     "MovingAverageMSEObserver",
+    "NVFP4ExpandedIMatrixObserver",
     "NVFP4ExpandedMSEObserver",
     "Observer",
     "OptimalObserver",

@@ -13,7 +13,7 @@ from calipers.numerics.layout import Layout, strategy_name
 from calipers.observers.base import Observer
 from calipers.observers.gathering import GathersInputs, ImportanceOptions
 from calipers.observers.mse import MemorylessMSEObserver
-from calipers.observers.options import Grid, Norm, SearchOptions, Shrink
+from calipers.observers.options import Expand, Grid, Norm, Patience, SearchOptions, Shrink
 from calipers.statistics.moments import SquareSums
 
 _SUPPORTED = (
@@ -85,6 +85,25 @@ class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
         if not int(getattr(self, "_imatrix_count", 0)):
             raise ImportanceError(self.label(), "no importance was gathered")
         return checked_importance(self._imatrix_sum / self._imatrix_count, columns, self.label())
+
+
+class ExpandedIMatrixOptions(IMatrixOptions):
+    """Options of a search under importance from 1.8 down to 0.8 times the observed range."""
+
+    maxshrink: Shrink = 1 - 0.8 / 1.8
+    patience: Patience = 1000
+    grid: Grid = 200.0
+    norm: Norm = 2.4
+    expand: Expand = 1.8
+
+
+@Observer.register("nvfp4_expanded_imatrix")
+class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
+    """Weighs errors by E[x²], and tries wider ranges too, as ``nvfp4_expanded_mse`` does."""
+
+    remembers = "best of wider and narrower ranges under importance, Σx² and tokens"
+    when = "weights in NVFP4, as llm-compressor does it"
+    Options = ExpandedIMatrixOptions
 
 
 def checked_importance(importance: Tensor, columns: int, owner: str) -> Tensor:

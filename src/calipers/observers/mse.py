@@ -68,9 +68,13 @@ class ExpandedSearchOptions(SearchOptions):
     expand: Expand = 1.8
 
 
-@Observer.register("nvfp4_expanded_mse")
+@Observer.register("nvfp4_expanded_mse", alias="fouroversix")
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """Tries wider ranges too: fp4 is so coarse that its largest code may be better left unused."""
+    """Tries wider ranges too: fp4 is so coarse that its largest code may be better left unused.
+
+    To leave out the code 6, so that 4 is the largest, is to widen the range by half: one of the
+    candidates. llm-compressor calls this observer ``fouroversix`` too, and so may recipes here.
+    """
 
     remembers = "best of wider and narrower ranges"
     when = "weights in NVFP4"

@@ -77,6 +77,10 @@ class Registry(Generic[T]):
         """Return the other names they go by, sorted."""
         return sorted(self._aliases)
 
+    def aliases_of(self, cls: type) -> list[str]:
+        """Return the other names of a class, sorted."""
+        return [alias for alias in self.aliases() if self._classes[self._aliases[alias]] is cls]
+
     def find(self, name: str, *, allow_code: bool) -> type[T]:
         """Return the class of that name, or the one in ``path/to/file.py:Class``.
 

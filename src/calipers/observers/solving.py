@@ -40,9 +40,8 @@ class Problem(NamedTuple):
     def sample(self, most: int) -> Problem:
         """Return at most about ``most`` of the pieces, evenly spread."""
         step = -(-self.low.numel() // most)
-        return self._replace(
-            pieces=self.pieces[:, ::step], low=self.low[::step], high=self.high[::step]
-        )
+        low, high = (end.flatten(0, -2)[::step] for end in (self.low, self.high))
+        return self._replace(pieces=self.pieces.flatten(1, -4)[:, ::step], low=low, high=high)
 
 
 class Solution(NamedTuple):
