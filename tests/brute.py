@@ -43,7 +43,11 @@ def errors(
     norm: float = 2.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Σ w·|q−x|^norm of values under each scale, which may be negative."""
+    """Σ w·|q−x|^norm of values under each scale, which may be negative.
+
+    A scale under which a value leaves its own dtype is none.
+    """
+    most = torch.finfo(x.dtype).max
     x = x.double().flatten()
     w = torch.ones_like(x) if weights is None else weights.double().flatten()
     grid = torch.from_numpy(grid_of(args))
@@ -55,9 +59,11 @@ def errors(
             codes = codes.round_().clamp_(grid[0], grid[-1])
         else:
             codes = grid[torch.bucketize(codes, middles)]
-        error = codes.sub_(zero).mul_(part[:, None]).sub_(x).abs_()
+        values = codes.sub_(zero).mul_(part[:, None])
+        overflows = (values.abs() > most).any(1)
+        error = values.sub_(x).abs_()
         error = error.square_() if norm == 2 else error.pow_(norm)
-        found.append(error.mul_(w).sum(1))
+        found.append(error.mul_(w).sum(1).masked_fill_(overflows, torch.inf))
     return torch.cat(found)
 
 

@@ -170,12 +170,16 @@ def test_nvfp4(dtype: torch.dtype, importance: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_float32_scales_under_a_global_scale(dtype: torch.dtype) -> None:
-    """Without scale_dtype, compressed-tensors stores them so, whatever the weight is."""
+def test_plain_scales_under_a_global_scale(dtype: torch.dtype) -> None:
+    """Without scale_dtype, a module stores them in the dtype of its weight."""
     args, weight = arguments("tensor_group", "int4"), layer(3, dtype=dtype).weight
     qparams = build(args)(weight).get_qparams()
     assert qparams["scale"].dtype == torch.float32
+    assert torch.equal(qparams["scale"].to(dtype).float(), qparams["scale"])
     scales = torch.linspace(0.001, 0.5, 20_000, dtype=torch.float64)
+    if dtype != torch.float32:
+        stored = brute.floats_of(dtype) / qparams["global_scale"].double()
+        scales = brute.around(stored, weight)
     assert error(weight, qparams, args) <= least_error(weight, args, scales) * (1 + 1e-6)
 
 

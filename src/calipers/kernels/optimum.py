@@ -19,6 +19,7 @@ _TOGETHER = 32  # candidates tried at once
 _RESCORED = 8  # candidates of a sweep whose errors are summed anew
 _MOST_SWEPT = 1 << 18  # values of a piece
 _MOST_SORTED = 1 << 25  # scales at which codes of one piece change, in torch
+_POLISHED = 4  # candidates of a piece that are moved to where their codes err least
 _POLISHINGS = 20
 _ROUNDING = 1 + 1e-5  # more than sums in float32 are off
 
@@ -50,6 +51,7 @@ class Job(NamedTuple):
     norm: float
     weights: Tensor | None
     keep: int
+    most: float = torch.inf
 
 
 @torch.no_grad()
@@ -64,6 +66,7 @@ def best_scales(
     norm: float = 2.0,
     weights: Tensor | None = None,
     keep: int = 1,
+    most: float = torch.inf,
 ) -> Optimum:
     """Find for each piece the scale and the window with the least Σ w·|q−x|^norm.
 
@@ -72,7 +75,8 @@ def best_scales(
     the scales to choose from, ascending; ``None`` stands for every float, and asks for norm 2;
     with a window per zero point, or in pieces of more than 2¹⁸ values, scales of 8 significant bits
     are tried then, and the best ones moved to where their codes err least, until those stay.
-    NaN and Inf count as zero, which quantizes without error.
+    NaN and Inf count as zero, which quantizes without error. No scale is taken under which a value
+    becomes one beyond ``most``.
 
     >>> from calipers.numerics.formats import ScaleKind
     >>> from calipers.numerics.scales import windows_of
@@ -94,10 +98,11 @@ def best_scales(
         weights = weights.expand(pieces.shape)
     shape = min_vals.shape
     low, high = (bound.reshape(-1).clamp(*end) for bound, end in _bounds(min_vals, max_vals))
-    job = Job(pieces, low, high, fmt, windows, storable, norm, weights, keep)
+    job = Job(pieces, low, high, fmt, windows, storable, norm, weights, keep, most)
     if storable is None and not _can_be_swept(job):
         eight_bits = storable_scales(fmt, torch.bfloat16)
-        found = _polished(job, _search(job._replace(storable=eight_bits)))
+        more = job._replace(storable=eight_bits, keep=max(keep, _POLISHED))
+        found = Optimum(*(part[:, :keep] for part in _polished(more, _search(more))))
     else:
         found = _search(job)
     return Optimum(*(part.reshape(*shape, keep) for part in found))
@@ -112,7 +117,10 @@ def _can_be_swept(job: Job) -> bool:
 
 def _search(job: Job) -> Optimum:
     kernels = native_for(job.pieces) if job.norm <= HIGHEST_NATIVE_NORM else None
-    return _natively(kernels, job) if kernels else _in_torch(job)
+    if kernels is None:
+        return _in_torch(job)
+    found = _natively(kernels, job)
+    return found if job.storable is not None else _without_overflow(job, found)
 
 
 def _bounds(
@@ -151,12 +159,48 @@ def _natively(kernels: ModuleType, job: Job) -> Optimum:
             shifted,
             grid_name(job.fmt),
             job.norm,
+            job.most,
             best,
             window,
             errors,
             threads,
         )
     return Optimum(best, window, errors)
+
+
+def _without_overflow(job: Job, found: Optimum) -> Optimum:
+    """Sweep the few pieces again whose values become too large, of which a sweep is not told."""
+    ends = torch.tensor(job.windows, device=found.scales.device)[found.windows.long()]
+    zero, lowest, highest = ends[..., :3].unbind(-1)
+    again = _overflows(job, found.scales, zero, lowest, highest).any(1).nonzero().squeeze(1)
+    if not len(again):
+        return found
+    pieces, weights = (
+        None if part is None else _by_piece(part)[again][None, :, None]
+        for part in (job.pieces, job.weights)
+    )
+    assert pieces is not None
+    few = job._replace(pieces=pieces, weights=weights, low=job.low[again], high=job.high[again])
+    return Optimum(
+        *(old.index_copy(0, again, new) for old, new in zip(found, _in_torch(few), strict=True))
+    )
+
+
+def _overflows(
+    job: Job,
+    scales: Tensor,
+    zero: Tensor | float,
+    lowest: Tensor | float,
+    highest: Tensor | float,
+) -> Tensor:
+    """Whether an extremum, hence any value, becomes too large: scales are (pieces, candidates)."""
+    ends = torch.stack([job.low, job.high]).to(scales).unsqueeze(-1)
+    codes = (ends / scales.masked_fill(scales == 0, 1) + zero).clamp(
+        torch.as_tensor(lowest, device=scales.device),
+        torch.as_tensor(highest, device=scales.device),
+    )
+    largest = (job.fmt.round_(codes) - zero).mul_(scales).abs_().amax(0)
+    return ~(largest <= job.most)
 
 
 # In torch
@@ -235,7 +279,8 @@ def _enumerate(job: Job, x: Tensor, w: Tensor) -> Optimum:
                 break
             errors = _powers(_errors(job, x, window, measured), job.norm)
             errors = (errors * w.unsqueeze(1)).sum(-1, dtype=torch.float64)
-            kept.take(scales, number, errors.masked_fill_(at < 0, torch.inf))
+            leave = (at < 0) | _overflows(job, scales, *window[:3])
+            kept.take(scales, number, errors.masked_fill_(leave, torch.inf))
     found = kept.result((job.low == 0) & (job.high == 0))
     return found._replace(errors=found.errors * unit.double() ** job.norm)
 
@@ -288,7 +333,9 @@ def _sweep(job: Job, x: Tensor, w: Tensor) -> Optimum:
         lowest = torch.where(quadratic > 0, linear / quadratic, changes)
         scales = lowest.clamp(ends, changes).to(x.dtype).double()
         errors = total - scales * (2 * linear - scales * quadratic)
-        errors.masked_fill_(~(scales > 0) | ~(changes > 0), torch.inf)
+        leave = ~(scales > 0) | ~(changes > 0)
+        leave |= _overflows(job, scales.to(x.dtype), *window[:3])
+        errors.masked_fill_(leave, torch.inf)
         errors, at = errors.topk(min(keep, errors.shape[1]), largest=False)
         kept.take(scales.gather(1, at), number, errors)
     found = kept.result((job.low == 0) & (job.high == 0))

@@ -89,12 +89,15 @@ def _shifted_window(fmt: Format, zero: float) -> Window:
 
 
 def storable_scales(
-    fmt: Format, dtype: torch.dtype, global_scale: Tensor | None = None
+    fmt: Format,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """Return all positive scales, ascending, in float32; ``None`` where any float can be stored.
 
-    ``dtype`` is what a plain scale is stored in. Under a global scale the scales are what is left
-    after dividing by it.
+    A plain scale is stored in ``dtype``, that of the weight; what was asked for as ``scale_dtype``
+    it is rounded to before. Under a global scale the scales are what is left after dividing by it.
 
     >>> len(storable_scales(Format("int", 4, True, ScaleKind.FLOAT), torch.bfloat16))
     32639
@@ -104,17 +107,28 @@ def storable_scales(
         highest = 15 if dtype == torch.float16 else 127
         exponents = torch.arange(lowest, highest + 1, dtype=torch.float64, device="cpu")
         return exponents.exp2().float()
-    stored = stored_scales(fmt, dtype)
+    stored = stored_scales(fmt, dtype, scale_dtype)
     if stored is None or global_scale is None:
         return stored
     return stored / global_scale.detach().float().cpu()
 
 
-def stored_scales(fmt: Format, dtype: torch.dtype) -> Tensor | None:
-    """Return the positive numbers that stand in a checkpoint for scales that are no exponents."""
+def stored_scales(
+    fmt: Format, dtype: torch.dtype, scale_dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Return the positive numbers that stand in a checkpoint for scales that are no exponents.
+
+    >>> int4 = Format("int", 4, True, ScaleKind.FLOAT)
+    >>> float(stored_scales(int4, torch.bfloat16, torch.float16)[-1])
+    65280.0
+    """
     if fmt.scale is ScaleKind.E4M3_GLOBAL:
         return _positive(FP8_DTYPE)
-    return _positive(dtype) if dtype.itemsize <= 2 else None
+    small = [kind for kind in (scale_dtype, dtype) if kind is not None and kind.itemsize <= 2]
+    if not small:
+        return None
+    values = _positive(small[0])
+    return values[values.to(small[-1]).float() == values]
 
 
 def fine_scales(around: float) -> Tensor:

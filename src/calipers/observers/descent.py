@@ -27,7 +27,8 @@ def choose_together(
     """Return which candidate each piece takes.
 
     ``scales`` and ``zeros`` have shape (*qparam_shape, candidates), ``hessian`` (blocks, width,
-    width) along the columns of a row of pieces. The first candidate is where the search begins.
+    width) along the columns of a row of pieces. The search begins with the first candidate of all
+    pieces of a row and a block, or with the last one of all, whichever is better.
     """
     grid = as_grid(pieces, ordered=True)[0]
     hessian = hessian.to(grid.device, torch.float32)
@@ -101,10 +102,17 @@ def _descend(candidates: Tensor, hessian: Tensor) -> Tensor:
     # From here on (blocks, pieces of a block, grid rows, candidates, rows, columns).
     candidates = candidates.reshape(grid_rows, blocks, -1, count, rows, columns)
     candidates = candidates.permute(1, 2, 0, 3, 4, 5)
-    chosen = torch.zeros(candidates.shape[:3], dtype=torch.int64, device=hessian.device)
-    current = candidates[:, :, :, 0].clone()
+    starts = candidates[:, :, :, 0], candidates[:, :, :, -1]
     # H Δ of every row: what a change of one piece meets.
-    pull = _times(current.permute(0, 2, 3, 1, 4).flatten(-2), hessian)
+    pulls = [_times(_side_by_side(start), hessian) for start in starts]
+    forms = [
+        (pull * _side_by_side(start)).sum((-1, -2))
+        for pull, start in zip(pulls, starts, strict=True)
+    ]
+    last = forms[1] < forms[0]
+    chosen = torch.where(last, count - 1, 0)[:, None].repeat(1, candidates.shape[1], 1)
+    current = torch.where(last[:, None, :, None, None], starts[1], starts[0])
+    pull = torch.where(last[:, :, None, None], pulls[1], pulls[0])
     for _ in range(_ROUNDS):
         before = chosen.clone()
         for place in range(candidates.shape[1]):
@@ -121,6 +129,11 @@ def _descend(candidates: Tensor, hessian: Tensor) -> Tensor:
         if torch.equal(chosen, before):
             break
     return chosen.permute(2, 0, 1).flatten(1)
+
+
+def _side_by_side(pieces: Tensor) -> Tensor:
+    """Join (blocks, pieces, grid rows, rows, columns) to rows of whole blocks."""
+    return pieces.permute(0, 2, 3, 1, 4).flatten(-2)
 
 
 def _times(vectors: Tensor, matrices: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ class HistogramMSEObserver(ValueCountsObserver):
         scale, zero_point = scale.flatten(), zero_point.flatten()
         for piece, seen in enumerate(self.distributions()):
             if len(seen.values):
-                best = solve(self._problem(seen, low.dtype))
+                extremes = low.flatten()[piece], high.flatten()[piece]
+                best = solve(self._problem(seen, *extremes))
                 scale[piece], zero_point[piece] = best.scale, best.zero_point
         return {
             "scale": scale.reshape(shape),
@@ -175,11 +176,12 @@ class HistogramMSEObserver(ValueCountsObserver):
         lows, highs = (end.reshape(self.min_vals.shape).to(qparams["scale"]) for end in ends)
         return lows, highs
 
-    def _problem(self, seen: Distribution, dtype: torch.dtype) -> Problem:
-        values = seen.values.to(dtype).reshape(1, 1, 1, -1)
+    def _problem(self, seen: Distribution, *extremes: Tensor) -> Problem:
+        values = seen.values.to(extremes[0].dtype).reshape(1, 1, 1, -1)
         low, high = (end.reshape(1) for end in (values.min(), values.max()))
         weights = seen.counts.double().reshape(values.shape)
-        return Problem(values, low, high, self.args, self.options.norm, weights)
+        of_data = extremes[0].reshape(1).cpu(), extremes[1].reshape(1).cpu()
+        return Problem(values, low, high, self.args, self.options.norm, weights, extremes=of_data)
 
 
 class PercentileOptions(ObserverOptions):

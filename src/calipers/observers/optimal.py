@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from calipers.statistics.moments import SquareSums
 LEAST_IMPORTANCE = 2.0**-20
 """Of the mean. An idle channel counts so little, but it counts: its weights get a sound scale."""
 
-_GLOBAL_FACTORS = (1.0, 0.875, 0.75, 0.625)
+_GLOBAL_FACTORS = (0.875, 0.75, 0.625)
 _SAMPLE = 1 << 15  # pieces of a tensor by which a global scale is chosen
 
 
@@ -101,7 +101,7 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
         self._seen_version: int | None = None
         # By global scale: what was worked out, so that fused observers need not do it again.
         self._solutions: dict[float, Solution] = {}
-        self._sampled_errors: dict[float, float] = {}
+        self._errors: dict[tuple[str, float], float] = {}
         fmt = Format.of(self.args)
         if self.base_name != "weight":
             raise UnsuitableError(
@@ -302,17 +302,29 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
         able = [other for other in fused if isinstance(other, OptimalObserver)]
         if len(able) < len(fused):  # the others take the usual one, and all must have the same
             return usual
-        candidates = [usual * factor for factor in _GLOBAL_FACTORS]
-        # Summed exactly: whoever of them asks, in whatever order, comes to the same choice.
-        errors = [math.fsum(o._sampled_error(scale) for o in able) for scale in candidates]
-        return candidates[min(range(len(errors)), key=errors.__getitem__)]
+        candidates = [usual, *(usual * factor for factor in _GLOBAL_FACTORS)]
+        errors = [_total(able, OptimalObserver._sampled_error, scale) for scale in candidates]
+        best = candidates[min(range(len(errors)), key=errors.__getitem__)]
+        if best is usual:
+            return usual
+        # A sample may mislead; under the usual one nothing errs more than with min-max.
+        chosen = _total(able, OptimalObserver._solved_error, best)
+        return best if chosen <= _total(able, OptimalObserver._minmax_error, usual) else usual
 
     def _sampled_error(self, global_scale: Tensor) -> float:
-        key = float(global_scale)
-        if key not in self._sampled_errors:
-            sample = self._weight().sample(_SAMPLE)._replace(hessian=None, shortlist=1)
-            self._sampled_errors[key] = solve(sample, global_scale).error
-        return self._sampled_errors[key]
+        sample = self._weight().sample(_SAMPLE)._replace(hessian=None, shortlist=1)
+        return solve(sample, global_scale).error
+
+    def _solved_error(self, global_scale: Tensor) -> float:
+        solution = self._solved(global_scale)
+        if self._weight().hessian is None:
+            return solution.error
+        return error_of(self._weight(), solution.scale, solution.zero_point, global_scale)
+
+    def _minmax_error(self, global_scale: Tensor) -> float:
+        problem = self._weight()
+        minmax = safe_qparams(problem.low, problem.high, self.args, global_scale)
+        return error_of(problem, *minmax, global_scale)
 
     @guarded
     def reset(self) -> None:
@@ -326,7 +338,20 @@ class OptimalObserver(GathersInputs, SquareSums, BlockHessians):
             if name in self.fields():
                 delattr(self, name)
         self._solutions.clear()
-        self._sampled_errors.clear()
+        self._errors.clear()
+
+
+def _total(
+    observers: Sequence[OptimalObserver],
+    error: Callable[[OptimalObserver, Tensor], float],
+    global_scale: Tensor,
+) -> float:
+    """Sum an error exactly: whoever asks, in whatever order, comes to the same choice."""
+    key = error.__name__, float(global_scale)
+    for observer in observers:
+        if key not in observer._errors:
+            observer._errors[key] = error(observer, global_scale)
+    return math.fsum(observer._errors[key] for observer in observers)
 
 
 def _version(weight: Tensor) -> int | None:

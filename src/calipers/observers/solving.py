@@ -8,14 +8,17 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid
-from calipers.kernels.optimum import Optimum, best_scales
+from calipers.kernels.optimum import best_scales
+from calipers.kernels.quantize import quantization_errors
 from calipers.numerics.formats import Format, ScaleKind
-from calipers.numerics.qparams import safe_qparams
-from calipers.numerics.scales import fine_scales, storable_scales, stored_scales, windows_of
-from calipers.observers.descent import by_rows, choose_together, differences, quadratic_error
-
-_TILE = 1 << 22  # numbers worked on at once
+from calipers.numerics.qparams import quantize_dequantize, safe_qparams
+from calipers.numerics.scales import (
+    fine_scales,
+    storable_scales,
+    stored_scales,
+    windows_of,
+)
+from calipers.observers.descent import choose_together, quadratic_error
 
 
 class Problem(NamedTuple):
@@ -24,7 +27,8 @@ class Problem(NamedTuple):
     ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``low`` and ``high`` are its
     extrema, ``weights`` broadcasts with it: the error is Σ w·|q−x|^norm. If there is a ``hessian``,
     blocks of shape (blocks, width, width) along the columns, the ``shortlist`` best candidates by
-    that error are judged by Δᵀ H Δ instead, Δ the difference q−x of each row.
+    that error are judged by Δᵀ H Δ instead, Δ the difference q−x of each row. ``extremes`` are what
+    min-max goes by, where the pieces are rounded.
     """
 
     pieces: Tensor
@@ -36,6 +40,7 @@ class Problem(NamedTuple):
     hessian: Tensor | None = None
     signed: bool = False
     shortlist: int = 1
+    extremes: tuple[Tensor, Tensor] | None = None
 
     def sample(self, most: int) -> Problem:
         """Return at most about ``most`` of the pieces, evenly spread."""
@@ -52,19 +57,58 @@ class Solution(NamedTuple):
     error: float
 
 
+class _Candidates(NamedTuple):
+    """Scales as they are stored, and zero points: (*qparam_shape, candidates)."""
+
+    scales: Tensor
+    zeros: Tensor
+
+    def at(self, index: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Return one candidate of each piece."""
+        if isinstance(index, int):
+            return self.scales[..., index], self.zeros[..., index]
+        at = index.unsqueeze(-1)
+        return self.scales.gather(-1, at).squeeze(-1), self.zeros.gather(-1, at).squeeze(-1)
+
+
 @torch.no_grad()
 def solve(problem: Problem, global_scale: Tensor | None = None) -> Solution:
-    """Find the best of all parameters that can be stored."""
-    args, fmt = problem.args, Format.of(problem.args)
-    scale, zero_point = safe_qparams(problem.low, problem.high, args, global_scale)
-    dtype = scale.dtype
-    if fmt.scale is ScaleKind.FLOAT and args.scale_dtype is not None:
-        dtype = args.scale_dtype
-    storable = storable_scales(fmt, dtype, global_scale)
+    """Find the best of all parameters that can be stored. Min-max is always tried, too.
+
+    Candidates are judged as compressed-tensors stores them, a plain scale in the dtype of the
+    pieces, and by its arithmetic.
+    """
+    extremes = problem.extremes or (problem.low, problem.high)
+    minmax = safe_qparams(*extremes, problem.args, global_scale)
+    found = _searched(problem, global_scale)
+    candidates = _with_minmax(problem, found, *minmax, global_scale)
+    chosen, errors = _judged(problem, candidates, global_scale)
+    scale, zero_point = (
+        part.reshape(like.shape).to(like) for part, like in zip(chosen, minmax, strict=True)
+    )
+    return Solution(scale, zero_point, float(errors.sum()))
+
+
+@torch.no_grad()
+def error_of(
+    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None = None
+) -> float:
+    """Return the error of the whole tensor under given parameters."""
+    if problem.hessian is not None:
+        scale = _effective(scale, global_scale)
+        return quadratic_error(problem.pieces, scale, zero_point, problem.hessian, problem.args)
+    return float(_errors(problem, scale, zero_point, global_scale).sum())
+
+
+def _searched(problem: Problem, global_scale: Tensor | None) -> _Candidates:
+    """Search all scales; one of zero stands for a piece of zeros."""
+    fmt, dtype = Format.of(problem.args), problem.pieces.dtype
+    wanted = problem.args.scale_dtype if fmt.scale is ScaleKind.FLOAT else None
+    storable = storable_scales(fmt, dtype, global_scale, wanted)
     if storable is None and problem.norm != 2:  # only parabolas can be swept
         largest = max(-float(problem.low.min()), float(problem.high.max()))
         storable = fine_scales(largest or 1.0)
-    found = best_scales(
+    scales, window, _ = best_scales(
         problem.pieces,
         problem.low,
         problem.high,
@@ -74,41 +118,96 @@ def solve(problem: Problem, global_scale: Tensor | None = None) -> Solution:
         norm=problem.norm,
         weights=problem.weights,
         keep=problem.shortlist,
+        most=torch.finfo(dtype).max,
     )
-    found = _judged_by_hessian(problem, found) if problem.hessian is not None else found
-    best, window, error = (part[..., 0] for part in found)
+    if global_scale is not None:
+        stored = _under(global_scale, scales, stored_scales(fmt, dtype, wanted))
+        scales = torch.where(scales == 0, 0, stored)
+    mirrored = (window == 1) & fmt.symmetric
+    return _Candidates(torch.where(mirrored, -scales, scales), _zero_points(window, fmt))
+
+
+def _with_minmax(
+    problem: Problem,
+    found: _Candidates,
+    scale: Tensor,
+    zero_point: Tensor,
+    global_scale: Tensor | None,
+) -> _Candidates:
+    """Add min-max, as it is stored; where it is unsound there is nothing to add."""
+    shape = problem.low.shape
+    scale = scale.reshape(shape).to(problem.pieces.dtype).to(found.scales)
+    zero_point = zero_point.reshape(shape).to(found.zeros)
     # Pieces of nothing but zeros take what min-max gives them.
-    is_zero = (best == 0).reshape(scale.shape)
-    if global_scale is not None:
-        best = _under(global_scale, best, stored_scales(fmt, dtype))
-    chosen = _signed(best, window, fmt).reshape(scale.shape).to(scale.device)
-    zeros = _zero_points(window, fmt).reshape(scale.shape).to(scale.device)
-    scale = torch.where(is_zero, scale.to(chosen), chosen).to(scale.dtype)
-    zero_point = torch.where(is_zero, zero_point.to(zeros), zeros).to(zero_point.dtype)
-    return Solution(scale, zero_point, float(error.sum()))
+    is_zero = found.scales == 0
+    found = _Candidates(
+        torch.where(is_zero, scale.unsqueeze(-1), found.scales),
+        torch.where(is_zero, zero_point.unsqueeze(-1), found.zeros),
+    )
+    sound = torch.isfinite(scale) & (scale > 0)
+    sound &= ~_overflows(problem, scale, zero_point, global_scale)
+    best, zero_of_best = found.at(0)
+    added = torch.where(sound, scale, best), torch.where(sound, zero_point, zero_of_best)
+    return _Candidates(
+        *(torch.cat([old, new.unsqueeze(-1)], -1) for old, new in zip(found, added, strict=True))
+    )
 
 
-@torch.no_grad()
-def error_of(
-    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None = None
-) -> float:
-    """Return the error of the whole tensor under given parameters."""
-    if global_scale is not None:
-        scale = scale.float() / global_scale
+def _judged(
+    problem: Problem, candidates: _Candidates, global_scale: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the best candidate of each piece, and its plain error."""
     if problem.hessian is not None:
-        return quadratic_error(problem.pieces, scale, zero_point, problem.hessian, problem.args)
-    x = as_grid(problem.pieces, ordered=True)
-    weights = torch.ones(()) if problem.weights is None else problem.weights
-    weights = as_grid(weights.to(x.device).expand(problem.pieces.shape), ordered=True)
-    scales, zeros = (part.double().reshape(*x.shape[1:3]) for part in (scale, zero_point))
-    step = max(1, _TILE // x[:, 0].numel())
-    total = 0.0
-    for start in range(0, x.shape[1], step):
-        these = slice(start, start + step)
-        for values, w in zip(by_rows(x[:, these]), by_rows(weights[:, these]), strict=True):
-            part = differences(values.double(), scales[these], zeros[these], problem.args)
-            total += float((part.abs().pow(problem.norm) * w).sum())
-    return total
+        scales, zeros = _effective(candidates.scales, global_scale), candidates.zeros
+        at = choose_together(problem.pieces, scales, zeros, problem.hessian, problem.args)
+        chosen = candidates.at(at)
+        return chosen, _errors(problem, *chosen, global_scale)
+    best, minmax = candidates.at(0), candidates.at(-1)
+    errors, of_minmax = (
+        _errors(problem, *each, global_scale).masked_fill_(
+            _overflows(problem, *each, global_scale), torch.inf
+        )
+        for each in (best, minmax)
+    )
+    keep = errors <= of_minmax
+    scale, zero_point = (
+        torch.where(keep, ours, theirs) for ours, theirs in zip(best, minmax, strict=True)
+    )
+    return (scale, zero_point), torch.where(keep, errors, of_minmax)
+
+
+def _errors(
+    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None
+) -> Tensor:
+    return quantization_errors(
+        problem.pieces,
+        _effective(scale, global_scale),
+        zero_point,
+        problem.args,
+        problem.norm,
+        problem.weights,
+    )
+
+
+def _effective(scale: Tensor, global_scale: Tensor | None) -> Tensor:
+    """Return what codes are multiplied by."""
+    if global_scale is None:
+        return scale
+    wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    return wide / global_scale.to(scale.device)
+
+
+def _overflows(
+    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None
+) -> Tensor:
+    """Whether what becomes of the extrema, hence of any value, leaves the dtype of the pieces."""
+    fmt, scale = Format.of(problem.args), _effective(scale, global_scale)
+    zeros = None if fmt.symmetric else zero_point
+    ends = (
+        quantize_dequantize(end.to(scale), scale, zeros, fmt).abs()
+        for end in (problem.low, problem.high)
+    )
+    return ~(torch.maximum(*ends) <= torch.finfo(problem.pieces.dtype).max)
 
 
 def _under(global_scale: Tensor, best: Tensor, stored: Tensor | None) -> Tensor:
@@ -121,22 +220,7 @@ def _under(global_scale: Tensor, best: Tensor, stored: Tensor | None) -> Tensor:
     return stored[torch.searchsorted(storable, best.contiguous()).clamp(max=len(stored) - 1)]
 
 
-def _signed(best: Tensor, window: Tensor, fmt: Format) -> Tensor:
-    return torch.where(window == 1, -best, best) if fmt.symmetric else best
-
-
 def _zero_points(window: Tensor, fmt: Format) -> Tensor:
     """Return the zero point of each window; windows are in the order of zero points."""
     values = torch.zeros(2) if fmt.symmetric else fmt.values()
     return values.to(window.device)[window.long()]
-
-
-def _judged_by_hessian(problem: Problem, found: Optimum) -> Optimum:
-    """Keep the candidates with the least Δᵀ H Δ."""
-    assert problem.hessian is not None
-    fmt = Format.of(problem.args)
-    signed = torch.where(found.windows == 1, -1, 1) if fmt.symmetric else 1
-    scales = (found.scales * signed).masked_fill(found.scales == 0, 1)
-    zeros = _zero_points(found.windows, fmt)
-    at = choose_together(problem.pieces, scales, zeros, problem.hessian, problem.args)
-    return Optimum(*(part.gather(-1, at.unsqueeze(-1)) for part in found))

@@ -172,6 +172,7 @@ struct OptimumJob {
   const float* storable;        // [scales], ascending, and a vector more
   std::int64_t scales;
   float halvable;               // from which scale on half of it can be stored too
+  float most;                   // beyond which no value is to get
   const Window* windows;
   std::int64_t window_count;
   bool windows_have_floor;      // they are parts of one endless grid
@@ -214,14 +215,14 @@ struct CountsJob {
 };
 
 struct QuantizeJob {
-  Pieces values;
+  Pieces values, weights;       // weights.data is null if all errors count alike
   Cut cut;
   const float *scales, *zero_points;  // [pieces]; zero_points may be null
   Grid grid;
   float lowest, highest;
   float norm;
   Power power;
-  std::byte* output;            // packed, dtype of the values
+  std::byte* output;            // packed, dtype of the values; null if nobody asks for them
   double* errors;               // [chunks][pieces]
 };
 

@@ -366,8 +366,10 @@ void set_pieces(Job& job, const Tensor& values, const std::optional<Tensor>& wei
 void optimum(const Tensor& values, std::optional<Tensor> weights, Array<const float> low,
              Array<const float> high, Array<const float> storable, float halvable,
              Array<const float> windows, bool shifted, const std::string& grid, double norm,
-             Array<float> best, Array<std::int32_t> window, Array<double> errors, int threads) {
+             float most, Array<float> best, Array<std::int32_t> window, Array<double> errors,
+             int threads) {
   OptimumJob job{};
+  job.most = most;
   const std::vector<Window> made = windows_of(windows);
   set_pieces(job, values, weights, low, high, made, best, window, errors);
   // Vectors are loaded from any scale on.
@@ -455,12 +457,14 @@ void count_values(const Tensor& values, Array<std::int64_t> counts, int threads)
 
 std::int64_t quantize_chunks(const Tensor& values) { return cut_of(pieces_of(values)).chunks; }
 
-void quantize(const Tensor& values, Array<const float> scales,
+void quantize(const Tensor& values, std::optional<Tensor> weights, Array<const float> scales,
               std::optional<Array<const float>> zero_points, const std::string& grid, float lowest,
-              float highest, double norm, nb::ndarray<nb::c_contig, nb::device::cpu> output,
+              float highest, double norm,
+              std::optional<nb::ndarray<nb::c_contig, nb::device::cpu>> output,
               Array<double> errors, int threads) {
   QuantizeJob job{};
   job.values = pieces_of(values);
+  if (weights) job.weights = weights_of(*weights, values);
   const std::int64_t pieces = job.values.count();
   job.cut = cut_of(job.values);
   expect(scales.size(), pieces, "scales");
@@ -472,11 +476,14 @@ void quantize(const Tensor& values, Array<const float> scales,
   job.highest = highest;
   job.norm = static_cast<float>(norm);
   job.power = power_of(norm);
-  expect(output.size(), pieces * job.values.length(), "output");
-  if (output.dtype() != values.dtype()) throw nb::type_error("output must have the values' dtype.");
-  job.output = static_cast<std::byte*>(output.data());
+  if (output) {
+    expect(output->size(), pieces * job.values.length(), "output");
+    if (output->dtype() != values.dtype())
+      throw nb::type_error("output must have the values' dtype.");
+    job.output = static_cast<std::byte*>(output->data());
+  }
   job.errors = errors.data();
-  run(chosen->quantize, job, threads, pieces * job.values.length(), 2 * kTileBytes);
+  run(chosen->quantize, job, threads, pieces * job.values.length(), 3 * kTileBytes);
 }
 
 }  // namespace
@@ -497,7 +504,7 @@ NB_MODULE(_native, m) {
         "threads"_a);
   m.def("optimum", &optimum, "values"_a, "weights"_a.none(), "low"_a.noconvert(), "high"_a.noconvert(),
         "storable"_a.noconvert(), "halvable"_a, "windows"_a.noconvert(), "shifted"_a, "grid"_a, "norm"_a,
-        "best"_a.noconvert(), "window"_a.noconvert(), "errors"_a.noconvert(), "threads"_a);
+        "most"_a, "best"_a.noconvert(), "window"_a.noconvert(), "errors"_a.noconvert(), "threads"_a);
   m.def("sweep", &sweep, "values"_a, "weights"_a.none(), "low"_a.noconvert(), "high"_a.noconvert(),
         "windows"_a.noconvert(), "magnitudes"_a.noconvert(), "best"_a.noconvert(),
         "window"_a.noconvert(), "errors"_a.noconvert(), "threads"_a);
@@ -509,7 +516,8 @@ NB_MODULE(_native, m) {
         "sums"_a.noconvert(), "threads"_a);
   m.def("count_values", &count_values, "values"_a, "counts"_a.noconvert(), "threads"_a);
   m.def("quantize_chunks", &quantize_chunks, "values"_a);
-  m.def("quantize", &quantize, "values"_a, "scales"_a.noconvert(), "zero_points"_a.noconvert().none(),
-        "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "output"_a.noconvert(),
+  m.def("quantize", &quantize, "values"_a, "weights"_a.none(), "scales"_a.noconvert(),
+        "zero_points"_a.noconvert().none(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a,
+        "output"_a.noconvert().none(),
         "errors"_a.noconvert(), "threads"_a);
 }

@@ -77,6 +77,7 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
   bool whole = false;             // the piece fits into a tile, and is there
   const Window* window = nullptr; // that the limits in the tile are of
   double length = 0;              // |x|
+  bool may_overflow = false;      // nothing becomes more than twice as large as it is
   Kept kept{};
 
   PieceSearch(const OptimumJob& job, std::byte* memory)
@@ -207,6 +208,22 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
     return total;
   }
 
+  // Whether an extremum, hence any value, becomes larger than allowed.
+  bool overflows(const Window& in, float scale) const {
+    if (!may_overflow) return false;
+    V x{}, limit{}, error[1];
+    x[0] = (shifted ? job.low[piece] : -job.low[piece]) * unit;
+    x[1] = job.high[piece] * unit;
+    limit[0] = in.zero - in.lowest + Codes::offset;
+    limit[1] = in.highest - in.zero + Codes::offset;
+    Quantizer by[1];
+    by[0].scale = maximum(all(scale * unit), all(1e-30f));
+    by[0].inverse = reciprocal(by[0].scale);
+    Codes::template errors<1>(x, limit, in, by, error);
+    const V value = absolute(x - error[0]);
+    return !(value[0] <= job.most * unit && value[1] <= job.most * unit);
+  }
+
   // Where in the table a window is to be searched
 
   // The first scale that is not below.
@@ -319,7 +336,7 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
   void search_window(std::int32_t number, std::int64_t top) {
     const Window& in = job.windows[number];
     const auto take = [&](std::int32_t index, double error) {
-      kept.take(job.storable[index], number, error);
+      if (!overflows(in, job.storable[index])) kept.take(job.storable[index], number, error);
     };
     std::int64_t stride = coarse_stride(top);
     std::int64_t count = descend(in, top, stride, take);
@@ -361,6 +378,7 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
     piece = number;
     const V largest = larger_magnitude(all(job.low[piece]), all(job.high[piece]));
     unit = unit_of(largest)[0];
+    may_overflow = !(largest[0] <= job.most / 2);
     whole = false;
     window = nullptr;
     const std::int64_t at = piece * job.kept;
