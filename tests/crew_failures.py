@@ -37,7 +37,7 @@ FAILURES: dict[str, tuple[int, Any, str]] = {
     "reading data": (0, calipers.entrypoint, "calibration_batches"),
     "calibrating the model": (1, running, "call_model"),
     "working out the parameters of activations": (1, concluding.Observer, "get_qparams"),
-    "working out the parameters of weights": (2, concluding, "weight_error"),
+    "working out the parameters of weights": (2, concluding, "weight_loss"),
     "preparing the next step": (0, calipers.entrypoint, "report_coverage"),
     "freezing the model": (1, calipers.entrypoint, "freeze"),
     "writing the checkpoint": (0, calipers.entrypoint, "write_checkpoint"),

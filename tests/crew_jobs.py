@@ -111,6 +111,7 @@ def quantize(
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "(The data has|.* static ranges)", CalipersWarning)
         warnings.filterwarnings("ignore", ".*saw (no|less)", CalipersWarning)
+        warnings.filterwarnings("ignore", ".*static activations? loses? more", CalipersWarning)
         return oneshot(model, how, data, shuffle=False, timeout=timeout, progress=False, **options)
 
 
@@ -127,6 +128,7 @@ def found(result: Any) -> dict[str, Any]:
         "tokens": coverage.tokens,
         "applied": coverage.applied,
         "errors": dict(result.errors),
+        "costs": dict(result.costs),
         "rows": result.plan.rows(),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from calipers.calibration.concluding import Conclusions, Findings, report_coverage
+from calipers.calibration.costs import ModuleCosts, report_costs
 from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew, fingerprint
@@ -55,6 +56,7 @@ class OneshotResult:
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param recipe: the recipe, as it was read
     :param output_dir: where the checkpoint is, if one was asked for
+    :param costs: module → what its static activations and its output lose, where data ran
     """
 
     model: PreTrainedModel
@@ -63,6 +65,7 @@ class OneshotResult:
     errors: Mapping[str, float]
     recipe: Recipe
     output_dir: Path | None = None
+    costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -232,6 +235,7 @@ def oneshot(
                 _PIPELINES[chosen](run, batches)
             if crew.rank == 0:
                 report_coverage(findings.coverage)
+                report_costs(findings.costs)
             notes = _notes(findings, chosen, forward, crew.share(_amount(batches)))
             with crew.step("freezing the model"):
                 freeze(loaded, findings.plan, findings.qparams)
@@ -249,7 +253,15 @@ def oneshot(
                         max_shard_size=max_shard_size,
                     )
     written = None if output_dir is None else Path(output_dir)
-    return OneshotResult(loaded, findings.plan, findings.coverage, findings.errors, parsed, written)
+    return OneshotResult(
+        loaded,
+        findings.plan,
+        findings.coverage,
+        findings.errors,
+        parsed,
+        written,
+        costs=findings.costs,
+    )
 
 
 def _load_batches(
@@ -333,4 +345,5 @@ def _notes(
         "tokens": sum(tokens for _, tokens in amounts),
         "coverage": findings.coverage.as_dict(),
         "weight_errors": findings.errors,
+        "costs": {name: asdict(each) for name, each in findings.costs.items()},
     }

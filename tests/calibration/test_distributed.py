@@ -51,6 +51,13 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(ours["parameters"][name], tensor, rtol=0, atol=0, msg=name)
     for key in ("tokens", "applied", "errors", "rows"):
         assert ours[key] == expected[key], key
+    assert ours["costs"].keys() == expected["costs"].keys()
+    for name, costs in expected["costs"].items():
+        mine = ours["costs"][name]
+        assert mine.tensors == costs.tensors, name  # from counts, which add up exactly
+        for output in ("weight", "input", "typical_input"):
+            near = getattr(costs, output) and pytest.approx(getattr(costs, output), rel=1e-6)
+            assert getattr(mine, output) == near, name
 
 
 class TestResults:

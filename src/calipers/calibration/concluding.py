@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 from compressed_tensors.offload import disable_onloading
-from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.calibration.costs import ActivationCost, ModuleCosts, activation_cost
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.distributed import Crew
 from calipers.calibration.lifecycle import observe
+from calipers.calibration.output_errors import module_costs, weight_loss
 from calipers.calibration.plan import Plan, PlannedModule, PlannedTensor
 from calipers.calibration.progress import Progress
 from calipers.calibration.watching import WatchedModel
 from calipers.errors import CalipersWarning, UnseenModulesError
 from calipers.kernels.memory import Freed
-from calipers.kernels.quantize import quantize_with_error
-from calipers.numerics.layout import Layout
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.gathering import GathersInputs
 
@@ -38,6 +37,7 @@ class Findings:
     :param plan: the plan, as it was carried out
     :param qparams: (module, tensor) → its parameters
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param costs: module → what its static activations and its output lose
     :param sums: module → the sums of its inputs that the plan wants left on it
     """
 
@@ -45,6 +45,7 @@ class Findings:
     coverage: Coverage
     qparams: dict[tuple[str, str], QParamsDict] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, ModuleCosts] = field(default_factory=dict)
     sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
@@ -68,12 +69,15 @@ class Conclusions:
         self._watched.finish()
         self._watched.dismiss(names)
         self._count(names)
-        self._crew.merge(self._watched.data_observers(names))
+        recorded = self._watched.recording.statistics(names)
+        self._crew.merge([*self._watched.data_observers(names), *recorded])
         modules = self._settle_unseen(modules)
         for name in wanted & self._watched.gatherers.keys():
             self._findings.sums[name] = self._watched.gatherers[name].gathered()
         self._solve_activations(modules)
+        self._judge_activations(modules)
         self._solve_weights(modules)
+        self._watched.recording.forget(names)
 
     # What was seen
 
@@ -151,10 +155,33 @@ class Conclusions:
         for found in reversed(self._crew.share(mine)):
             self._findings.qparams |= found
 
+    def _judge_activations(self, modules: list[PlannedModule]) -> None:
+        """Work out what the parameters of static activations make of all that was seen."""
+        solved = [
+            (module.name, tensor)
+            for module in modules
+            for tensor in module.tensors
+            if self._watched.recording.counts(module.name, tensor.base_name)
+            and (module.name, tensor.base_name) in self._findings.qparams
+        ]
+        mine: dict[str, dict[str, ActivationCost]] = defaultdict(dict)
+        with self._crew.step("judging activations"):
+            for name, tensor in self._crew.my_part(solved, lambda _: 1):
+                qparams = self._findings.qparams[name, tensor.base_name]
+                counts = self._watched.recording.counts(name, tensor.base_name)
+                cost = counts and activation_cost(*counts, tensor.args, qparams)
+                if cost:
+                    mine[name][tensor.base_name] = cost
+        for found in self._crew.share(dict(mine)):
+            for name, tensors in found.items():
+                known = self._findings.costs.get(name, ModuleCosts())
+                self._findings.costs[name] = replace(known, tensors={**known.tensors, **tensors})
+
     def _solve_weights(self, modules: list[PlannedModule]) -> None:
         groups = self._weight_groups(modules)
         mine: dict[tuple[str, str], QParamsDict] = {}
         errors: dict[str, float] = {}
+        costs: dict[str, ModuleCosts] = {}
         freed = Freed()
         with self._crew.step("working out the parameters of weights"):
             for group in self._counted(self._crew.my_part(groups, self._size)):
@@ -164,13 +191,19 @@ class Conclusions:
                     observer = self._watched.observers[name, "weight"]
                     mine[name, "weight"] = observer.get_qparams()
                     weight: Any = self._watched.module(name).weight
-                    errors[name] = weight_error(weight, observer.args, mine[name, "weight"])
+                    streams = self._watched.recording.streams(name)
+                    loss = weight_loss(weight, observer.args, mine[name, "weight"], streams)
+                    errors[name] = loss.error
+                    if streams is not None:
+                        known = self._findings.costs.get(name, ModuleCosts())
+                        costs[name] = module_costs(weight, loss, streams, known.tensors)
                     freed.count(weight.nbytes)
                 self._forget(group)
         self._forget(name for group in groups for name in group)  # also what others solved
-        for found, error in self._crew.share((mine, errors)):
+        for found, error, cost in self._crew.share((mine, errors, costs)):
             self._findings.qparams |= found
             self._findings.errors |= error
+            self._findings.costs |= cost
 
     def _counted(self, groups: list[list[str]]) -> Iterator[list[str]]:
         """Go through groups of weights and show how far this is."""
@@ -207,25 +240,6 @@ class Conclusions:
         with disable_onloading():
             weights: list[Any] = [self._watched.module(name).weight for name in group]
         return sum(weight.numel() for weight in weights)
-
-
-def weight_error(weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> float:
-    """Return ‖Q(W) − W‖ / ‖W‖; 0 for a weight of zeros.
-
-    >>> args = QuantizationArgs(num_bits=4)
-    >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
-    >>> weight_error(torch.tensor([[3.0, 0.25, -4.0]]), args, found) == 0.25 / 25.0625**0.5
-    True
-    """
-    pieces = Layout.of("weight", args).pieces(weight.detach())
-    shape = pieces.shape[1:-2]
-    scale = qparams["scale"].to(torch.promote_types(weight.dtype, torch.float32))
-    if qparams["global_scale"] is not None:
-        scale = scale / qparams["global_scale"]
-    zero_point = qparams["zero_point"].reshape(shape)
-    _, errors = quantize_with_error(pieces, scale.reshape(shape), zero_point, args)
-    norm = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
-    return math.sqrt(float(errors.sum())) / norm if norm else 0.0
 
 
 def report_coverage(coverage: Coverage) -> None:

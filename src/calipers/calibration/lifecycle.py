@@ -74,12 +74,12 @@ def calibrate_input_hook(
     module: torch.nn.Module, args: Any, kwargs: dict[str, Any] | None = None
 ) -> None:
     """Show the input of a module to its observer: a forward-pre hook, with or without kwargs."""
-    _show(module, "input", _first_tensor((args, kwargs or {})))
+    _show(module, "input", first_tensor((args, kwargs or {})))
 
 
 def calibrate_output_hook(module: torch.nn.Module, _args: Any, output: Any) -> None:
     """Show the output of a module to its observer: a forward hook."""
-    _show(module, "output", _first_tensor(output))
+    _show(module, "output", first_tensor(output))
 
 
 def calibrate_query_hook(module: torch.nn.Module, states: Tensor) -> None:
@@ -101,7 +101,7 @@ def gather_importance_hook(
     observer: GathersInputs, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> None:
     """Add the input of a module to the sums of an observer: bound to it, a forward-pre hook."""
-    tensor = _first_tensor((args, kwargs))
+    tensor = first_tensor((args, kwargs))
     if tensor is not None and tensor.numel():
         mask = mask_for(tensor, "input", observer.label())
         read(module, observer, Gatherer, tensor, mask)
@@ -119,7 +119,7 @@ def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> Non
         read(module, observer, Watcher, tensor, mask)
 
 
-def _first_tensor(value: Any) -> Tensor | None:
+def first_tensor(value: Any) -> Tensor | None:
     """Find the first tensor in the arguments or the result of a module."""
     if isinstance(value, Tensor):
         return value
@@ -127,7 +127,7 @@ def _first_tensor(value: Any) -> Tensor | None:
         value = value.values()
     elif not isinstance(value, (tuple, list)):
         return None
-    return next((found for item in value if (found := _first_tensor(item)) is not None), None)
+    return next((found for item in value if (found := first_tensor(item)) is not None), None)
 
 
 def expose_states(model: Any, module: torch.nn.Module, kind: ModuleKind) -> None:

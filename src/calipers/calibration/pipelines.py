@@ -53,7 +53,8 @@ def run_datafree(run: Run) -> None:
 
 def run_basic(run: Run, batches: Batches) -> None:
     """Run each batch through the whole model."""
-    model, head = run.watched.model, _head_is_idle(run.watched)
+    model, idle = run.watched.model, _idle_head(run.watched)
+    run.watched.dismiss(idle)
     with onloaded([model], run.device):
         with (
             run.crew.step("calibrating the model"),
@@ -63,7 +64,7 @@ def run_basic(run: Run, batches: Batches) -> None:
             for index, batch in enumerate(batches):
                 run.crew.check()
                 with run.watched.batch(index, batch["attention_mask"]):
-                    call_model(model, moved(batch, run.device), skip_head=head)
+                    call_model(model, moved(batch, run.device), skip_head=bool(idle))
                 add(int(batch["attention_mask"].sum()))
                 if run.early is not None:
                     run.early.after(index, len(batches), run.watched.plan.names)
@@ -141,11 +142,9 @@ def onloaded(
                 tensor.data = data
 
 
-def _head_is_idle(watched: WatchedModel) -> bool:
-    """Whether nothing is to be learned from the output layer."""
+def _idle_head(watched: WatchedModel) -> list[str]:
+    """Return the name of the output layer if nothing is to be learned from it."""
     find = getattr(watched.model, "get_output_embeddings", lambda: None)
     head = find()
-    if head is None:
-        return False
     names = [name for name, module in watched.model.named_modules() if module is head]
-    return not watched.data_observers(names)
+    return [] if watched.data_observers(names) else names

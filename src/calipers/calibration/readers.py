@@ -13,6 +13,7 @@ from calipers.calibration.sharing import Reader, SharedReading
 from calipers.errors import NonFiniteError
 from calipers.observers import Observer
 from calipers.observers.gathering import GathersInputs
+from calipers.statistics.activations import ActivationStatistics
 
 
 class Watcher(Reader):
@@ -80,10 +81,41 @@ class Gatherer(Reader):
             setattr(self.observer, name, value.clone())
 
 
+class Recorder(Reader):
+    """The statistics that costs are worked out from, as a reader of tensors.
+
+    :param dtype: what tensors are rounded to before they are measured; None: nothing
+    """
+
+    def __init__(
+        self, statistics: ActivationStatistics, dtype: torch.dtype | None = None
+    ) -> None:
+        self.statistics, self._dtype = statistics, dtype
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What is gathered."""
+        return str(sorted(self.statistics.configuration().items())), self._dtype
+
+    @property
+    def label(self) -> str:
+        """The name of the statistics."""
+        return self.statistics.label()
+
+    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
+        """Take the tensor in."""
+        self.statistics.take(_rounded(tensor, self._dtype), mask)
+
+    def copy_from(self, other: Reader) -> None:
+        """Know what another reader knows."""
+        assert isinstance(other, Recorder)
+        self.statistics.share_fields(other.statistics)
+
+
 def read(
     module: torch.nn.Module,
     observer: Any,
-    reader: type[Watcher] | type[Gatherer],
+    reader: type[Watcher] | type[Gatherer] | type[Recorder],
     tensor: Tensor,
     mask: Tensor | None,
 ) -> None:

@@ -23,6 +23,7 @@ from calipers.calibration import lifecycle
 from calipers.calibration.masks import token_mask
 from calipers.calibration.plan import Plan, PlannedModule
 from calipers.calibration.precision import own_dtype
+from calipers.calibration.recording import CostRecording
 from calipers.calibration.sharing import SharedReading
 from calipers.calibration.snapshot import Snapshot
 from calipers.errors import NonFiniteError
@@ -55,6 +56,7 @@ class WatchedModel:
         self._dtype = dtype
         self.observers: dict[tuple[str, str], Observer] = {}
         self.gatherers: dict[str, IMatrixMSEObserver] = {}
+        self.recording = CostRecording(self.observers)
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
         self._sharing = SharedReading() if share_inputs else None
         self._before: Snapshot | None = None
@@ -142,6 +144,8 @@ class WatchedModel:
             if observer is not None:
                 self.observers[planned.name, base_name] = observer
                 self._handles[planned.name] += _register(module, base_name, observer)
+        if self.plan.needs_data:
+            self._handles[planned.name] += self.recording.attach(planned, module)
 
     def _gather(self, name: str) -> None:
         """Sum up the inputs of a module for whoever comes later."""

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.statistics.base import Reduction
+from calipers.statistics.guarding import guarded
 from calipers.statistics.moments import SquareSums
 from calipers.statistics.value_counts import ValueCounts
 
@@ -64,6 +65,7 @@ class ActivationStatistics(SquareSums, ValueCounts):
         """Whether values were counted as they are, not rounded to bfloat16."""
         return self.seen_like.dtype.itemsize == 2
 
+    @guarded
     def take(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor; ``mask`` says which of its tokens count."""
         if self._squares == "token":

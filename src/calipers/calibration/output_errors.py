@@ -1,0 +1,216 @@
+"""How far the output of a module is off, by its weight and by its input, from statistics alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.calibration.costs import ActivationCost, ModuleCosts, relative
+from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.quantize import quantize_with_error
+from calipers.numerics.layout import Layout
+from calipers.observers import QParamsDict
+from calipers.statistics.base import Statistic
+from calipers.statistics.hessian import BlockHessians
+from calipers.statistics.moments import SquareSums
+
+_TILE = 1 << 20  # weights worked on at once
+
+
+class Streams(NamedTuple):
+    """What went through a module, on average over tokens.
+
+    :param energies: E[x²] of each input channel
+    :param blocks: E[x xᵀ] of blocks of channels, if that was gathered
+    :param output: E‖y‖²
+    """
+
+    energies: Tensor
+    blocks: Tensor | None
+    output: float
+
+    @classmethod
+    def of(cls, inputs: Statistic | None, outputs: Statistic | None) -> Streams | None:
+        """Read statistics of inputs and outputs; None where there is nothing to be read."""
+        before, after = _moments(inputs), _moments(outputs)
+        if before is None or after is None:
+            return None
+        energies, blocks = before
+        output, _ = after
+        total = float(output.sum())
+        sound = bool(torch.isfinite(energies).all()) and 0 < total < math.inf
+        return cls(energies, blocks, total) if sound else None
+
+
+def _moments(seen: Statistic | None) -> tuple[Tensor, Tensor | None] | None:
+    """Return E[x²] of each channel and, where they were gathered, blocks of E[x xᵀ]."""
+    held = {} if seen is None else seen.fields()
+    for sums, count in (tuple(SquareSums.reductions), tuple(BlockHessians.reductions)):
+        if sums in held and count in held and int(held[count]):
+            mean = held[sums].double().cpu() / int(held[count])
+            return (mean, None) if mean.ndim == 1 else (_diagonal(mean), mean)
+    return None
+
+
+def _diagonal(blocks: Tensor) -> Tensor:
+    return blocks.diagonal(dim1=-2, dim2=-1).flatten()
+
+
+class WeightLoss(NamedTuple):
+    """What a weight loses.
+
+    :param error: ‖Q(W) − W‖ / ‖W‖
+    :param output: E‖ΔW x‖², if it is known what went through the module
+    """
+
+    error: float
+    output: float | None = None
+
+
+def weight_loss(
+    weight: Tensor,
+    args: QuantizationArgs,
+    qparams: QParamsDict,
+    streams: Streams | None = None,
+) -> WeightLoss:
+    """Return what a weight loses; 0 for a weight of zeros. Works in tiles, without a copy.
+
+    >>> args = QuantizationArgs(num_bits=4)
+    >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
+    >>> weight = torch.tensor([[3.0, 0.25, -4.0]])
+    >>> weight_loss(weight, args, found).error == 0.25 / 25.0625**0.5
+    True
+    >>> weight_loss(weight, args, found, Streams(torch.ones(3).double(), None, 1.0)).output
+    0.0625
+    """
+    weight = weight.detach()
+    error, output = 0.0, 0.0
+    for tile, scale, zero_point in _tiles(weight, args, qparams):
+        values, errors = quantize_with_error(tile, scale, zero_point, args)
+        error += float(errors.sum())
+        if streams is not None:
+            output += _output_energy(_as_rows(values.sub_(tile), weight.shape[-1]), streams)
+    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+    return WeightLoss(math.sqrt(error) / norm if norm else 0.0, None if streams is None else output)
+
+
+def _tiles(
+    weight: Tensor, args: QuantizationArgs, qparams: QParamsDict
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Cut a weight into pieces, some rows at a time, with their scales and zero points."""
+    working = torch.promote_types(weight.dtype, torch.float32)
+    pieces = Layout.of("weight", args).pieces(weight)
+    shape = pieces.shape[1:-2]
+    scale = qparams["scale"].to(weight.device, working)
+    if qparams["global_scale"] is not None:
+        scale = scale / qparams["global_scale"].to(weight.device)
+    scale, zeros = scale.reshape(shape), qparams["zero_point"].to(weight.device).reshape(shape)
+    along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
+    step = max(1, _TILE // max(1, pieces.select(along, 0).numel()))
+    for start in range(0, pieces.shape[along], step):
+        tile = pieces.narrow(along, start, min(step, pieces.shape[along] - start)).to(working)
+        these = slice(start, start + step) if along == 1 else slice(None)
+        yield tile, scale[these], zeros[these]
+
+
+def _as_rows(pieces: Tensor, columns: int) -> Tensor:
+    """Lay pieces of a matrix side by side again; what a block was padded with is left out."""
+    if pieces.ndim == 4:  # per tensor: (1, 1, rows, columns)
+        return pieces[0, 0]
+    whole = pieces[0].transpose(1, 2).flatten(0, 1).flatten(1)
+    return whole[:, :columns]
+
+
+def _output_energy(rows: Tensor, streams: Streams) -> float:
+    """Return E‖D x‖² of a matrix D."""
+    if streams.blocks is None:
+        lost = sum_of_squares(rows).cpu()
+        return float((lost * streams.energies).sum())
+    count, width = streams.blocks.shape[:2]
+    blocks = rows.reshape(len(rows), count, width).transpose(0, 1)
+    products = torch.bmm(blocks, streams.blocks.to(blocks))
+    return float((products * blocks).sum(dtype=torch.float64))
+
+
+def module_costs(
+    weight: Tensor,
+    loss: WeightLoss,
+    streams: Streams | None,
+    tensors: dict[str, ActivationCost],
+) -> ModuleCosts:
+    """Return what the output of a module loses by its weight, and by its static input."""
+    if streams is None or loss.output is None:
+        return ModuleCosts(tensors=tensors)
+    by_weight = relative(loss.output, streams.output)
+    seen = tensors.get("input")
+    if seen is None:
+        return ModuleCosts(by_weight, tensors=tensors)
+    columns = sum_of_squares(weight.detach()).cpu()
+    return ModuleCosts(by_weight, *_input_errors(seen, streams, columns), tensors)
+
+
+def _input_errors(
+    seen: ActivationCost, streams: Streams, columns: Tensor
+) -> tuple[float, float | None]:
+    """Return the error of the output by that of the input: of all values, and of typical ones.
+
+    :param columns: Σw² of each column of the weight
+    """
+    x = streams.energies
+    total = float(x.sum())
+    alone = float((columns * x).sum())  # E‖y‖² if channels were independent of each other
+    if not alone:
+        return 0.0, 0.0
+    gain = streams.output / alone
+    error = seen.error**2 * total
+    in_largest = _concentrated(error * seen.error_in_largest, x)
+    elsewhere = error * (1 - seen.error_in_largest)
+    lost = in_largest + _spread(elsewhere, x - in_largest)
+    whole = relative(_passed_on(lost, x, columns, gain), streams.output)
+    if not seen.typical_error:
+        return whole, 0.0
+    usual = x - _concentrated(total - elsewhere / seen.typical_error**2, x)
+    lost = _spread(elsewhere, usual)
+    return whole, relative(
+        _passed_on(lost, usual, columns, gain), gain * float((columns * usual).sum())
+    )
+
+
+def _passed_on(lost: Tensor, x: Tensor, columns: Tensor, gain: float) -> float:
+    """Return the energy at the output of what channels of energy ``x`` lose.
+
+    The best that a coarse grid can keep of a channel is (1−f)·x, f the share that is lost: f² of
+    its energy is then missing, and goes together with other channels as the signal does; the rest,
+    f·(1−f), is noise.
+    """
+    share = torch.where(x > 0, lost / x, 0.0).clamp(0, 1)
+    return float((columns * x * (share * (1 - share) + share.square() * gain)).sum())
+
+
+def _concentrated(total: float, most: Tensor) -> Tensor:
+    """Let the largest take as much as they can, until nothing is left.
+
+    >>> _concentrated(5.0, torch.tensor([1.0, 4.0, 2.0])).tolist()
+    [0.0, 4.0, 1.0]
+    """
+    ordered, order = most.sort(descending=True)
+    left = total - (ordered.cumsum(0) - ordered)
+    return torch.empty_like(most).scatter_(0, order, left.clamp(min=0).minimum(ordered))
+
+
+def _spread(total: float, most: Tensor) -> Tensor:
+    """Spread a sum evenly; nobody takes more than its most.
+
+    >>> _spread(5.0, torch.tensor([1.0, 10.0, 10.0])).tolist()
+    [1.0, 2.0, 2.0]
+    """
+    ordered = most.sort().values
+    taken = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)[:-1]])
+    levels = (total - taken) / torch.arange(len(ordered), 0, -1, device=most.device)
+    enough = levels <= ordered
+    return most.clamp(max=float(levels[enough][0])) if bool(enough.any()) else most
