@@ -32,7 +32,7 @@ def test_a_checkpoint_is_written_and_told_of(model: Path, text: Path, place: Pat
     assert lines[0].startswith(f"Written to {output}: 658 kB → 220 kB (33%), in ")
     assert lines[1] == "  14 weights: int4 per group 128, imatrix_mse(grid=10)"
     assert lines[2] == "80 samples, 5,120 tokens seen."
-    assert lines[3] == "Weights that lost most:"
+    assert lines[3] == "Modules whose output suffers most, by the error of their weight:"
     assert len(lines) == 10
     assert lines[-1] == (
         f"Next, on text that calibration has not seen: calipers evaluate {model} '{output}' "

@@ -87,9 +87,7 @@ class Recorder(Reader):
     :param dtype: what tensors are rounded to before they are measured; None: nothing
     """
 
-    def __init__(
-        self, statistics: ActivationStatistics, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, statistics: ActivationStatistics, dtype: torch.dtype | None = None) -> None:
         self.statistics, self._dtype = statistics, dtype
 
     @cached_property

@@ -44,7 +44,10 @@ def _list(portraits: list[Portrait]) -> RenderableType:
     rows = table("name", "what it does", "when to use it")
     for each in portraits:
         rows.add_row(each.name, Text(each.does), Text(each.when))
-    end = "In one sentence: optimal for weights, histogram_mse for static activations."
+    end = (
+        "In one sentence: optimal for weights, histogram_mse for static activations. Where a model "
+        "has massive activations, no static int8 range serves: make them dynamic."
+    )
     also = [
         f"{alias} is another name of {each.name}." for each in portraits for alias in each.aliases
     ]

@@ -15,6 +15,7 @@ import typer
 
 from calipers.checkpoint.output import check_output
 from calipers.cli.command import Report, shows_progress
+from calipers.cli.losses import advice_on, losses
 from calipers.cli.options import (
     ActivationObserver,
     AllowCode,
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from calipers import OneshotResult
-
-_SHOWN = 5
+    from calipers.calibration.costs import ModuleCosts
 
 Output = Annotated[
     Path,
@@ -153,7 +153,8 @@ def quantize(
         allow_code=allow_code,
         progress=shows_progress(),
     )
-    done = _summary(result, model, data, output, time.monotonic() - start)
+    ignored = None if scheme is None else ignore or ["lm_head"]
+    done = _summary(result, model, data, output, ignored, time.monotonic() - start)
     same = _same_samples(seed, seq_len, packing, text_column, tokenizer)
     done = replace(done, next=_next(done, data, samples, same))
     return Report(asdict(done), _view(done))
@@ -168,6 +169,8 @@ class Summary:
     :param dtype: that of the model; ``forward_dtype`` is what it computed in, if it did
     :param next: the command that judges the checkpoint, on text that calibration has not seen
     :param errors: weight → ‖Q(W) − W‖ / ‖W‖, the largest first
+    :param costs: module → what its static activations and its output lose, where data ran
+    :param advice: what to do about static activations that lose too much
     """
 
     model: str
@@ -180,6 +183,8 @@ class Summary:
     tokens: int
     quantized: tuple[dict[str, Any], ...]
     errors: dict[str, float]
+    costs: dict[str, ModuleCosts]
+    advice: tuple[str, ...]
     coverage: dict[str, Any]
     has_data: bool
     dtype: str
@@ -188,7 +193,12 @@ class Summary:
 
 
 def _summary(
-    result: OneshotResult, model: str, data: str | None, output: Path, seconds: float
+    result: OneshotResult,
+    model: str,
+    data: str | None,
+    output: Path,
+    ignored: list[str] | None,
+    seconds: float,
 ) -> Summary:
     from calipers.checkpoint.sizes import size_on_disk
     from calipers.checkpoint.source import source_folder
@@ -206,6 +216,8 @@ def _summary(
         tokens=notes["tokens"],
         quantized=tuple(result.plan.rows()),
         errors=dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
+        costs=dict(result.costs),
+        advice=advice_on(result.costs, result.plan, ignored),
         coverage=result.coverage.as_dict(),
         forward_dtype=notes["forward_dtype"],
         dtype=str(result.model.dtype).removeprefix("torch."),
@@ -249,7 +261,7 @@ def _view(done: Summary) -> RenderableType:
         f"in {done.seconds:.1f} s.",
         *(f"  {line}" for line in _quantized(done)),
         _about_data(done),
-        *_worst(done),
+        *losses(done.errors, done.costs, done.advice),
         f"Next, on text that calibration has not seen: {done.next}",
     ]
     return Text("\n".join(lines))
@@ -269,10 +281,3 @@ def _about_data(done: Summary) -> str:
         computed = "" if done.forward_dtype == done.dtype else f", computed in {done.forward_dtype}"
         return f"{counted(done.samples, 'sample')}, {done.tokens:,} tokens seen{computed}."
     return "No data was needed" + (", and --data was not read." if done.has_data else ".")
-
-
-def _worst(done: Summary) -> list[str]:
-    if not done.errors:
-        return []
-    worst = list(done.errors.items())[:_SHOWN]
-    return ["Weights that lost most:", *(f"  {error:7.2%}  {name}" for name, error in worst)]

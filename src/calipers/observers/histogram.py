@@ -201,7 +201,10 @@ class PercentileObserver(ValueCountsObserver):
     No end lies beyond the extrema, and 100 gives exactly them.
     """
 
-    when = "activations with outliers, in int8"
+    when = (
+        "static int8 activations with moderate outliers; "
+        "it cuts massive ones off and ruins such models"
+    )
     Options = PercentileOptions
     options: PercentileOptions
 

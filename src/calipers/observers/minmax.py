@@ -46,5 +46,5 @@ class MinMaxObserver(MovingAverage, MemorylessMinMaxObserver):
     """Takes a moving average of the extrema of each tensor."""
 
     remembers = "moving average of extrema"
-    when = "activations with rare spikes"
+    when = "static activations whose extremes differ from batch to batch; it clips rare spikes"
     Options = MovingAverageOptions
