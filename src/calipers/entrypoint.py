@@ -73,9 +73,15 @@ class OneshotResult:
         )
 
     def _repr_html_(self) -> str:
-        worst = sorted(self.errors.items(), key=lambda pair: -pair[1])
-        rows = [{"weight": name, "error": f"{error:.2%}"} for name, error in worst]
-        return facts_table(self._facts()) + html_table(rows, "Weights that lost most", most=10)
+        if self.costs:
+            costs = sorted(self.costs.items(), key=lambda pair: -pair[1].worst)
+            rows = [{"module": name, **cost.shares()} for name, cost in costs]
+            title = "Modules whose output suffers most"
+        else:
+            errors = sorted(self.errors.items(), key=lambda pair: -pair[1])
+            rows = [{"weight": name, "error": f"{error:.2%}"} for name, error in errors]
+            title = "Weights that lost most"
+        return facts_table(self._facts()) + html_table(rows, title, most=10)
 
     def _facts(self) -> dict[str, object]:
         facts = {"model": type(self.model).__name__, "plan": self.plan, "coverage": self.coverage}

@@ -84,6 +84,15 @@ class ModuleCosts:
         """The largest error of the output."""
         return max(self.weight or 0.0, self.input or 0.0, self.typical_input or 0.0)
 
+    def shares(self) -> dict[str, str]:
+        """Return the errors of the output in percent, by what causes them.
+
+        >>> ModuleCosts(weight=0.0075).shares()
+        {'weight': '0.75%', 'input': '–', 'typical input': '–'}
+        """
+        errors = {"weight": self.weight, "input": self.input, "typical input": self.typical_input}
+        return {name: "–" if e is None else f"{e:.2%}" for name, e in errors.items()}
+
 
 def costly(costs: Mapping[str, ModuleCosts]) -> dict[tuple[str, str], ActivationCost]:
     """Return the static activations that lose more than ``COSTLY``, the worst first."""

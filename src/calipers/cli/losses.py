@@ -37,14 +37,10 @@ def _outputs(errors: Mapping[str, float], costs: Costs) -> list[str]:
         "and of that input without its largest values:",
         "   weight    input  typical",
         *(
-            f"  {_share(cost.weight)}  {_share(cost.input)}  {_share(cost.typical_input)}  {name}"
+            "".join(f"  {share:>7}" for share in cost.shares().values()) + f"  {name}"
             for name, cost in ranked
         ),
     ]
-
-
-def _share(value: float | None) -> str:
-    return "      –" if value is None else f"{value:7.2%}"
 
 
 def _activations(costs: Costs, advice: Sequence[str]) -> list[str]:
@@ -78,8 +74,7 @@ def _activations(costs: Costs, advice: Sequence[str]) -> list[str]:
 def _row(cost: ActivationCost, name: str) -> str:
     reach = f"{cost.largest:.4g}, {cost.limit:.4g}"
     return (
-        f"  {_share(cost.error)}  {_share(cost.typical_error)}  {cost.clipped:7.3%}  {reach:14}  "
-        f"{name}"
+        f"  {cost.error:7.2%}  {cost.typical_error:7.2%}  {cost.clipped:7.3%}  {reach:14}  {name}"
     )
 
 
