@@ -8,7 +8,7 @@ from data import DISTRIBUTIONS, DTYPES, FORMATS
 from engines import with_engines
 from geometries import in_any_memory, pieces
 
-from calipers.kernels.quantize import quantize_with_error
+from calipers.kernels.quantize import quantization_errors, quantize_with_error
 from calipers.numerics.qparams import qparams_of
 
 
@@ -80,3 +80,19 @@ def test_strange_values_stay_and_add_no_error() -> None:
         result.nan_to_num(7.0), torch.tensor([[[[1.0, 7.0, 3.4028235e38, -3.4028235e38, 0.5]]]])
     )
     assert error.item() == pytest.approx(0.04)
+
+
+@in_any_memory
+@pytest.mark.parametrize("norm", [2.0, 2.4])
+def test_weighted_errors(
+    norm: float, shape: tuple[int, ...], memory: str, dtype: torch.dtype
+) -> None:
+    values, weights = torch.randn(shape).to(dtype), torch.rand(shape[-1])  # of each column
+    args = QuantizationArgs(num_bits=4, symmetric=False)
+    _, plain, expected = both(values, args, norm)
+    low, high = (v.float() * 0.8 for v in (values.amin((0, -2, -1)), values.amax((0, -2, -1))))
+    parts = (*qparams_of(low, high, args), args, norm)
+    torch.testing.assert_close(quantization_errors(values, *parts), plain, rtol=1e-12, atol=0)
+    found = quantization_errors(pieces(memory, shape, values), *parts, weights)
+    exact = (expected.double() - values).abs().pow(norm).mul(weights).sum((0, -2, -1))
+    torch.testing.assert_close(found, exact, rtol=2e-6, atol=1e-12)
