@@ -10,6 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from calipers.cli import WAITING
 from calipers.cli.command import Report
 from calipers.cli.tables import facts_table
 from calipers.cli.words import size_in_words
@@ -40,6 +41,7 @@ def doctor() -> Report:
         "devices": _devices(),
         "forward_pass": _forward_pass(),
         "cores": os.cpu_count(),
+        "threads": _threads(),
         "memory": _memory(),
         "disk": {"folder": os.getcwd(), "free": shutil.disk_usage(".").free},
     }
@@ -85,6 +87,14 @@ def _described(kind: Any, index: int) -> str:
     return f"{name}, {size_in_words(free)} of {size_in_words(total)} free"
 
 
+def _threads() -> dict[str, Any]:
+    """Return how many threads of torch compute, and what was set of how they wait."""
+    import torch
+
+    set_to = {name: os.environ[name] for name in WAITING if name in os.environ}
+    return {"number": torch.get_num_threads(), "waiting": set_to}
+
+
 def _memory() -> dict[str, int] | None:
     """Return the bytes of memory, and those that are free; None where nobody tells."""
     try:
@@ -105,10 +115,17 @@ def _view(data: dict[str, Any], kernels: str) -> RenderableType:
         "devices": "\n".join(f"{each['name']}: {each['description']}" for each in data["devices"]),
         "forward pass": _in_words(data["forward_pass"]),
         "cores": str(data["cores"]),
+        "threads": _threads_in_words(data["threads"]),
         "memory": "unknown" if memory is None else _free_of(memory),
         "disk": f"{size_in_words(data['disk']['free'])} free in {data['disk']['folder']}",
     }
     return facts_table(facts)
+
+
+def _threads_in_words(threads: dict[str, Any]) -> str:
+    waiting = [f"{name}={value}" for name, value in threads["waiting"].items()]
+    told = ", ".join(waiting) or f"they spin while they wait; {WAITING[0]}=PASSIVE lets them sleep"
+    return f"{threads['number']} ({told})"
 
 
 def _free_of(memory: dict[str, int]) -> str:

@@ -14,16 +14,28 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from calipers.cli import INTERRUPTED
+from calipers.cli import INTERRUPTED, WAITING
 
 
 def main() -> None:
     """Run the program."""
     with _signals_answered():
+        _let_waiting_threads_sleep()
         from calipers.cli.app import app
 
         _accept_any_encoding()
         app(prog_name="calipers")
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Have the threads of torch sleep while they wait for each other, unless the user chose.
+
+    By default they spin. Where others want the cores, too, that takes the time of the very thread
+    that is waited for, and a small model takes twenty times as long. OpenMP reads this once, when
+    torch is imported.
+    """
+    if not any(name in os.environ for name in WAITING):
+        os.environ[WAITING[0]] = "PASSIVE"
 
 
 @contextmanager
