@@ -118,7 +118,7 @@ def oneshot(
     trust_remote_code: bool = False,
     allow_code: bool = False,
     timeout: timedelta = DEFAULT_TIMEOUT,
-    progress: bool | None = None,
+    progress: bool | Progress | None = None,
 ) -> OneshotResult:
     """Quantize a model as a recipe says, and write a checkpoint that transformers and vLLM load.
 
@@ -162,7 +162,8 @@ def oneshot(
     :param allow_code: whether observers in files, ``path/to/file.py:Class``, which the recipe
         names, may run
     :param timeout: how long a process that gives no sign of life is waited for by the others
-    :param progress: whether to show a progress bar; None: if a person looks at standard error
+    :param progress: whether to show progress bars; None: where a person looks at standard error,
+        and elsewhere a line about every 30 seconds
     """
     _check_choice("pipeline", pipeline, get_args(PipelineChoice))
     _check_choice("on_unseen", on_unseen, get_args(UnseenPolicy))
@@ -179,6 +180,7 @@ def oneshot(
         "text_column": text_column,
     }
     with Crew(timeout) as crew:
+        bars = Progress.of(progress if crew.rank == 0 else False)
         with crew.step("reading the arguments"):
             if output_dir is not None:
                 start = model if isinstance(model, (str, Path)) else source_folder(model)
@@ -202,7 +204,7 @@ def oneshot(
                 **sampling,
             }
         )
-        with crew.step("loading the model"):
+        with crew.step("loading the model"), bars.waiting("loading the model"):
             lazily = pipeline == "sequential" and crew.world_size == 1
             loaded = load_model(
                 model,
@@ -219,7 +221,7 @@ def oneshot(
         if str(torch.float32) in crew.share(str(forward)):
             forward = torch.float32  # where one CPU is slow, all do the same
         with unchanged_on_error(loaded):
-            with crew.step("planning"):
+            with crew.step("planning"), bars.waiting("reading the data"):
                 plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
                 wanting = _wanting(plan, loaded)
                 if wanting and (dataset is None or pipeline == "datafree"):
@@ -233,7 +235,6 @@ def oneshot(
                 chosen = "sequential"  # where memory is short on one device, all go layer by layer
             findings = Findings(plan, Coverage(on_unseen))
             with WatchedModel(loaded, plan, share_inputs=share_inputs, dtype=forward) as watched:
-                bars = Progress(progress if crew.rank == 0 else False)
                 conclude = Conclusions(watched, findings, crew, bars).conclude
                 fails = on_unseen == "error" and crew.rank == 0
                 early = EarlyLook(watched) if fails else None
@@ -247,7 +248,7 @@ def oneshot(
                 freeze(loaded, findings.plan, findings.qparams)
                 for name, sums in findings.sums.items():
                     vars(loaded.get_submodule(name)).update(sums)
-            with crew.step("writing the checkpoint"):
+            with crew.step("writing the checkpoint"), bars.waiting("writing the checkpoint"):
                 if output_dir is not None and crew.rank == 0:
                     write_checkpoint(
                         loaded,

@@ -51,6 +51,14 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
     return Launch()
 
 
+def is_first_process() -> bool:
+    """Whether this process speaks for all that were started together."""
+    try:
+        return find_launch().rank == 0
+    except LaunchError:  # who needs the others says so
+        return True
+
+
 def _launch(
     given: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str
 ) -> Launch:

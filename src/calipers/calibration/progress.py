@@ -1,46 +1,143 @@
-"""Progress bars with the rate and the time left; silent where nobody looks."""
+"""How far a job is: bars where a person looks, elsewhere a line about every 30 seconds."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bars
-from rich.text import Text
+from calipers.calibration.launch import is_first_process
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+INTERVAL = 30.0
+"""Seconds between two lines."""
+
+
+class Add(Protocol):
+    """Is told how many more are done, maybe some way only, and what is known by now."""
+
+    def __call__(self, number: float, note: str = "") -> None:
+        """Take the news."""
+
+
+@dataclass
+class Phase:
+    """Something that takes time.
+
+    :param total: how much there is to do; None where nobody knows
+    :param note: what is known by now
+    """
+
+    what: str
+    total: float | None = None
+    unit: str = ""
+    note: str = ""
+    done: float = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self.began
+
+    def add(self, number: float, note: str = "") -> None:
+        """Note that some more is done."""
+        self.done += number
+        self.note = note or self.note
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        known = {"done": self.done, "total": self.total, "unit": self.unit}
+        return {
+            "phase": self.what,
+            **(known if self.total is not None else {}),
+            "seconds": round(self.seconds, 1),
+            **({"note": self.note} if self.note else {}),
+        }
+
+    def __str__(self) -> str:
+        parts = []
+        if self.total is not None:
+            parts.append(f"{self.done:,.0f} of {self.total:,.0f} {self.unit}")
+        parts.append(f"{_clock(self.seconds)} so far")
+        if self.total and self.done:
+            left = self.seconds * (self.total / self.done - 1)
+            parts.append(f"about {_clock(max(0.0, left))} left")
+        return f"{self.what}: {', '.join([*parts, *([self.note] if self.note else [])])}"
+
+
+Write = Callable[[Sequence[Phase]], object]
+"""Is given the phases that are under way, the outermost first."""
 
 
 class Progress:
     """Shows how far a job is.
 
-    :param shown: whether to show anything; None: if a person looks at standard error
+    :param shown: True: by bars; False: not at all; None: by bars where a person looks at standard
+        error, elsewhere by a line about every 30 seconds, and of several processes of one job only
+        the first shows anything
+    :param write: what lines are given to; by default they go to standard error
+    :param interval: seconds between two lines; None: 30
     """
 
-    def __init__(self, shown: bool | None = None) -> None:
-        self._shown = sys.stderr.isatty() if shown is None else shown
+    def __init__(
+        self,
+        shown: bool | None = None,
+        *,
+        write: Write | None = None,
+        interval: float | None = None,
+    ) -> None:
+        speaks = shown is None and is_first_process()
+        self._draws = bool(shown) or (speaks and can_draw_bars())
+        every = INTERVAL if interval is None else interval
+        self._lines = _Lines(write or _print, every) if speaks and not self._draws else None
         self._bars: Bars | None = None
 
+    @classmethod
+    def of(cls, given: bool | Progress | None) -> Progress:
+        """Return what was given, or what it says is to be shown."""
+        return given if isinstance(given, Progress) else cls(given)
+
     @contextmanager
-    def counting(self, what: str, total: int, unit: str) -> Iterator[Callable[[float], None]]:
-        """Show a bar; what is yielded is told how many more are done, maybe some way only.
+    def counting(self, what: str, total: float, unit: str) -> Iterator[Add]:
+        """Show a phase; what is yielded is told how many more are done.
 
         A bar inside another one is gone when it is done.
         """
+        if self._lines is not None:
+            with self._lines.phase(Phase(what, total, unit)) as add:
+                yield add
+            return
+        if not self._draws:
+            yield Phase(what).add
+            return
         inside = self._bars is not None
         with self._opened() as bars:
-            task = bars.add_task(what, total=total, unit=unit)
-            yield partial(bars.advance, task)
+            task = bars.add_task(what, total=total, unit=unit, note="")
+
+            def advance(number: float, note: str = "") -> None:
+                bars.update(task, advance=number, note=f", {note}" if note else "")
+
+            yield advance
             if inside:
                 bars.remove_task(task)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Tell of a phase of which nobody knows how far it is; it has no bar."""
+        if self._lines is None:
+            yield
+            return
+        with self._lines.phase(Phase(what)):
+            yield
 
     @contextmanager
     def _opened(self) -> Iterator[Bars]:
@@ -48,24 +145,75 @@ class Progress:
         if self._bars is not None:
             yield self._bars
             return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total} {task.fields[unit]}"),
-            _Rate(),
-            TimeRemainingColumn(),
-        )
-        with Bars(*columns, console=Console(stderr=True), disable=not self._shown) as self._bars:
+        from calipers.calibration.bars import make_bars
+
+        with make_bars() as self._bars:
             try:
                 yield self._bars
             finally:
                 self._bars = None
 
 
-class _Rate(ProgressColumn):
-    """How many a second."""
+class _Lines:
+    """Writes the phases that are under way, again and again, from a thread of its own.
 
-    def render(self, task: Task) -> Text:
-        """Return the rate as text."""
-        rate = task.finished_speed or task.speed
-        return Text("" if rate is None else f"{rate:,.0f} {task.fields['unit']}/s")
+    Time runs on from one phase to the next: a job of many short phases is heard of, too.
+    """
+
+    def __init__(self, write: Write, interval: float) -> None:
+        self._write, self._interval = write, interval
+        self._phases: list[Phase] = []
+        self._due = time.monotonic() + interval
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[Add]:
+        """Have a phase written while this is open."""
+        self._phases.append(phase)
+        try:
+            if len(self._phases) > 1:
+                yield phase.add
+            else:
+                with self._repeated():
+                    yield phase.add
+        finally:
+            self._phases.remove(phase)
+
+    @contextmanager
+    def _repeated(self) -> Iterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._repeat, args=[over], daemon=True, name="progress")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _repeat(self, over: threading.Event) -> None:
+        while not over.wait(max(0.0, self._due - time.monotonic())):
+            self._due = time.monotonic() + self._interval
+            with suppress(OSError, ValueError):  # nobody reads any more: the job goes on
+                self._write(tuple(self._phases))
+
+
+def can_draw_bars() -> bool:
+    """Whether a person looks at standard error, at a terminal that can move its cursor."""
+    return sys.stderr.isatty() and not is_plain()
+
+
+def is_plain() -> bool:
+    """Whether the terminal wants text and nothing else."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def _print(phases: Sequence[Phase]) -> None:
+    print("; ".join(map(str, phases)), file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds.
+
+    >>> _clock(95.4)
+    '0:01:35'
+    """
+    return str(timedelta(seconds=round(seconds)))

@@ -29,7 +29,7 @@ def run_sequential(run: Run, batches: Batches) -> None:
     inside = _by_last_layer(run, layers)
     layered = {name for found in inside.values() for name in found}
     outside = [name for name in names if name not in layered]
-    with run.crew.step("embedding the data"):
+    with run.crew.step("embedding the data"), run.progress.waiting("embedding the data"):
         stack.enter(batches)
     # What lies before the layers has seen its data by now; what lies behind them has not.
     shared = run.crew.share({name for name in outside if run.watched.tokens(name)})
@@ -43,7 +43,8 @@ def run_sequential(run: Run, batches: Batches) -> None:
                 run.conclude(inside[prefix])
     behind = [name for name in outside if name not in before]
     if run.watched.data_observers(behind):
-        with run.crew.step("calibrating what comes after the layers"):
+        what = "calibrating what comes after the layers"
+        with run.crew.step(what), run.progress.waiting(what):
             stack.leave(batches)
     run.conclude(behind)
 

@@ -10,18 +10,21 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from calipers.calibration.launch import find_launch
-from calipers.errors import CalipersError, CalipersWarning, LaunchError
+from calipers.calibration.launch import is_first_process
+from calipers.errors import CalipersError, CalipersWarning
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from calipers.calibration.progress import Phase, Progress
 
 EXIT_CODES = "Exit codes: 0 done, 2 wrong input, 130 interrupted, others: something failed."
 OUR_BUG = 70
@@ -40,6 +43,8 @@ class Report:
 
 Command = Callable[..., Report]
 
+_as_json: ContextVar[bool] = ContextVar("as_json", default=False)
+
 
 def add_to(app: typer.Typer, command: Command) -> None:
     """Make a function a command; the last paragraph of its docstring is an example.
@@ -54,10 +59,10 @@ def add_to(app: typer.Typer, command: Command) -> None:
 def _told(command: Command) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*, as_json: bool, debug: bool, **given: Any) -> None:
+        _as_json.set(as_json)
         with _errors_in_words(as_json, debug), _warnings_in_words(as_json):
             report = command(**given)
-            if _is_first_process():
-                _print(report, as_json)
+            show(report)
 
     signature = inspect.signature(command, eval_str=True)
     added = [_flag("as_json", Json), _flag("debug", Debug)]
@@ -73,16 +78,11 @@ def _flag(name: str, kind: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
 
 
-def _is_first_process() -> bool:
-    """Whether this process speaks for all that were started together."""
-    try:
-        return find_launch().rank == 0
-    except LaunchError:  # who needs the others has said so already
-        return True
-
-
-def _print(report: Report, as_json: bool) -> None:
-    if as_json:
+def show(report: Report) -> None:
+    """Print what a command has to say, once for all processes."""
+    if not is_first_process():
+        return
+    if _as_json.get():
         print(json.dumps(report.data, indent=2, ensure_ascii=False))
     else:
         console().print(report.view)
@@ -101,14 +101,41 @@ def console(*, for_errors: bool = False) -> Console:
     )
 
 
-def shows_progress() -> bool:
+def tell(data: Mapping[str, Any], text: str) -> None:
+    """Say on standard error what has been found so far, once for all processes."""
+    if not is_first_process():
+        return
+    if _as_json.get():
+        print(json.dumps(data, ensure_ascii=False), file=sys.stderr, flush=True)
+    else:
+        from rich.text import Text
+
+        console(for_errors=True).print(Text(text))
+
+
+def progress() -> Progress:
+    """Return what shows how far a command is: bars, or lines for a log, as JSON if so wanted."""
+    from calipers.calibration.progress import Progress
+
+    return Progress(write=_write_progress if _as_json.get() else None)
+
+
+def _write_progress(phases: Sequence[Phase]) -> None:
+    found = [phase.as_dict() for phase in phases]
+    print(json.dumps({"progress": found}, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+def shows_bars() -> bool:
     """Whether a person looks at standard error, at a terminal that can move its cursor."""
-    return sys.stderr.isatty() and not _is_plain()
+    from calipers.calibration.progress import can_draw_bars
+
+    return can_draw_bars()
 
 
 def _is_plain() -> bool:
-    """Whether the terminal wants text and nothing else."""
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    from calipers.calibration.progress import is_plain
+
+    return is_plain()
 
 
 @contextmanager
@@ -155,7 +182,7 @@ def _warnings_in_words(as_json: bool) -> Iterator[None]:
     """Show our warnings as sentences on standard error; those of libraries are for developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("COMPRESSED_TENSORS_LOG_LEVEL", "ERROR")
-    if not shows_progress():
+    if not shows_bars():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.checkpoint.output import check_output
-from calipers.cli.command import Report, shows_progress
+from calipers.cli.command import Report, progress
 from calipers.cli.losses import advice_on, losses
 from calipers.cli.options import (
     ActivationObserver,
@@ -151,7 +151,7 @@ def quantize(
         max_shard_size=max_shard_size,
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
-        progress=shows_progress(),
+        progress=progress(),
     )
     ignored = None if scheme is None else ignore or ["lm_head"]
     done = _summary(result, model, data, output, ignored, time.monotonic() - start)

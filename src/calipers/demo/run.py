@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calipers.calibration.progress import Progress
 from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
 from calipers.entrypoint import oneshot
-from calipers.evaluation import Estimate, Evaluation, evaluate
+from calipers.evaluation import Difference, Evaluation, evaluate
 from calipers.modifiers import QuantizationModifier
 
 CALIBRATION_SAMPLES = 128
@@ -70,36 +71,43 @@ class DemoResult:
     seconds: dict[str, float]
 
     @property
-    def gain(self) -> Estimate:
+    def gain(self) -> Difference:
         """By how much the optimal observer's perplexity lies below the best classic one's."""
         return self.evaluation.difference(OPTIMAL.folder, CLASSIC.folder)
 
 
 def run_demo(
-    folder: Path, *, tell: Callable[[str], object] = str, progress: bool | None = None
+    folder: Path,
+    *,
+    tell: Callable[[str], object] = str,
+    progress: bool | Progress | None = None,
 ) -> DemoResult:
     """Quantize the model in every way, load each checkpoint again, and evaluate it.
 
     :param folder: where the checkpoints go; those of an earlier demo are replaced
     :param tell: is told what happens next; by default nobody is
-    :param progress: whether to show progress bars; None: if a person looks at standard error
+    :param progress: whether to show progress bars; None: where a person looks at standard error,
+        and elsewhere a line about every 30 seconds
     """
+    bars = Progress.of(progress)
     calibration = library_pieces("calibration")
     seconds = {}
     for way in WAYS:
-        tell(f"quantizing to {way.scheme} with {way.observers}")
+        what = f"quantizing to {way.scheme} with {way.observers}"
+        tell(what)
         started = time.perf_counter()
-        oneshot(
-            MODEL,
-            way.recipe,
-            calibration,
-            output_dir=folder / way.folder,
-            num_calibration_samples=CALIBRATION_SAMPLES,
-            batch_size=8,
-            packing=True,
-            overwrite=True,
-            progress=progress,
-        )
+        with bars.waiting(what):
+            oneshot(
+                MODEL,
+                way.recipe,
+                calibration,
+                output_dir=folder / way.folder,
+                num_calibration_samples=CALIBRATION_SAMPLES,
+                batch_size=8,
+                packing=True,
+                overwrite=True,
+                progress=bars,
+            )
         seconds[way.folder] = time.perf_counter() - started
     tell("evaluating on modules that neither the model nor an observer has seen")
     evaluation = evaluate(
@@ -110,6 +118,6 @@ def run_demo(
         batch_size=8,
         packing=True,
         layers=False,
-        progress=progress,
+        progress=bars,
     )
     return DemoResult(folder, evaluation, seconds)
