@@ -12,7 +12,7 @@ from shell import Terminal, run_here
 from calipers.checkpoint.sizes import size_on_disk
 from calipers.demo import run as demo
 from calipers.demo.text import library_pieces
-from calipers.evaluation import Estimate
+from calipers.evaluation import Difference
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_five_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert 0 < scores["kl"]["value"] < 1
         assert scores["change"]["low"] <= scores["change"]["value"] <= scores["change"]["high"]
         assert again["seconds"][way.folder] > 0
-    assert again["gain"].keys() == {"value", "low", "high"}
+    assert again["gain"].keys() == {"value", "low", "high", "noise", "beyond_noise"}
 
 
 def test_ways_are_what_their_names_say() -> None:
@@ -78,9 +78,13 @@ def test_ways_are_what_their_names_say() -> None:
 
 @pytest.mark.parametrize(
     ("gain", "word"),
-    [(Estimate(-0.2, -0.3, -0.1), "beyond noise"), (Estimate(-0.2, -0.5, 0.1), "within noise")],
+    [
+        (Difference(-0.2, -0.3, -0.1, noise=0.1), "beyond noise"),
+        (Difference(-0.2, -0.5, 0.1, noise=0.1), "within noise"),
+        (Difference(-0.2, -0.3, -0.1, noise=0.25), "within noise"),
+    ],
 )
-def test_the_verdict_knows_noise(gain: Estimate, word: str) -> None:
+def test_the_verdict_knows_noise(gain: Difference, word: str) -> None:
     from types import SimpleNamespace
 
     from calipers.cli.demo import _verdict

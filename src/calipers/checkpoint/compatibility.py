@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from compressed_tensors.config import CompressionFormat
@@ -23,28 +24,47 @@ _DECODED_AS_BFLOAT16 = {
 _ONE_SCALE = ("tensor", "channel")
 
 
-def loading_problems(model: PreTrainedModel) -> Iterator[str]:
-    """Give a sentence for each thing that goes wrong when transformers loads the checkpoint."""
+@dataclass(frozen=True)
+class LoadingProblem:
+    """Something that goes wrong when transformers loads a checkpoint.
+
+    :param cause: a sentence without its full stop
+    :param advice: another one
+    :param loads_as: the dtype in which nothing goes wrong; None if there is none
+    """
+
+    cause: str
+    advice: str
+    loads_as: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"{self.cause}. {self.advice}"
+
+
+def loading_problems(model: PreTrainedModel) -> Iterator[LoadingProblem]:
+    """Find what goes wrong when transformers loads the checkpoint of a model."""
     schemes = {n: (m, s) for n, m in own_modules(model) if (s := scheme_of(m)) is not None}
     formats = {name: module_format(*pair) for name, pair in schemes.items()}
     small = sorted({form.value for form in formats.values() if form in _DECODED_AS_BFLOAT16})
     if small and model.dtype != torch.bfloat16:
-        yield (
-            f"transformers decodes {', '.join(small)} to bfloat16, and this model is {model.dtype}:"
-            " load the checkpoint with from_pretrained(…, dtype=torch.bfloat16)."
+        yield LoadingProblem(
+            f"transformers decodes {', '.join(small)} to bfloat16, and this model is {model.dtype}",
+            "Load the checkpoint with from_pretrained(…, dtype=torch.bfloat16).",
+            loads_as=torch.bfloat16,
         )
     for name, (module, _) in schemes.items():
         if isinstance(module, nn.Embedding) and formats[name].value.endswith("pack-quantized"):
-            yield (
+            yield LoadingProblem(
                 f"transformers cannot load an Embedding in the format {formats[name].value} (here "
-                f"'{name}'). The tensors are complete, for clients that read them."
+                f"'{name}')",
+                "The tensors are complete, for clients that read them.",
             )
     yield from _problems_of_experts(model, {n: (formats[n], s) for n, (_, s) in schemes.items()})
 
 
 def _problems_of_experts(
     model: PreTrainedModel, quantized: dict[str, tuple[CompressionFormat, QuantizationScheme]]
-) -> Iterator[str]:
+) -> Iterator[LoadingProblem]:
     """transformers fuses experts while loading, and decodes few formats on the way."""
     known, said = expert_names(model), set()
     for experts in unfused_experts(model):
@@ -55,9 +75,10 @@ def _problems_of_experts(
             problem = _expert_problem(*quantized[name]) if name in known else missing
             if problem is not None and problem not in said:
                 said.add(problem)
-                yield (
-                    f"transformers {problem} (here '{name}'). The tensors are complete, in the "
-                    "layout of the original checkpoint, for clients that read single experts."
+                yield LoadingProblem(
+                    f"transformers {problem} (here '{name}')",
+                    "The tensors are complete, in the layout of the original checkpoint, for "
+                    "clients that read single experts.",
                 )
 
 

@@ -46,12 +46,14 @@ def load_model(
     trust_remote_code: bool = False,
     on_disk_for: torch.device | None = None,
     quantized: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Return the model that was given, or load it from a folder or by its name.
 
     :param on_disk_for: leave the weights on disk and read each when it is needed on this device;
         where the files do not hold the weights as the model does, they are loaded all the same
     :param quantized: whether it may be quantized already
+    :param dtype: what a model that is not left on disk is loaded as; None: as it is stored
     """
     if not isinstance(model, (str, Path)):
         if not hasattr(model, "config"):
@@ -72,7 +74,7 @@ def load_model(
                 return lazy
         told: Any = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype="auto",
+            dtype=dtype or "auto",
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -83,13 +85,17 @@ def load_model(
     return loaded
 
 
-def load_skeleton(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_skeleton(
+    name: str | Path, *, trust_remote_code: bool = False, quantized: bool = False
+) -> PreTrainedModel:
     """Build a model without its weights: its tensors have shapes and dtypes, and no values.
 
     The files of weights, where they are on disk, must be those of the model all the same.
+
+    :param quantized: whether it may be quantized already; it is built as if it were not
     """
     name = str(name)
-    config = _load_config(name, trust_remote_code)
+    config = _load_config(name, trust_remote_code, quantized=quantized)
     with _errors_of_loading(name):
         if Path(name).is_dir():
             check_weights(Path(name), config, trust_remote_code)

@@ -51,7 +51,7 @@ def write_checkpoint(
         raise DiskSpaceError(path, needed, free)
     config = checkpoint_config(model)
     for problem in loading_problems(model):
-        warnings.warn(problem, CalipersWarning, stacklevel=2)
+        warnings.warn(str(problem), CalipersWarning, stacklevel=2)
     with output_folder(path, overwrite) as folder:
         write_companions(model, folder, recipe=recipe, tokenizer=tokenizer, notes=notes)
         write_json(folder / "config.json", config)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.command import Report, console, shows_progress
+from calipers.cli.command import Report, console, progress, shows_bars
 from calipers.cli.tables import add_row, table
 from calipers.cli.words import interval, optional_size
 
@@ -32,13 +32,13 @@ def demo(output: Folder = Path("calipers-demo")) -> Report:
     """
     from calipers.demo.run import run_demo
 
-    result = run_demo(output, tell=_tell, progress=shows_progress())
+    result = run_demo(output, tell=_tell, progress=progress())
     return Report(_data(result), _view(result))
 
 
 def _tell(text: str) -> None:
     """Say what happens now, if a person looks."""
-    if shows_progress():
+    if shows_bars():
         console(for_errors=True).print(text, style="bold")
 
 
@@ -62,14 +62,15 @@ def _view(result: DemoResult) -> RenderableType:
 def _about(result: DemoResult) -> str:
     return (
         f"Perplexity per byte, on {result.evaluation.tokens:,} bytes of modules that were in "
-        "neither training nor calibration. A change whose interval holds 0 may be noise."
+        "neither training nor calibration. A change whose interval holds 0, or below "
+        f"{result.evaluation.noise:.2g}, may be noise."
     )
 
 
 def _verdict(result: DemoResult) -> str:
     from calipers.demo.run import CLASSIC, OPTIMAL
 
-    noise = "within noise" if result.gain.holds(0) else "beyond noise"
+    noise = "beyond noise" if result.gain.beyond_noise else "within noise"
     change = interval(result.gain, "+.4f")
     return (
         f"{OPTIMAL.scheme}: {OPTIMAL.weights} changes the perplexity of {CLASSIC.weights} by "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.command import Report, shows_progress
+from calipers.cli.command import Report, progress, show, tell
 from calipers.cli.options import (
     BatchSize,
     Data,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from calipers.evaluation import Estimate, Evaluation
+    from calipers.evaluation import CheckpointScores, Difference, Evaluation, Scores
 
 Checkpoints = Annotated[
     list[str] | None,
@@ -72,7 +72,7 @@ def evaluate(
     """Compare checkpoints with the model they were made from.
 
     Tells perplexity, KL divergence and top-1 agreement, with intervals of 95 % that are paired on
-    the same text, and the error of each layer.
+    the same text, and the error of each layer. If it ends early, what was done is shown.
 
     Example: calipers evaluate demo demo-w4a16 --data demo
     """
@@ -82,35 +82,76 @@ def evaluate(
     quantized = [model_source(each) for each in checkpoints or ()]
     from calipers.evaluation import evaluate as compare
 
-    found = compare(
-        source,
-        quantized,
-        texts,
-        tokenizer=tokenizer,
-        num_samples=samples,
-        max_seq_length=seq_len,
-        batch_size=batch_size,
-        packing=packing_for(data, packing),
-        seed=seed,
-        skip=skip,
-        text_column=text_column,
-        device=device,
-        dtype=dtype,  # type: ignore[arg-type]  # it checks
-        layers=layers,
-        trust_remote_code=trust_remote_code,
-        progress=shows_progress(),
-    )
-    return Report({"model": model, **found.as_dict()}, _view(Path(model).name, found))
+    done = _Done(model, len(quantized))
+    try:
+        compare(
+            source,
+            quantized,
+            texts,
+            tokenizer=tokenizer,
+            num_samples=samples,
+            max_seq_length=seq_len,
+            batch_size=batch_size,
+            packing=packing_for(data, packing),
+            seed=seed,
+            skip=skip,
+            text_column=text_column,
+            device=device,
+            dtype=dtype,  # type: ignore[arg-type]  # it checks
+            layers=layers,
+            trust_remote_code=trust_remote_code,
+            progress=progress(),
+            each=done.add,
+        )
+    except BaseException:
+        if done.found is not None:
+            show(done.report(complete=False))
+        raise
+    return done.report(complete=True)
 
 
-def _view(model: str, found: Evaluation) -> RenderableType:
+class _Done:
+    """What is done of an evaluation; each model is told of when it is."""
+
+    def __init__(self, model: str, checkpoints: int) -> None:
+        self._model, self._checkpoints = model, checkpoints
+        self.found: Evaluation | None = None
+
+    def add(self, found: Evaluation) -> None:
+        """Tell of the model that was judged last."""
+        self.found = found
+        name: str = Path(self._model).name
+        scores: Scores = found.base
+        if found.checkpoints:
+            name, scores = list(found.checkpoints.items())[-1]
+        tell({"evaluated": {"name": name, **scores.as_dict()}}, f"{name}: {_in_words(scores)}")
+
+    def report(self, *, complete: bool) -> Report:
+        """Return what was found."""
+        assert self.found is not None
+        data: dict[str, Any] = {"model": self._model, "complete": complete, **self.found.as_dict()}
+        done = f"Not complete: {len(self.found.checkpoints)} of {self._checkpoints} checkpoints."
+        return Report(data, _view(Path(self._model).name, self.found, "" if complete else done))
+
+
+def _in_words(scores: Scores) -> str:
+    change = getattr(scores, "change", None)
+    against = "" if change is None else f", change {_difference(change)}"
+    return f"perplexity {scores.perplexity.value:.4f}{against}"
+
+
+def _view(model: str, found: Evaluation, unfinished: str) -> RenderableType:
     from rich.console import Group
+    from rich.text import Text
 
     about = (
         f"{found.samples:,} samples, {found.tokens:,} tokens predicted. In brackets: 95 % "
-        "intervals. A change or a distance whose interval holds 0 may be noise."
+        f"intervals. {_about_noise(found)}"
     )
     parts: list[RenderableType] = [_scores(model, found), about]
+    for name, scores in found.checkpoints.items():
+        parts += [Text(f"{_marked(name, scores)}: {note}") for note in scores.notes]
+    parts += [unfinished] if unfinished else []
     if any(scores.layers for scores in found.checkpoints.values()):
         parts += ["", _layers(found), _ABOUT_LAYERS]
     return Group(*parts)
@@ -126,10 +167,10 @@ def _scores(model: str, found: Evaluation) -> Table:
     for name, scores in found.checkpoints.items():
         add_row(
             made,
-            name,
+            _marked(name, scores),
             optional_size(scores.size),
             f"{scores.perplexity.value:.4f}",
-            interval(scores.change, "+.4f"),
+            _difference(scores.change),
             interval(scores.kl, ".5f"),
             interval(scores.agreement, ".2%"),
             *([_to_best(above[name])] if above else []),
@@ -137,8 +178,25 @@ def _scores(model: str, found: Evaluation) -> Table:
     return made
 
 
-def _to_best(above: Estimate) -> str:
-    return interval(above, "+.4f") if above.value else "the best"
+def _marked(name: str, scores: CheckpointScores) -> str:
+    return name if scores.reliable else f"{name} (!)"
+
+
+def _difference(found: Difference) -> str:
+    """Put a difference; that it is noise is said where its interval does not say so."""
+    hidden = not found.beyond_noise and not found.holds(0)
+    return interval(found, "+.4f") + (" noise" if hidden else "")
+
+
+def _to_best(above: Difference) -> str:
+    return _difference(above) if above.value else "the best"
+
+
+def _about_noise(found: Evaluation) -> str:
+    return (
+        "A change or a distance whose interval holds 0 may be noise, and so may one below "
+        f"{found.noise:.2g}, by which roundings alone can move the perplexity of the noisiest."
+    )
 
 
 _ABOUT_LAYERS = (

@@ -67,6 +67,7 @@ from calipers.errors.data import (
 from calipers.errors.evaluation import (
     BrokenLogitsError,
     DifferentModelError,
+    NotComputableError,
     SameNameError,
 )
 from calipers.errors.foreign import library_errors
@@ -175,6 +176,7 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteRangeError",
     "NotACheckpointError",
+    "NotComputableError",
     "NotFrozenError",
     "NotMergeableError",
     "NotTextError",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from calipers.errors.base import CalipersError, ConfigurationError
 
 
@@ -25,6 +27,19 @@ class BrokenLogitsError(CalipersError, ArithmeticError):
             f"'{name}' computes logits that are NaN or Inf, first in sample {sample}. It cannot be "
             "judged, and should not be served. Look for a scale that is not finite, or for "
             "activations that leave the range of its dtype."
+        )
+
+
+class NotComputableError(CalipersError, RuntimeError):
+    """A checkpoint that is right, and that transformers is known not to load or compute."""
+
+    exit_code = 3
+
+    def __init__(self, name: str, error: Exception, notes: Sequence[str]) -> None:
+        what = f"{type(error).__name__}: {error}".rstrip(".")
+        super().__init__(
+            f"transformers fails on '{name}' ({what}), as was to be expected: {' '.join(notes)} "
+            "Judge it with a client that reads it, or quantize the model in another format."
         )
 
 

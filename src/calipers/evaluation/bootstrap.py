@@ -47,6 +47,28 @@ class Estimate:
         }
 
 
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """A difference of two figures, and the noise of computing them.
+
+    :param noise: how large a difference can be that comes from nothing but roundings
+
+    >>> Difference(1.8, low=0.5, high=3.0, noise=2.4).beyond_noise
+    False
+    """
+
+    noise: float
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether it would be there on other text of the kind, and with other roundings."""
+        return not self.holds(0) and abs(self.value) > self.noise
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return plain data."""
+        return {**super().as_dict(), "beyond_noise": self.beyond_noise}
+
+
 class Bootstrap:
     """Sums over samples, and over samples drawn again.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,13 +17,14 @@ from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.sizes import size_on_disk
 from calipers.errors import CalipersWarning, SameNameError
 from calipers.evaluation.judging import Judge
+from calipers.evaluation.loading import find_checkpoint
 from calipers.evaluation.quiet import without_bars_of_others
 from calipers.evaluation.results import Evaluation
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    Source: TypeAlias = PreTrainedModel | str | Path
+    from calipers.evaluation.loading import Source
 
 
 def evaluate(
@@ -43,7 +44,8 @@ def evaluate(
     dtype: DtypeChoice | torch.dtype = "auto",
     layers: bool = True,
     trust_remote_code: bool = False,
-    progress: bool | None = None,
+    progress: bool | Progress | None = None,
+    each: Callable[[Evaluation], object] | None = None,
 ) -> Evaluation:
     """Judge checkpoints by the model they were made from, on text that neither has seen.
 
@@ -68,37 +70,59 @@ def evaluate(
         ``auto``: that of the float model, or float32 on a CPU that has no instructions for it
     :param layers: whether to measure the error of each decoder layer, which takes longer
     :param trust_remote_code: whether code that comes with a model may run
-    :param progress: whether to show progress bars; None: if a person looks at standard error
+    :param progress: whether to show progress bars; None: where a person looks at standard error,
+        and elsewhere a line about every 30 seconds
+    :param each: is given what is known so far after the float model and after each checkpoint, so
+        that nothing is lost if a later one fails
     """
     named = _named(checkpoints)
     place, computes_in = usable_device(device), dtype_choice(dtype)
-    base = load_model(model, trust_remote_code=trust_remote_code, quantized=True)
-    words = load_tokenizer(tokenizer, base, trust_remote_code=trust_remote_code)
-    batches = calibration_batches(
-        dataset,
-        words,
-        num_samples=num_samples,
-        batch_size=batch_size,
-        packing=packing,
-        seed=seed,
-        text_column=text_column,
-        use="evaluation",
-        skip=skip,
-        **limits_of(base, max_seq_length),
-    )
+    bars = Progress.of(progress)
+    found = [
+        find_checkpoint(name, source, trust_remote_code=trust_remote_code)
+        for name, source in named.items()
+    ]
+    with bars.waiting("loading the float model"):
+        base = load_model(model, trust_remote_code=trust_remote_code, quantized=True)
+        words = load_tokenizer(tokenizer, base, trust_remote_code=trust_remote_code)
+    with bars.waiting("reading the data"):
+        batches = calibration_batches(
+            dataset,
+            words,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            packing=packing,
+            seed=seed,
+            text_column=text_column,
+            use="evaluation",
+            skip=skip,
+            **limits_of(base, max_seq_length),
+        )
     place = place or base.device
     forward = forward_dtype(computes_in, base, place)
     if computes_in == "auto" and forward != base.dtype:
         _tell_of_dtype(base.dtype, forward)
-    judge = Judge(base, batches, place, Progress(progress), measure_layers=layers, dtype=forward)
-    judge.judge_base()
-    for name, source in named.items():
-        with without_bars_of_others():
-            loaded = load_model(source, trust_remote_code=trust_remote_code, quantized=True)
-            judge.judge(name, loaded)
-        del loaded  # before the next one is loaded
+    judge = Judge(base, batches, place, bars, measure_layers=layers, dtype=forward)
     sizes = {name: _stored_size(source) for name, source in named.items()}
-    return judge.evaluation(_stored_size(model), sizes)
+
+    def tell() -> Evaluation:
+        known = judge.evaluation(_stored_size(model), sizes)
+        if each is not None:
+            each(known)
+        return known
+
+    for checkpoint in found:
+        judge.check_alike(checkpoint)
+    judge.judge_base()
+    known = tell()
+    for checkpoint in found:
+        with without_bars_of_others(), checkpoint.failures_explained():
+            with bars.waiting(f"loading {checkpoint.name}"):
+                loaded = checkpoint.load(trust_remote_code=trust_remote_code)
+            judge.judge(checkpoint, loaded)
+        del loaded  # before the next one is loaded
+        known = tell()
+    return known
 
 
 def _tell_of_dtype(own: torch.dtype, forward: torch.dtype) -> None:

@@ -22,7 +22,17 @@ from calipers.errors import (
 )
 from calipers.evaluation.bootstrap import Bootstrap
 from calipers.evaluation.layers import LayerComparison, LayerError
-from calipers.evaluation.results import BASE, CheckpointScores, Evaluation, Scores, key, perplexity
+from calipers.evaluation.loading import Checkpoint
+from calipers.evaluation.noise import FACTOR, batches_to_repeat, noise_in_nats, rounded_otherwise
+from calipers.evaluation.results import (
+    BASE,
+    CheckpointScores,
+    Evaluation,
+    Scores,
+    difference,
+    key,
+    perplexity,
+)
 from calipers.evaluation.scoring import score
 
 if TYPE_CHECKING:
@@ -50,7 +60,9 @@ class Judge:
         self._dtype = dtype
         self._base, self._batches, self._device = base, batches, device
         self._progress, self._measure_layers = progress, measure_layers
+        self._done: dict[str, Checkpoint] = {}
         self._layers: dict[str, tuple[LayerError, ...]] = {}
+        self._noise: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
         self._kept: list[Tensor] | None = [] if self._few_logits() else None
 
@@ -63,25 +75,28 @@ class Judge:
 
     def judge_base(self) -> None:
         """Run the float model alone."""
-        found = []
+        found: list[dict[str, Tensor]] = []
         with onloaded([self._base], self._device), computing_in(self._dtype, [self._base]):
-            for number, batch in self._counted("the float model"):
+            for number, batch in self._counted("the float model", found):
                 logits = self._logits(self._base, batch)
                 if self._kept is not None:
                     self._kept.append(logits.cpu())
                 found.append(self._scored("the float model", number, logits, batch, None))
-        sums = _joined(found)
-        if not sums["tokens"].any():
-            raise EmptyDataError("The data", "has only samples of one token, which predict none")
+            sums = _joined(found)
+            if not sums["tokens"].any():
+                what = "has only samples of one token, which predict none"
+                raise EmptyDataError("The data", what)
+            self._measure_noise(BASE, self._base, found)
+        self._warn_of_few(int((sums["tokens"] > 0).sum()))
         self._sums |= {"tokens": sums["tokens"], key("nll", BASE): sums["nll"]}
 
-    def judge(self, name: str, model: PreTrainedModel) -> None:
+    def judge(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         """Run a checkpoint beside the float model."""
-        self._check_alike(name, model)
+        name = checkpoint.name
         comparison = LayerComparison(self._base, model) if self._measure_layers else None
-        found = []
+        found: list[dict[str, Tensor]] = []
         with onloaded([self._base, model], self._device), self._computing(model):
-            for number, batch in self._counted(name):
+            for number, batch in self._counted(name, found):
                 mask = batch["attention_mask"]
                 # A checkpoint is ready only when it has run once: transformers unpacks it then.
                 with nullcontext() if comparison is None else comparison.other_runs():
@@ -89,9 +104,11 @@ class Judge:
                 with nullcontext() if comparison is None else comparison.base_runs(mask):
                     base = self._base_logits(number, batch)
                 found.append(self._scored(name, number, logits, batch, base))
+            self._measure_noise(name, model, found)
         sums = _joined(found)
         self._sums |= {key(kind, name): sums[kind] for kind in ("nll", "kl", "agreed")}
         self._layers[name] = () if comparison is None else comparison.errors()
+        self._done[name] = checkpoint
 
     @contextmanager
     def _computing(self, model: PreTrainedModel) -> Iterator[None]:
@@ -102,29 +119,54 @@ class Judge:
         with computing_in(self._dtype, [self._base, model]):
             yield
 
-    def _check_alike(self, name: str, model: PreTrainedModel) -> None:
-        ours, theirs = (each.config.get_text_config() for each in (self._base, model))
+    def check_alike(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of another model."""
+        ours, theirs = (each.config.get_text_config() for each in (self._base, checkpoint))
         for what in _SHAPE:
             expected, found = getattr(ours, what, None), getattr(theirs, what, None)
             if found != expected:
-                raise DifferentModelError(name, what, found, expected)
+                raise DifferentModelError(checkpoint.name, what, found, expected)
 
-    def evaluation(self, base_size: int | None, sizes: Mapping[str, int | None]) -> Evaluation:
-        """Return what was found."""
-        counted = self._sums["tokens"] > 0
-        samples = int(counted.sum())
+    def _measure_noise(
+        self, name: str, model: PreTrainedModel, found: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """Run some batches again with other roundings, and note what that does."""
+        counts = [int((each["tokens"] > 0).sum()) for each in found]
+        sizes = {number: count for number, count in enumerate(counts) if count}
+        numbers = list(sizes)
+        chosen = [numbers[index] for index in batches_to_repeat(list(sizes.values()))]
+        again = []
+        what = f"measuring the noise of {name or 'the float model'}"
+        with self._progress.counting(what, len(chosen), "batches") as add:
+            for number in chosen:
+                batch = self._batches.batches[number]
+                with rounded_otherwise(model, seed=number):
+                    again.append(score(self._logits(model, batch), batch))
+                add(1)
+        before, after = _joined([found[number] for number in chosen]), _joined(again)
+        counted = before["tokens"] > 0
+        change, tokens = (after["nll"] - before["nll"])[counted], before["tokens"][counted]
+        self._noise[name] = FACTOR * noise_in_nats(change, tokens, sum(sizes.values()))
+
+    def _warn_of_few(self, samples: int) -> None:
         if samples < FEW_SAMPLES:
             warnings.warn(
                 f"Only {samples} samples were evaluated: the intervals, which come from drawing "
                 f"samples, are unreliable. Use at least {FEW_SAMPLES}, better hundreds.",
                 CalipersWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
+
+    def evaluation(self, base_size: int | None, sizes: Mapping[str, int | None]) -> Evaluation:
+        """Return what was found so far."""
+        counted = self._sums["tokens"] > 0
         told = Bootstrap({name: each[counted] for name, each in self._sums.items()})
         return Evaluation(
-            Scores(base_size, told.estimate(lambda sums: perplexity(sums, BASE))),
-            {name: self._scores(name, size, told) for name, size in sizes.items()},
-            samples,
+            Scores(
+                base_size, told.estimate(lambda sums: perplexity(sums, BASE)), noise=self._off(BASE)
+            ),
+            {name: self._scores(name, sizes[name], told) for name in self._done},
+            int(counted.sum()),
             int(self._sums["tokens"].sum()),
             told,
         )
@@ -133,19 +175,32 @@ class Judge:
         return CheckpointScores(
             size,
             told.estimate(lambda sums: perplexity(sums, name)),
-            told.estimate(lambda sums: perplexity(sums, name) - perplexity(sums, BASE)),
+            difference(told, name, BASE, max(map(self._off, (name, BASE)))),
             told.estimate(lambda sums: sums[key("kl", name)] / sums["tokens"]),
             told.estimate(lambda sums: sums[key("agreed", name)] / sums["tokens"]),
             self._layers[name],
+            self._done[name].notes,
+            self._done[name].reliable,
+            noise=self._off(name),
         )
 
-    def _counted(self, name: str) -> Iterator[tuple[int, Batch]]:
-        with self._progress.counting(
-            f"evaluating {name}", self._batches.num_tokens, "tokens"
-        ) as add:
+    def _off(self, name: str) -> float:
+        """By how much roundings can change the perplexity of a model."""
+        value = perplexity({name: each.sum() for name, each in self._sums.items()}, name)
+        return float(value * torch.tensor(self._noise[name], dtype=torch.float64).expm1())
+
+    def _counted(
+        self, name: str, found: Sequence[Mapping[str, Tensor]]
+    ) -> Iterator[tuple[int, Batch]]:
+        """Go through the batches, and show how far this is, and what was found by then."""
+        nll = tokens = torch.zeros((), dtype=torch.float64)
+        what = f"evaluating {name}"
+        with self._progress.counting(what, self._batches.num_tokens, "tokens") as add:
             for number, batch in enumerate(self._batches):
                 yield number, batch
-                add(int(batch["attention_mask"].sum()))
+                nll, tokens = nll + found[-1]["nll"].sum(), tokens + found[-1]["tokens"].sum()
+                so_far = f"perplexity {float((nll / tokens).exp()):.4f} so far" if tokens else ""
+                add(int(batch["attention_mask"].sum()), so_far)
 
     def _base_logits(self, number: int, batch: Batch) -> Tensor:
         if self._kept is not None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from calipers.calibration.sequential import decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class LayerError:
 class LayerComparison:
     """Compares the layers of two models of one shape while both run, batch by batch."""
 
-    def __init__(self, base: nn.Module, other: nn.Module) -> None:
+    def __init__(self, base: PreTrainedModel, other: PreTrainedModel) -> None:
+        self._models = base, other
         found = decoder_layers(base)
         self._names, self._base = list(found), list(found.values())
         self._other = list(decoder_layers(other).values())
@@ -52,13 +57,20 @@ class LayerComparison:
         """While this is open, the float model runs the same batch, after the other one."""
 
         def compare(number: int, args: Any, kwargs: Any, output: Tensor) -> None:
-            again = _hidden(self._other[number].forward(*args, **kwargs))
+            again = _hidden(self._other[number].forward(*self._cast(args), **self._cast(kwargs)))
             errors = [_relative(each, output, mask) for each in (again, self._outputs.pop(number))]
             self._sums[number] += torch.tensor(errors, dtype=torch.float64)
 
         self._tokens += int((mask != 0).sum())
         with _told(self._base, compare):
             yield
+
+    def _cast(self, inputs: Any) -> Any:
+        """Return inputs of the float model in the dtype in which the other one computes."""
+        base, other = (model.dtype for model in self._models)
+        return tree_map_only(
+            Tensor, lambda each: each.to(other) if each.dtype == base else each, inputs
+        )
 
     def errors(self) -> tuple[LayerError, ...]:
         """Return the errors of all layers, in order."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from calipers.evaluation.bootstrap import Bootstrap, Estimate, Sums
+from calipers.evaluation.bootstrap import Bootstrap, Difference, Estimate, Sums
 from calipers.evaluation.layers import LayerError
 from calipers.evaluation.notebook import as_html, in_one_line
 
@@ -26,16 +27,32 @@ def perplexity(sums: Sums, name: str) -> Tensor:
     return (sums[key("nll", name)] / sums["tokens"]).exp()
 
 
+def difference(told: Bootstrap, one: str, other: str, noise: float) -> Difference:
+    """Return by how much the perplexity of one checkpoint lies above that of another."""
+    found = told.estimate(lambda sums: perplexity(sums, one) - perplexity(sums, other))
+    return Difference(**vars(found), noise=noise)
+
+
 @dataclass(frozen=True)
 class Scores:
     """Figures of a model.
 
     :param size: bytes of its tensors on disk; None for a model that was not loaded from a folder
     :param perplexity: per token
+    :param noise: how far the perplexity may be off because of nothing but roundings
     """
 
     size: int | None
     perplexity: Estimate
+    noise: float = field(default=0.0, kw_only=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        figures = {
+            n: each.as_dict() for n, each in vars(self).items() if isinstance(each, Estimate)
+        }
+        noise = self.noise if math.isfinite(self.noise) else None
+        return {"size": self.size, "noise": noise, **figures}
 
 
 @dataclass(frozen=True)
@@ -47,19 +64,30 @@ class CheckpointScores(Scores):
         in nats per token
     :param agreement: the share of tokens for which both have the same favourite
     :param layers: the errors of decoder layers, in order; empty where they were not asked for
+    :param notes: what must be known of how it was loaded and computed
+    :param reliable: whether transformers computes what the checkpoint says; the figures are those
+        of what it computes
     """
 
-    change: Estimate
+    change: Difference
     kl: Estimate
     agreement: Estimate
     layers: tuple[LayerError, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
+    reliable: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        layers = {"layers": [asdict(layer) for layer in self.layers]} if self.layers else {}
+        about = {"reliable": self.reliable, "notes": list(self.notes)}
+        return {**super().as_dict(), **about, **layers}
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What an evaluation found.
 
-    :param checkpoints: in the order in which they were given
+    :param checkpoints: in the order in which they were given; those that are done
     :param samples: how many samples were run, and drawn from for the intervals
     :param tokens: how many tokens were predicted
     """
@@ -76,13 +104,17 @@ class Evaluation:
     def _repr_html_(self) -> str:
         return as_html(self)
 
-    def difference(self, one: str, other: str) -> Estimate:
-        """Return by how much the perplexity of one checkpoint lies above that of another."""
-        return self._bootstrap.estimate(
-            lambda sums: perplexity(sums, one) - perplexity(sums, other)
-        )
+    @property
+    def noise(self) -> float:
+        """By how much roundings alone can move the perplexity of the noisiest model."""
+        return max(scores.noise for scores in (self.base, *self.checkpoints.values()))
 
-    def above_best(self) -> dict[str, Estimate]:
+    def difference(self, one: str, other: str) -> Difference:
+        """Return by how much the perplexity of one checkpoint lies above that of another."""
+        noise = max(self.checkpoints[name].noise for name in (one, other))
+        return difference(self._bootstrap, one, other, noise if one != other else 0.0)
+
+    def above_best(self) -> dict[str, Difference]:
         """Return by how much the perplexity of each checkpoint lies above the least of them."""
         values = {name: scores.perplexity.value for name, scores in self.checkpoints.items()}
         return {name: self.difference(name, min(values, key=values.__getitem__)) for name in values}
@@ -93,17 +125,9 @@ class Evaluation:
         return {
             "samples": self.samples,
             "tokens": self.tokens,
-            "base": _plain(self.base),
+            "base": self.base.as_dict(),
             "checkpoints": {
-                name: {**_plain(scores), "above_best": above[name].as_dict()}
+                name: {**scores.as_dict(), "above_best": above[name].as_dict()}
                 for name, scores in self.checkpoints.items()
             },
         }
-
-
-def _plain(scores: Scores) -> dict[str, Any]:
-    figures = {
-        name: each.as_dict() for name, each in vars(scores).items() if isinstance(each, Estimate)
-    }
-    layers = [asdict(layer) for layer in getattr(scores, "layers", ())]
-    return {"size": scores.size, **figures, **({"layers": layers} if layers else {})}

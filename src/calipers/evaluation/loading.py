@@ -1,0 +1,123 @@
+"""Checkpoints as transformers computes them, and what is known to go wrong when it does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from compressed_tensors.base import QUANTIZATION_METHOD
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils import is_match
+from torch import nn
+
+from calipers.calibration.experts import unfuse_experts
+from calipers.checkpoint.compatibility import LoadingProblem, loading_problems
+from calipers.checkpoint.names import stored_module_names
+from calipers.checkpoint.reader import load_model, load_skeleton
+from calipers.errors import (
+    BrokenLogitsError,
+    CalipersWarning,
+    FusedExpertsError,
+    NotComputableError,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    Source: TypeAlias = PreTrainedModel | str | Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is to be judged, of which no weight is loaded yet.
+
+    :param problems: what goes wrong when transformers loads it
+    """
+
+    name: str
+    source: Source
+    config: PreTrainedConfig
+    problems: tuple[LoadingProblem, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its scores must know."""
+        return tuple(self._note(problem) for problem in self.problems)
+
+    @property
+    def reliable(self) -> bool:
+        """Whether transformers computes what the checkpoint says."""
+        return all(problem.loads_as for problem in self.problems)
+
+    def load(self, *, trust_remote_code: bool = False) -> PreTrainedModel:
+        """Load it, and tell of what goes wrong."""
+        for note in self.notes:
+            warnings.warn(f"'{self.name}': {note}", CalipersWarning, stacklevel=3)
+        dtypes = [problem.loads_as for problem in self.problems if problem.loads_as]
+        return load_model(
+            self.source,
+            trust_remote_code=trust_remote_code,
+            quantized=True,
+            dtype=dtypes[0] if dtypes else None,
+        )
+
+    @contextmanager
+    def failures_explained(self) -> Iterator[None]:
+        """Say of a failure that was to be expected that it was."""
+        try:
+            yield
+        except Exception as error:
+            if not self.problems or isinstance(error, BrokenLogitsError):
+                raise
+            raise NotComputableError(self.name, error, self.notes) from error
+
+    def _note(self, problem: LoadingProblem) -> str:
+        if problem.loads_as is None:
+            return f"{problem} Its scores are those of what transformers computes instead."
+        return f"It is loaded as {_name(problem.loads_as)}: {problem.cause}."
+
+
+def find_checkpoint(name: str, source: Source, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Look at the config of a checkpoint: whether it is there, and what goes wrong with it."""
+    if not isinstance(source, (str, Path)):
+        return Checkpoint(name, source, source.config)
+    model = load_skeleton(source, trust_remote_code=trust_remote_code, quantized=True)
+    config = _quantization(model.config)
+    if config is None:
+        return Checkpoint(name, source, model.config)
+    with suppress(FusedExpertsError):  # nobody can quantize these one by one
+        unfuse_experts(model)
+    for module, scheme in _schemes(model, config):
+        module.quantization_scheme = scheme
+    return Checkpoint(name, source, model.config, tuple(loading_problems(model)))
+
+
+def _quantization(config: PreTrainedConfig) -> QuantizationConfig | None:
+    """Return how a checkpoint is quantized, if it is by compressed-tensors."""
+    found = getattr(config, "quantization_config", None)
+    if not isinstance(found, dict) or found.get("quant_method") != QUANTIZATION_METHOD:
+        return None
+    return QuantizationConfig.model_validate(found)
+
+
+def _schemes(
+    model: PreTrainedModel, config: QuantizationConfig
+) -> Iterator[tuple[nn.Module, QuantizationScheme]]:
+    """Match modules as the library does, by the names that they have on disk."""
+    kinds = (nn.Linear, nn.Embedding)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    stored = stored_module_names(model, modules)
+    for name, module in modules.items():
+        for scheme in config.config_groups.values():
+            if is_match(stored[name], module, scheme.targets, config.ignore or ()):
+                yield module, scheme
+                break
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
