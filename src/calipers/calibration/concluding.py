@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -164,24 +164,25 @@ class Conclusions:
             if self._watched.recording.counts(module.name, tensor.base_name)
             and (module.name, tensor.base_name) in self._findings.qparams
         ]
-        mine: dict[str, dict[str, ActivationCost]] = defaultdict(dict)
+        mine: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         with self._crew.step("judging activations"):
             for name, tensor in self._crew.my_part(solved, lambda _: 1):
                 qparams = self._findings.qparams[name, tensor.base_name]
                 counts = self._watched.recording.counts(name, tensor.base_name)
                 cost = counts and activation_cost(*counts, tensor.args, qparams)
                 if cost:
-                    mine[name][tensor.base_name] = cost
+                    mine[name][tensor.base_name] = asdict(cost)
         for found in self._crew.share(dict(mine)):
             for name, tensors in found.items():
                 known = self._findings.costs.get(name, ModuleCosts())
-                self._findings.costs[name] = replace(known, tensors={**known.tensors, **tensors})
+                added = {base: ActivationCost(**cost) for base, cost in tensors.items()}
+                self._findings.costs[name] = replace(known, tensors={**known.tensors, **added})
 
     def _solve_weights(self, modules: list[PlannedModule]) -> None:
         groups = self._weight_groups(modules)
         mine: dict[tuple[str, str], QParamsDict] = {}
         errors: dict[str, float] = {}
-        costs: dict[str, ModuleCosts] = {}
+        costs: dict[str, dict[str, Any]] = {}
         freed = Freed()
         with self._crew.step("working out the parameters of weights"):
             for group in self._counted(self._crew.my_part(groups, self._size)):
@@ -196,14 +197,14 @@ class Conclusions:
                     errors[name] = loss.error
                     if streams is not None:
                         known = self._findings.costs.get(name, ModuleCosts())
-                        costs[name] = module_costs(weight, loss, streams, known.tensors)
+                        costs[name] = asdict(module_costs(weight, loss, streams, known.tensors))
                     freed.count(weight.nbytes)
                 self._forget(group)
         self._forget(name for group in groups for name in group)  # also what others solved
         for found, error, cost in self._crew.share((mine, errors, costs)):
             self._findings.qparams |= found
             self._findings.errors |= error
-            self._findings.costs |= cost
+            self._findings.costs |= {name: ModuleCosts.from_dict(c) for name, c in cost.items()}
 
     def _counted(self, groups: list[list[str]]) -> Iterator[list[str]]:
         """Go through groups of weights and show how far this is."""

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
@@ -78,6 +78,16 @@ class ModuleCosts:
     input: float | None = None
     typical_input: float | None = None
     tensors: dict[str, ActivationCost] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModuleCosts:
+        """Return the costs that :func:`dataclasses.asdict` made plain data of.
+
+        >>> ModuleCosts.from_dict({"weight": 0.25, "tensors": {}})
+        ModuleCosts(weight=0.25, input=None, typical_input=None, tensors={})
+        """
+        tensors = {name: ActivationCost(**cost) for name, cost in data["tensors"].items()}
+        return cls(**{**data, "tensors": tensors})
 
     @property
     def worst(self) -> float:
