@@ -16,6 +16,7 @@ if not describe().native:
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes, each with a core of its own
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for those that tests start
+    os.environ.pop("COLUMNS", None)  # xdist sets it; whoever writes into a pipe has no width
 
 # The machine is noisy: no test depends on how long something takes.
 settings.register_profile(

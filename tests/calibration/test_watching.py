@@ -32,7 +32,7 @@ from watched import (
 from calipers.calibration.pipelines import call_model, run_basic
 from calipers.calibration.plan import Plan, PlannedModule
 from calipers.calibration.watching import WatchedModel
-from calipers.errors import HiddenQueriesError, NonFiniteError
+from calipers.errors import ForwardError, HiddenQueriesError, NonFiniteError
 from calipers.observers import Observer
 
 KINDS = ["llama", "qwen2", "mistral"]
@@ -170,7 +170,7 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     before, tensors, config = anatomy(model), contents(model), model.config.to_dict()
     plan = plan_of(model, outputs=STATIC, states=STATIC, gathered=["lm_head"])
-    with pytest.raises(IndexError):
+    with pytest.raises(ForwardError, match="IndexError"):
         fail_in_the_middle(model, plan, batches)
     assert anatomy(model) == before
     assert model.config.to_dict() == config

@@ -165,7 +165,7 @@ def test_an_output_that_is_there(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "thesis.txt").touch()
     arguments = ("quantize", model, *W4A16, "-o", "out")
     refused(arguments, "exists already. Nothing was written.", "--overwrite", code=7, cwd=tmp_path)
-    text = "does not look like a checkpoint"
+    text = "replaces quantized checkpoints and empty folders only"
     refused((*arguments, "--overwrite"), text, "thesis.txt", code=7, cwd=tmp_path)
 
 

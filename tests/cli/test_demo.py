@@ -99,7 +99,7 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     precious.touch()
     done = run_here("demo", "--output", str(tmp_path))
     assert done.exit_code == 7
-    assert "does not look like a checkpoint" in done.stderr
+    assert "replaces quantized checkpoints and empty folders only" in done.stderr
     assert precious.exists()
 
 

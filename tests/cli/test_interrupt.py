@@ -116,7 +116,7 @@ def test_while_the_checkpoint_is_written(
     number: signal.Signals, large: Path, tmp_path: Path
 ) -> None:
     with started("quantize", str(large), *W8A16, cwd=tmp_path) as process:
-        wait_until(lambda: any(tmp_path.glob(".out.*/model*")), process)
+        wait_until(lambda: any((tmp_path / ".out.calipers/new").glob("model*")), process)
         process.send_signal(number)
         if number == signal.SIGINT:
             check_interrupted(process, tmp_path)

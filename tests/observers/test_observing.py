@@ -132,7 +132,7 @@ class TestObserving:
 
     def test_masked_tokens_change_nothing(self) -> None:
         for name in FOR_INPUTS:
-            if name == "imatrix_mse":
+            if name in ("imatrix_mse", "nvfp4_expanded_imatrix"):  # they warn
                 continue
             x = torch.randn(3, 5, 8)
             mask = torch.rand(3, 5) > 0.5

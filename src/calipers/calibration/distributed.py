@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import Self
 
-from calipers.calibration.launch import check_address, find_launch
+from calipers.calibration.launch import Launch, check_address, find_launch
 from calipers.calibration.termination import TerminationHandler, my_address
 from calipers.errors import (
     CalipersError,
@@ -59,16 +60,25 @@ def join_processes(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     backend = dist.get_default_backend_for_device(device or "cpu")
     # Under keys of its own: what other groups, before or after, leave in the store is not read.
-    store, rank, world = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     prefix = f"calipers/world/{next(_worlds)}"
     dist.init_process_group(
         backend,
-        store=PrefixStore(prefix, store),
-        rank=rank,
-        world_size=world,
+        store=PrefixStore(prefix, _store_of(launch, timeout)),
+        rank=launch.rank,
+        world_size=launch.world_size,
         timeout=timeout,
     )
     return True
+
+
+@cache
+def _store_of(launch: Launch, timeout: timedelta) -> Any:
+    """Return the store of a launch, the same for all jobs of this process.
+
+    Without torchrun the first process hosts it: were it made anew for each job, another one that is
+    quicker would find the old one, which is about to go.
+    """
+    return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -118,7 +128,16 @@ class Crew:
             self._steps += 1
             with suppress(RuntimeError):
                 self._arrive("preparing the next step", error)
+        if self._made_world and (error is None or isinstance(error, Exception)):
+            self._part()
         self._leave(error)
+
+    def _part(self) -> None:
+        """Let all hear how it ended: without torchrun the store goes with the first process."""
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0 and not dist.is_torchelastic_launched():
+                self._wait_for([f"left/{rank}" for rank in range(self.world_size)])
 
     def _leave(self, error: BaseException | None) -> None:
         self._disconnect()

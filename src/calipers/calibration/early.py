@@ -14,14 +14,17 @@ PART = 0.1
 
 
 class EarlyLook:
-    """Warns, once and after a tenth of the batches, of modules that no token has reached."""
+    """Warns, once and after a tenth of the batches, of modules that no token has reached.
+
+    Of fewer than ten batches each is more than a tenth: the end is near enough.
+    """
 
     def __init__(self, watched: WatchedModel) -> None:
         self._watched, self._has_warned = watched, False
 
     def after(self, index: int, total: int, names: Iterable[str]) -> None:
         """Look at modules when a batch, one of ``total``, has run."""
-        if self._has_warned or index + 1 != math.ceil(PART * total) or total == 1:
+        if self._has_warned or PART * total < 1 or index + 1 != math.ceil(PART * total):
             return
         wanted = [name for name in names if self._watched.data_observers([name])]
         unseen = [name for name in wanted if not self._watched.tokens(name)]

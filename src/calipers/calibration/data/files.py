@@ -112,8 +112,9 @@ class JsonLines(Sequence[Any]):
             file.seek(offset)
             line = file.readline()
         where = f"'{self._path}', line {self.numbers[index]}"
+        text = _decoded(line, where, offset)
         try:
-            return json.loads(_decoded(line, where, offset))
+            return json.loads(text)
         except json.JSONDecodeError as error:
             raise BrokenJsonError(where, f"{error.msg} at column {error.colno}") from None
         except (ValueError, RecursionError) as error:
