@@ -44,7 +44,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES)
 def test_what_is_exchanged_arrives_as_it_was(value: Any) -> None:
     assert_same(decode(encode(value)), value)
 
