@@ -152,7 +152,8 @@ def test_what_oneshot_returns() -> None:
     assert told.startswith("OneshotResult(model: LlamaForCausalLM, plan: Plan(14 × weight float8 ")
     rows = shown(result).rows
     assert rows[-1] == ["… and 4 more"]
-    assert [f"{max(result.errors.values()):.2%}"] == [row[1] for row in rows[5:6]]
+    worst = max(result.costs, key=lambda name: result.costs[name].worst)
+    assert rows[5] == [worst, *result.costs[worst].shares().values()]
     assert isinstance(result.recipe, Recipe)
 
 

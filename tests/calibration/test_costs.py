@@ -45,7 +45,8 @@ def quantize(model: Any, how: Any, data: Any = None, **options: Any) -> Any:
 
 @contextmanager
 def seen_by(model: Any) -> Iterator[dict[str, Tensor]]:
-    """What goes into each Linear of a decoder layer while a model runs, without padding."""
+    """What goes into each Linear of a decoder layer, without padding, in the model's own dtype."""
+    own = model.dtype
     parts: dict[str, list[Tensor]] = {}
     masks: list[Tensor] = []
     found: dict[str, Tensor] = {}
@@ -59,7 +60,7 @@ def seen_by(model: Any) -> Iterator[dict[str, Tensor]]:
             kept = parts.setdefault(name, [])
             handles.append(
                 module.register_forward_pre_hook(
-                    lambda _m, args, kept=kept: kept.append(args[0][masks[-1]].clone())
+                    lambda _m, args, kept=kept: kept.append(args[0][masks[-1]].to(own, copy=True))
                 )
             )
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from calipers.calibration.costs import ActivationCost, ModuleCosts, relative
 from calipers.kernels.moments import sum_of_squares
-from calipers.kernels.quantize import quantize_with_error
+from calipers.kernels.quantize import quantization_errors, quantize_with_error
 from calipers.numerics.layout import Layout
 from calipers.observers import QParamsDict
 from calipers.statistics.base import Statistic
@@ -91,10 +91,12 @@ def weight_loss(
     weight = weight.detach()
     error, output = 0.0, 0.0
     for tile, scale, zero_point in _tiles(weight, args, qparams):
+        if streams is None:
+            error += float(quantization_errors(tile, scale, zero_point, args).sum())
+            continue
         values, errors = quantize_with_error(tile, scale, zero_point, args)
         error += float(errors.sum())
-        if streams is not None:
-            output += _output_energy(_as_rows(values.sub_(tile), weight.shape[-1]), streams)
+        output += _output_energy(_as_rows(values.sub_(tile), weight.shape[-1]), streams)
     norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
     return WeightLoss(math.sqrt(error) / norm if norm else 0.0, None if streams is None else output)
 
