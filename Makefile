@@ -32,7 +32,7 @@ $(BENCH_READY): $(READY)
 	touch $@
 
 test: lint ## lint, types, tests and doctests; JOBS=4 runs tests in four processes
-	$(BIN)/pytest -n $(JOBS) --dist worksteal
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 # MUTANTS are options of the script, such as --only 'kernels-*'.
 mutants: $(READY) ## break the source in small ways, and list what no test notices

@@ -13,6 +13,8 @@ from calipers.kernels.dispatch import SWITCH
 if not describe().native:
     os.environ[SWITCH] = "0"  # without a compiler the tests pass too; what was not built is no news
 
+os.environ.pop("COLUMNS", None)  # of the terminal in which tests run: tables would be cut
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes, each with a core of its own
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for those that tests start
