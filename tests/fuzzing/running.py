@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -20,7 +21,8 @@ from shell import run_here
 
 _ROOM = 4 << 30
 """How many bytes a child may take beyond what the parent has."""
-_PATIENCE = 60.0
+_PATIENCE = 180.0
+"""How many seconds a case may take, on a machine that may be busy with others."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def _be_child(cases: list[Case], sound: Path, scratch: Path, pipe: int) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, used + _ROOM))
         for case in cases:
+            faulthandler.dump_traceback_later(_PATIENCE - 10)  # where a case hangs that does
             told = run_case(case, sound, scratch)
             os.write(pipe, json.dumps(told).encode() + b"\n")
     except BaseException:
