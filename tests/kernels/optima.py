@@ -96,6 +96,7 @@ class Search(NamedTuple):
             norm=self.norm,
             weights=weights,
             keep=keep,
+            most=torch.finfo(x.dtype).max,
         )
 
     def error(self, x: Tensor, scale: Tensor, window: Tensor, weights: Tensor | None) -> float:

@@ -138,6 +138,7 @@ def activation_cost(
 ) -> ActivationCost | None:
     """Work out what parameters make of the values that were counted; None if there were none.
 
+    >>> import torch
     >>> seen = ValueCounts()
     >>> seen.count(torch.tensor([[[[1.0, 3.0, 600.0]]]], dtype=torch.bfloat16))
     >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
