@@ -78,10 +78,11 @@ def evaluate(
     named = _named(checkpoints)
     place, computes_in = usable_device(device), dtype_choice(dtype)
     bars = Progress.of(progress)
-    found = [
-        find_checkpoint(name, source, trust_remote_code=trust_remote_code)
-        for name, source in named.items()
-    ]
+    with without_bars_of_others():
+        found = [
+            find_checkpoint(name, source, trust_remote_code=trust_remote_code)
+            for name, source in named.items()
+        ]
     with bars.waiting("loading the float model"):
         base = load_model(model, trust_remote_code=trust_remote_code, quantized=True)
         words = load_tokenizer(tokenizer, base, trust_remote_code=trust_remote_code)
