@@ -21,7 +21,7 @@ from shell import run_here
 
 _ROOM = 4 << 30
 """How many bytes a child may take beyond what the parent has."""
-_PATIENCE = 180.0
+_PATIENCE = 600.0
 """How many seconds a case may take, on a machine that may be busy with others."""
 
 
