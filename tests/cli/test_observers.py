@@ -109,3 +109,17 @@ def test_an_observer_of_ones_own(tmp_path: Path) -> None:
     )
     done = run_here("observers", f"{tmp_path / 'mine.py'}:Mine", "--allow-code")
     assert done.stdout.startswith("Does as I say.\n")
+
+
+def test_an_observer_of_the_first_generation(tmp_path: Path) -> None:
+    """Its constructor knows nothing but ``quantization_args``."""
+    (tmp_path / "old.py").write_text(
+        "from calipers.observers import Observer\n"
+        "class Old(Observer):\n"
+        '    """Does as it always did."""\n'
+        "    def __init__(self, quantization_args):\n"
+        "        super().__init__(quantization_args=quantization_args)\n"
+    )
+    done = run("observers", f"{tmp_path / 'old.py'}:Old", "--allow-code")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Does as it always did.\n")

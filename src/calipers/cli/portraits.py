@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from calipers.errors import UnsuitableError
 from calipers.observers import Observer
+from calipers.observers.first_generation import construct
 from calipers.observers.gathering import GathersInputs
 from calipers.observers.options import ObserverOptions
 
@@ -84,7 +85,7 @@ def _watched(observer: type[Observer]) -> Iterator[str]:
         if issubclass(observer, GathersInputs) and base_name != "weight":
             continue
         try:
-            observer(base_name, args)
+            construct(observer, {"base_name": base_name, "args": args})
         except UnsuitableError:
             continue
         yield word
