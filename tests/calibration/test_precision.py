@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM
 from calipers import evaluate, oneshot
 from calipers.calibration import precision
 from calipers.calibration.precision import computing_in, forward_dtype
+from calipers.calibration.watching import WatchedModel
 from calipers.errors import CalipersWarning, UnknownChoiceError
 from calipers.observers import Observer
+from calipers.recipes import load_recipe
 
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -148,6 +150,20 @@ def test_what_is_stored_is_that_of_the_model(
     assert torch.equal(stored["model.layers.1.self_attn.v_scale"], expected["v"])
     notes = json.loads((tmp_path / "out" / "calipers.json").read_text())
     assert notes["forward_dtype"] == "float32"
+
+
+def test_observers_see_activations_in_the_dtype_of_their_module() -> None:
+    model = build("llama", torch.bfloat16)
+    plan = load_recipe(STATIC).compile(model)
+    with WatchedModel(model, plan, dtype=torch.float32) as watched:
+        with computing_in(torch.float32, [model]), watched.batch(0), dtypes_of_inputs() as computed:
+            model(token_ids(2, 8))
+        watched.finish()
+    assert computed == {torch.float32}
+    for observer in watched.observers.values():
+        if observer.base_name != "weight":
+            assert observer.observed_like.dtype == torch.bfloat16
+            assert observer.get_qparams()["scale"].dtype == torch.bfloat16
 
 
 def test_weights_are_judged_in_the_dtype_of_the_model(tmp_path: Path) -> None:

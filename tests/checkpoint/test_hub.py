@@ -15,6 +15,9 @@ from huggingface_hub import constants
 from calipers.checkpoint.reader import load_model, load_skeleton, load_tokenizer
 from calipers.errors import ModelLoadError
 
+NOBODY = "http://127.0.0.1:9"
+"""Where nobody listens."""
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -23,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
     return tmp_path
 
 
@@ -95,16 +98,16 @@ def test_without_an_answer_of_the_hub_it_is_said_at_once(monkeypatch: pytest.Mon
         load_model("owner/name")
 
 
-def test_what_is_cached_is_loaded_without_an_answer(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_cached_is_loaded_and_a_silent_hub_not_asked(
+    place: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("somebody waits to try again"))
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)  # files are asked for at another address
     folder = place / "cache" / "models--owner--name"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0123abc")
     shutil.copytree(place / "stories15M", folder / "snapshots" / "0123abc")
     assert load_model("owner/name").config.hidden_size == 128
-    assert not constants.HF_HUB_OFFLINE
+    assert (asked, constants.HF_HUB_OFFLINE) == ([], False)
 
 
 @pytest.mark.usefixtures("place")
