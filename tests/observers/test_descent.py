@@ -65,3 +65,13 @@ def test_the_error_is_the_quadratic_form(blocks: int, width: int) -> None:
     hessian = hessian_of(blocks, width)
     found = quadratic_error(pieces, scales, torch.zeros(2, 3), hessian, ARGS)
     assert found == pytest.approx(error(pieces, scales, hessian), rel=1e-5)
+
+
+def test_begins_with_the_last_of_all_where_that_is_better() -> None:
+    """Here no single change from the first candidates is a gain, though both together are."""
+    pieces = torch.tensor([5.0, 5.0]).reshape(1, 1, 2, 1, 1)
+    scales = torch.tensor([[[6.0, 5.1], [4.0, 5.1]]])  # q−x: (1, −1) or (0.1, 0.1)
+    hessian = torch.tensor([[[1.0, 0.95], [0.95, 1.0]]])
+    args = QuantizationArgs(num_bits=4)
+    chosen = choose_together(pieces, scales, torch.zeros_like(scales), hessian, args)
+    assert chosen.tolist() == [[1, 1]]
