@@ -100,6 +100,13 @@ def test_a_range_that_is_not_finite(bad: float) -> None:
         qparams_of(torch.tensor([0.0, -1.0]), torch.tensor([1.0, bad]), QuantizationArgs())
 
 
+def test_a_scale_that_is_not_positive() -> None:
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+    one = torch.ones(1)
+    with pytest.raises(NonFiniteRangeError, match="1 of 1 ranges have no finite, positive scale"):
+        qparams_of(-one, one, args, global_scale=-one)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("absmax", [0.0, 1e-6, 0.03, 1.0, 448.0, 60000.0])
 def test_global_scale(dtype: torch.dtype, absmax: float) -> None:
