@@ -133,7 +133,8 @@ def test_observers_that_merge_into_each_other_do_not_wait_for_each_other() -> No
         return job
 
     together(merge(*pair), merge(*pair[::-1]), merge(pair[0], pair[0]))
-    assert all(observer.num_observed_tokens > 20 for observer in pair)
+    # Whoever begins adds one token ten times, if nothing is lost.
+    assert all(observer.num_observed_tokens >= 11 for observer in pair)
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "optimal"])
