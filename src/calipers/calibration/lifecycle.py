@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
 from compressed_tensors.offload import update_offload_parameter
-from compressed_tensors.quantization import DynamicType, QuantizationStatus
+from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
 
 from calipers.calibration.masks import mask_for
@@ -170,15 +170,11 @@ def update_qparams(
 
 
 def store_qparams(module: torch.nn.Module, base_name: str, qparams: QParamsDict) -> None:
-    """Copy parameters into those that the module has."""
-    args = args_for(module.quantization_scheme, base_name)
-    local = args is not None and args.dynamic == DynamicType.LOCAL
+    """Copy parameters into those that the module has: no scale if it is found as the model runs."""
     for suffix, value in qparams.items():
-        if value is None or (local and suffix != "global_scale"):
-            continue
-        assert isinstance(value, Tensor)
         parameter = getattr(module, f"{base_name}_{suffix}", None)
-        if parameter is not None:
+        if value is not None and parameter is not None:
+            assert isinstance(value, Tensor)
             value = value.reshape(parameter.shape)
             update_offload_parameter(module, f"{base_name}_{suffix}", value)
 
