@@ -7,7 +7,7 @@ from data import DTYPES
 from engines import with_engines
 from geometries import in_any_memory, pieces
 
-from calipers.kernels.counts import BINS, NAN_BIN, count_values
+from calipers.kernels.counts import BINS, NAN_BIN, count_values, distinct_values
 
 
 def counted_in_numpy(values: torch.Tensor) -> np.ndarray:
@@ -67,6 +67,15 @@ def test_float32_is_rounded_to_nearest_even() -> None:
     bins = [0x3F80, 0x3F80, 0x3F82, 0x7F80, 0xFF80, NAN_BIN, 0x8000]
     assert [int(found[code]) for code in bins] == [2, 2, 1, 1, 1, 1, 1]
     assert found.sum() == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_only_finite_values_are_distinct_values(dtype: torch.dtype) -> None:
+    strange = [float("nan"), float("inf"), -float("inf")]
+    pieces = torch.tensor([[2.0, -1.0, 2.0], strange], dtype=dtype).reshape(1, 2, 1, 1, 3)
+    values, counts = distinct_values(pieces)
+    assert values.tolist() == [0, 2, -1]  # by their bits
+    assert counts.tolist() == [[[0, 2, 1]], [[0, 0, 0]]]
 
 
 def test_a_large_constant() -> None:

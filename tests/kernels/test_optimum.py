@@ -89,6 +89,15 @@ def test_without_any_weight_every_scale_is_as_good(fmt: str) -> None:
     assert bool(torch.isfinite(found.scales).all())
 
 
+@with_engines("dtype", [torch.bfloat16, torch.float16])
+def test_values_count_as_often_as_they_occur(dtype: torch.dtype) -> None:
+    """Ones are exact under the scale 1, under which the codes of int4 end at 7; tens are rare."""
+    x = torch.ones(1, 1, 1, 512, 512, dtype=dtype)
+    x[..., 0, :2] = 10
+    scales, _, errors = Search("int4", dtype).find(x)
+    assert (scales.item(), errors.item()) == (1, 2 * 3**2)
+
+
 def matter(search: Search, x: Tensor) -> Tensor:
     """The errors of all candidates but those beyond the bound, of which half is no worse."""
     scales = search.scales(x)
