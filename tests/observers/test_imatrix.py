@@ -47,6 +47,13 @@ class TestHook:
         assert torch.equal(linear._imatrix_sum, observer._imatrix_sum)
         assert int(linear._imatrix_count) == 65
 
+    def test_masked_tokens_are_not_counted(self) -> None:
+        observer, x = build(), hot_inputs()
+        observer.gather_input(x.reshape(4, 16, 24), torch.arange(64).reshape(4, 16) < 40)
+        exact = x[:40].double().square().sum(0)
+        torch.testing.assert_close(observer._imatrix_sum, exact, rtol=1e-6, atol=0)
+        assert int(observer._imatrix_count) == 40
+
     def test_sums_take_no_part_in_gradients(self) -> None:
         linear, x = torch.nn.Linear(24, 4), hot_inputs().requires_grad_()
         observer = gathered(linear, x)

@@ -42,6 +42,12 @@ def test_group_size_of_minus_one_is_a_channel() -> None:
     assert observer._hessian_sum.shape == (1, 64, 64)
 
 
+def test_the_next_weight_has_a_solution_of_its_own() -> None:
+    weight = torch.randn(8, 64)
+    scale = build(importance="none")(weight)(weight * 4).get_qparams()["scale"]
+    assert torch.equal(scale, 4 * plain(INT4, weight)["scale"])
+
+
 def test_what_is_fused_leaves_no_older_result_behind() -> None:
     weight = torch.randn(8, 64)
     observer, other = (build(nvfp4(16), importance="none") for _ in range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -211,10 +212,9 @@ BLOCK = QuantizationArgs(num_bits=8, strategy="block", block_structure=[2, 4])
 class TestClassesThatBuildOnOurs:
     """They get the canonical view, as ours do not need to."""
 
-    def observe(self, kind: type[Observer], nan: bool = False) -> Observer:
+    def observe(self, kind: type[Observer], first: float = 0.0) -> Observer:
         weight = torch.arange(32.0).reshape(4, 8)
-        if nan:
-            weight[0, 0] = float("nan")
+        weight[0, 0] = first
         return kind(base_name="weight", args=BLOCK, nonfinite="ignore")(weight)
 
     def test_extrema_of_their_own(self) -> None:
@@ -223,8 +223,10 @@ class TestClassesThatBuildOnOurs:
                 assert observed.shape == (1, 2, 2, 8)
                 return observed.amin((0, -1)) * 0.9, observed.amax((0, -1)) * 0.9
 
-        for nan in (False, True):
-            assert self.observe(Clipping, nan).get_qparams()["scale"].shape == (2, 2)
+        expected = self.observe(Clipping).get_qparams()["scale"]
+        assert expected.shape == (2, 2)
+        for strange in (math.nan, math.inf, -math.inf):
+            assert torch.equal(self.observe(Clipping, strange).get_qparams()["scale"], expected)
 
     def test_an_update_of_their_own_that_calls_ours(self) -> None:
         class Widened(MemorylessMinMaxObserver):
