@@ -42,7 +42,7 @@ from calipers import oneshot
 from calipers.calibration.concluding import Findings
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
-from calipers.calibration.pipelines import run_basic, run_datafree
+from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
 from calipers.calibration.plan import Plan
 from calipers.calibration.sequential import decoder_layers, run_sequential
 from calipers.calibration.watching import WatchedModel
@@ -397,6 +397,16 @@ def test_dropout_has_no_part_in_calibration(pipeline: Any) -> None:
     for name in linears(model):
         scale = model.get_submodule(name).input_scale
         assert torch.equal(scale, expected.get_submodule(name).input_scale), name
+
+
+def test_tensors_return_to_where_they_were() -> None:
+    """Torch takes the first CPU for another device than the CPU, and copies."""
+    module = nn.BatchNorm1d(4)
+    before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    with onloaded([module], torch.device("cpu:0")):
+        for name, tensor in module.state_dict().items():
+            assert tensor.data_ptr() != before[name]
+    assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == before
 
 
 def test_nobody_is_concluded_twice() -> None:

@@ -116,6 +116,20 @@ def test_readers_of_other_keys_measure_themselves() -> None:
     assert [(diary.known, diary.measured) for diary in diaries] == [([2.0], 1)] * 2
 
 
+def test_observers_of_other_settings_measure_themselves() -> None:
+    sharing = SharedReading()
+    observers = [
+        Observer.load_from_registry("minmax", base_name="input", args=ARGS, averaging_constant=c)
+        for c in (0.5, 0.25)
+    ]
+    for value in (0.0, 8.0):
+        tensor = torch.full((1, 4), value)
+        for observer in observers:
+            sharing.read(observer, Watcher, tensor, None)
+    sharing.finish()
+    assert [float(observer.max_vals) for observer in observers] == [4, 2]
+
+
 def test_those_who_part_measure_for_themselves_from_then_on() -> None:
     sharing, first, second = SharedReading(), Diary(), Diary()
     common, own = torch.full((1,), 1.0), torch.full((1,), 10.0)

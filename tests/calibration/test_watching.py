@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from watched import (
     CHANNEL,
@@ -150,6 +150,26 @@ def test_queries_of_eager_attention_cannot_be_seen() -> None:
     ):
         pytest.fail("queries that cannot be seen were promised")
     assert anatomy(model) == before
+
+
+def test_who_is_dismissed_sees_nothing_more() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with WatchedModel(model, plan_of(model, outputs=STATIC), share_inputs=False) as watched:
+        for left in ([], ["0"]):
+            watched.dismiss(left)
+            with watched.batch(0):
+                model(torch.ones(3, 4))
+    for (name, base), observer in watched.observers.items():
+        if base != "weight":
+            assert observer.num_observed_tokens == {"0": 3, "1": 6}[name]
+
+
+def test_a_module_has_seen_what_all_its_observers_saw() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with WatchedModel(model, plan_of(model, outputs=STATIC)) as watched:
+        for base, tokens in (("input", 5), ("output", 3)):
+            watched.observers["0", base](torch.ones(tokens, 4))
+    assert watched.tokens("0") == 3
 
 
 # Leaving the model as it was
