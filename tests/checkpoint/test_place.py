@@ -9,6 +9,7 @@ import pytest
 from families import build, saved
 
 import calipers
+from calipers.checkpoint.place import check_place
 from calipers.errors import GgufError, ModelLoadError, PickledModelError
 
 
@@ -27,6 +28,14 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
         "come from, convert the model once"
     )
     refused(PickledModelError, text, folder)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.PTH", "last.ckpt", "model.pkl"])
+def test_pickles_by_any_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(PickledModelError, match=rf"are pickles \({re.escape(name)}\)"):
+            check_place(str(place))
 
 
 def test_other_pickles_beside_safetensors_do_not_matter(tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_safetensors_reads_what_was_written(size: int, tmp_path: Path) -> None:
             assert opened.metadata() == {"format": "pt"}
 
 
+def test_files_are_as_large_as_asked_for_and_no_larger(tmp_path: Path) -> None:
+    sizes = {"a": 40, "b": 60, "c": 1, "d": 250, "e": 50, "f": 50}
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
+    ShardWriter(tmp_path, 100).write(tensors.items())
+    files = [sorted(load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))]
+    assert files == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+
+
 def test_every_tensor_is_where_its_numbers_want_it(tmp_path: Path) -> None:
     ShardWriter(tmp_path, 10**9).write(TENSORS.items())
     content = (tmp_path / "model.safetensors").read_bytes()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from calipers import oneshot
+from calipers.checkpoint.config import model_config
 from calipers.checkpoint.tensors import estimated_size, tensor_names
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import (
@@ -160,6 +161,15 @@ def test_what_stands_beside_the_source_is_copied(tmp_path: Path) -> None:
     model.config.auto_map = {"AutoModel": "modeling_own.Own"}
     path = write_checkpoint(model, tmp_path / "code", recipe="")
     assert (path / "modeling_own.py").read_text() == "answer = 42"
+
+
+def test_a_quantized_head_is_not_called_tied(tmp_path: Path) -> None:
+    qwen2(tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model_config(model)["tie_word_embeddings"] is True
+    freeze(model, scheme("W8A16"), ignore=())
+    assert model.config.tie_word_embeddings is True
+    assert model_config(model)["tie_word_embeddings"] is False
 
 
 def test_a_config_that_was_changed_after_loading_is_what_is_written(tmp_path: Path) -> None:
