@@ -60,6 +60,8 @@ def test_five_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert scores["change"]["low"] <= scores["change"]["value"] <= scores["change"]["high"]
         assert again["seconds"][way.folder] > 0
     assert again["gain"].keys() == {"value", "low", "high", "noise", "beyond_noise"}
+    classic, optimal = (found["checkpoints"][way.folder]["perplexity"]["value"] for way in two)
+    assert again["gain"]["value"] == pytest.approx(optimal - classic, rel=1e-6)
 
 
 def test_ways_are_what_their_names_say() -> None:
