@@ -52,6 +52,16 @@ def test_pieces_of_very_different_size() -> None:
     assert torch.equal(run(mixed, norm=2.4), run(view, norm=2.4))
 
 
+@with_engines("dtype", [torch.float32, torch.bfloat16])
+def test_each_of_many_pieces_has_the_range_of_its_own(dtype: torch.dtype) -> None:
+    high = torch.arange(1.0, 20_001.0).to(dtype)
+    low = -high / 2
+    pieces = torch.stack([low, high], -1).reshape(1, -1, 1, 1, 2)
+    found = search_range(pieces, low[:, None], high[:, None], INT4, factors=[0.5], norm=2.0)
+    assert torch.equal(found[0].flatten(), low / 2)
+    assert torch.equal(found[1].flatten(), high / 2)
+
+
 def test_weights_count() -> None:
     weight = torch.randn(6, 16)
     importance = np.array([100.0, *[0.01] * 7, *[1.0] * 8])
