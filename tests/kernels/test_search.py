@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import DISTRIBUTIONS
 from engines import with_engines
-from exact import FACTORS, INT4, run
+from exact import FACTORS, INT4, MXFP4, run
 from pairwise import pairwise
 
 from calipers.kernels import search
@@ -60,6 +60,15 @@ def test_each_of_many_pieces_has_the_range_of_its_own(dtype: torch.dtype) -> Non
     found = search_range(pieces, low[:, None], high[:, None], INT4, factors=[0.5], norm=2.0)
     assert torch.equal(found[0].flatten(), low / 2)
     assert torch.equal(found[1].flatten(), high / 2)
+
+
+@with_engines("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scales_of_two_are_those_of_compressed_tensors(dtype: torch.dtype) -> None:
+    """Up to 7 the scale is 1, under which these values are exact: no narrower range is better."""
+    x = torch.tensor([6.0, 3.0, 1.5, 0.5] * 8, dtype=dtype).reshape(1, 1, 1, 32)
+    low, high = (end.reshape(1) for end in (x.min(), x.max()))
+    found = search_range(x, low, high, MXFP4, factors=[1.0, 0.9], norm=2.0)
+    assert [end.item() for end in found] == [0.5, 6.0]
 
 
 def test_weights_count() -> None:
