@@ -12,6 +12,7 @@ import pytest
 from families import build, saved
 from huggingface_hub import constants
 
+from calipers.checkpoint.hub import refuse_mistyped
 from calipers.checkpoint.reader import load_model, load_skeleton, load_tokenizer
 from calipers.errors import ModelLoadError
 
@@ -115,3 +116,10 @@ def test_a_hub_that_answers_is_asked(asked: list[str]) -> None:
     with pytest.raises(ModelLoadError, match="there is no such folder, and on the hub: "):
         load_model("owner/name")
     assert any("owner/name" in path for path in asked)
+
+
+@pytest.mark.parametrize("name", ["./model", "~/model", "/nowhere/model", "model/", "a/b/c"])
+def test_names_that_look_like_paths_are_not_for_the_hub(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="there is no such folder"):
+        refuse_mistyped(name)
+    refuse_mistyped("owner/name")

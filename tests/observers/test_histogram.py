@@ -260,8 +260,9 @@ class TestAdopt:
     def test_is_a_copy(self) -> None:
         measured = observer_of("value_counts")(torch.ones(2, 4))
         adopted = observer_of("percentile").adopt(measured)
-        adopted(torch.ones(1, 4))
         measured(torch.ones(3, 4))
+        assert adopted.counts_bfloat16.sum() == 8
+        adopted(torch.ones(1, 4))
         assert (adopted.counts_bfloat16.sum(), measured.counts_bfloat16.sum()) == (12, 20)
 
     def test_of_nothing_is_nothing(self) -> None:
