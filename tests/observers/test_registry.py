@@ -69,6 +69,20 @@ def test_a_name_is_taken_once() -> None:
     assert Observer.get_value_from_registry("minmax") is MinMaxObserver
 
 
+def test_a_name_is_taken_once_within_a_file_too() -> None:
+    @Observer.register("taken")
+    class First(StaticMinMaxObserver):
+        pass
+
+    with pytest.raises(RegistrationError, match="The name 'taken' already stands for"):
+
+        @Observer.register("taken")
+        class Second(StaticMinMaxObserver):
+            pass
+
+    assert Observer.get_value_from_registry("taken") is First
+
+
 def test_only_observers_can_be_registered() -> None:
     with pytest.raises(RegistrationError, match="is not a subclass of Observer"):
         Observer.register_value(dict)  # type: ignore[arg-type]

@@ -88,6 +88,11 @@ class TestClaims:
         with pytest.raises(ClaimError, match=r"quantize 'model.layers.0.self_attn.k'"):
             load_recipe([attention, cache]).compile(llama)
 
+    def test_the_cache_twice_by_one_modifier(self, llama: torch.nn.Module) -> None:
+        both = {"targets": "LlamaAttention", "input_activations": FP8, "kv_cache_scheme": FP8}
+        with pytest.raises(ClaimError, match=r"quantize 'model.layers.0.self_attn.k'"):
+            load_recipe(QuantizationModifier(**both)).compile(llama)
+
     def test_gathered_modules(self, llama: torch.nn.Module) -> None:
         gatherers = [IMatrixGatherer(targets="lm_head"), IMatrixGatherer()]
         plan = load_recipe(gatherers).compile(llama)
