@@ -14,7 +14,7 @@ from shell import run_here
 
 from calipers.checkpoint.output import check_output, output_folder
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.errors import NotACheckpointError, OutputPathError, SourceFolderError
+from calipers.errors import CheckpointError, CheckpointExistsError
 
 QUANTIZED = {"quantization_config": {"quant_method": "compressed-tensors"}}
 
@@ -73,13 +73,13 @@ def test_what_is_not_of_a_checkpoint_is_named(
         rf"checkpoint: {named}\. overwrite=True replaces quantized checkpoints and empty folders "
         r"only\. Choose another folder, or move these away\."
     )
-    refused(NotACheckpointError, text, out)
+    refused(CheckpointExistsError, text, out)
 
 
 @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"quantization_config": None}, [1]])
 def test_an_original_model_is_not_replaced(tmp_path: Path, config: object) -> None:
     text = r"neither calipers\.json nor a quantization_config .* or remove it yourself"
-    refused(NotACheckpointError, text, checkpoint(tmp_path / "out", config))
+    refused(CheckpointExistsError, text, checkpoint(tmp_path / "out", config))
 
 
 def test_what_calipers_wrote_is_replaced_with_code_and_templates(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_calipers_wrote_is_replaced_with_code_and_templates(tmp_path: Path)
     assert (out / "additional_chat_templates" / "a.jinja").exists()
     write_checkpoint(model, out, recipe="", overwrite=True)
     (out / "mine.py").touch()
-    with pytest.raises(NotACheckpointError, match=r"checkpoint: mine\.py\."):
+    with pytest.raises(CheckpointExistsError, match=r"checkpoint: mine\.py\."):
         write_checkpoint(model, out, recipe="", overwrite=True)
 
 
@@ -109,7 +109,7 @@ def test_notes_cannot_claim_hidden_files(tmp_path: Path) -> None:
     out = checkpoint(tmp_path / "out")
     (out / "calipers.json").write_text(json.dumps({"calipers": "0", "files": [".ssh/id", ".env"]}))
     (out / ".env").write_text("secret")
-    refused(NotACheckpointError, r"\.env", out)
+    refused(CheckpointExistsError, r"\.env", out)
 
 
 # Links
@@ -118,7 +118,7 @@ def test_notes_cannot_claim_hidden_files(tmp_path: Path) -> None:
 def test_a_link_is_not_overwritten(tmp_path: Path) -> None:
     target = checkpoint(tmp_path / "run-7")
     (tmp_path / "latest").symlink_to(target)
-    refused(OutputPathError, "latest': it is a link, and what it leads to, '.*run-7', would be",
+    refused(CheckpointError, "latest': it is a link, and what it leads to, '.*run-7', would be",
             tmp_path / "latest")  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_a_link_to_what_is_not_there_yet_is_written_through(tmp_path: Path) -> N
 
 def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("out")
-    with pytest.raises(OutputPathError, match="it is a link that leads to itself"):
+    with pytest.raises(CheckpointError, match="it is a link that leads to itself"):
         check_output(tmp_path / "out", overwrite=True)
 
 
@@ -149,7 +149,7 @@ def test_what_the_checkpoint_is_made_from_is_not_replaced(
     (tmp_path / "link").symlink_to(out / below)
     for source in (out / below, str(out / below), tmp_path / "link"):
         text = f"'.*out' would replace the {what} in use, '.*out.*'. Nothing was written."
-        refused(SourceFolderError, text, out, inputs={what: source})
+        refused(CheckpointExistsError, text, out, inputs={what: source})
     assert check_output(out, overwrite=True, inputs={what: tmp_path}) == out
     assert check_output(out, overwrite=True, inputs={what: ["text"] * 2, "recipe": "a:\n b"}) == out
 
@@ -161,7 +161,7 @@ def test_the_current_folder_is_not_replaced(
     (out / "chat_templates").mkdir()
     for inside in (out, out / "chat_templates"):
         monkeypatch.chdir(inside)
-        refused(OutputPathError, "out': it is the current folder, or holds it, and would", out)
+        refused(CheckpointError, "out': it is the current folder, or holds it, and would", out)
     monkeypatch.chdir(out)
     ended = run_here("quantize", "demo", "--scheme", "W8A16", "-o", ".", "--overwrite")
     assert ended.exit_code == 7

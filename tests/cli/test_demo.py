@@ -39,33 +39,34 @@ def test_five_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith(" bfloat16"))
-    for row, way in zip(lines[first + 1 :], demo.WAYS, strict=False):
-        assert row.startswith(f" {way.scheme} ")
-        assert f" {way.observers} " in row
+    for row, variant in zip(lines[first + 1 :], demo.VARIANTS, strict=False):
+        assert row.startswith(f" {variant.scheme} ")
+        assert f" {variant.observers} " in row
         assert row.count("[") == 1
     assert f"The checkpoints are in {folder}. What to try next:" in lines
-    assert sorted(path.name for path in folder.iterdir()) == sorted(way.folder for way in demo.WAYS)
+    folders = sorted(variant.folder for variant in demo.VARIANTS)
+    assert sorted(path.name for path in folder.iterdir()) == folders
     best = f"  calipers evaluate demo {folder / demo.OPTIMAL.folder} --data demo"
     assert best in lines
     # What is there already is replaced, and told as data; two ways are enough to see it.
     two = (demo.CLASSIC, demo.OPTIMAL)
-    monkeypatch.setattr(demo, "WAYS", two)
+    monkeypatch.setattr(demo, "VARIANTS", two)
     again = json.loads(run_here("demo", "--output", str(folder), "--json").stdout)
     found = again["evaluation"]
     assert found["tokens"] == 24 * 255
-    for way in two:
-        scores = found["checkpoints"][way.folder]
-        assert scores["size"] == size_on_disk(folder / way.folder) < found["base"]["size"]
+    for variant in two:
+        scores = found["checkpoints"][variant.folder]
+        assert scores["size"] == size_on_disk(folder / variant.folder) < found["base"]["size"]
         assert 0 < scores["kl"]["value"] < 1
         assert scores["change"]["low"] <= scores["change"]["value"] <= scores["change"]["high"]
-        assert again["seconds"][way.folder] > 0
+        assert again["seconds"][variant.folder] > 0
     assert again["gain"].keys() == {"value", "low", "high", "noise", "beyond_noise"}
     classic, optimal = (found["checkpoints"][way.folder]["perplexity"]["value"] for way in two)
     assert again["gain"]["value"] == pytest.approx(optimal - classic, rel=1e-6)
 
 
 def test_ways_are_what_their_names_say() -> None:
-    schemes = {way.folder: way.recipe.schemes["group_0"] for way in demo.WAYS}
+    schemes = {variant.folder: variant.recipe.schemes["group_0"] for variant in demo.VARIANTS}
     static = schemes["w8a8-static"]
     assert (static.weights.num_bits, static.input_activations.num_bits) == (8, 8)
     assert static.input_activations.dynamic is False
@@ -75,7 +76,7 @@ def test_ways_are_what_their_names_say() -> None:
     assert demo.OPTIMAL.observers == "optimal,importance=hessian"
     assert schemes["w4a16-imatrix_mse"].weights.observer == "imatrix_mse"
     assert schemes["nvfp4a16"].weights.strategy == "tensor_group"
-    assert all(way.recipe.ignore == ("lm_head",) for way in demo.WAYS)
+    assert all(variant.recipe.ignore == ("lm_head",) for variant in demo.VARIANTS)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_verdict_knows_noise(gain: Difference, word: str) -> None:
 
 
 def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
-    precious = tmp_path / demo.WAYS[0].folder / "thesis.txt"
+    precious = tmp_path / demo.VARIANTS[0].folder / "thesis.txt"
     precious.parent.mkdir()
     precious.touch()
     done = run_here("demo", "--output", str(tmp_path))

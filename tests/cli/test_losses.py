@@ -13,9 +13,9 @@ from families import saved
 from shell import run_here
 from words import byte_tokenizer
 
-from calipers.calibration.costs import ActivationCost, ModuleCosts
-from calipers.calibration.plan import Plan
 from calipers.cli.losses import advice_on, losses
+from calipers.modifiers.costs import ActivationCost, ModuleCosts
+from calipers.planning.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -13,45 +15,76 @@ from typer.testing import CliRunner, Result
 
 from calipers import errors
 from calipers.cli import INTERRUPTED, command
-from calipers.cli.command import OUR_BUG, Report, add_to, as_options
-from calipers.errors import CalipersWarning, UnseenModulesError
+from calipers.cli.app import app
+from calipers.cli.command import OUR_BUG, CommandOutput, add_to
+from calipers.cli.spelling import FLAGS, as_typed
+from calipers.errors import ANY, CalipersWarning, Call, Option, UnseenModulesError
 
 
 @pytest.mark.parametrize(
-    ("python", "spelt"),
+    ("term", "python", "typed"),
     [
-        ("Pass overwrite=True to replace it.", "Pass --overwrite to replace it."),
-        ('pass on_unseen="weights_only".', "pass --on-unseen weights_only."),
-        ("Name it with text_column=...", "Name it with --text-column ..."),
-        ("Use batch_size=1 or pack the data", "Use --batch-size 1 or pack the data"),
-        ("max_seq_length=4096 is not allowed", "--seq-len 4096 is not allowed"),
-        ("Pass share_inputs=False to", "Pass --no-share-inputs to"),
-        ("no dataset was given. Pass dataset=…,", "there is no --data. Pass --data …,"),
-        ("max_shard_size='5 apples' is no size", "--max-shard-size 5 apples is no size"),
-        ("from_pretrained(…, dtype=torch.bfloat16)", "from_pretrained(…, dtype=torch.bfloat16)"),
-        (
-            "r.yaml: QuantizationModifier.weight_observer",
-            "r.yaml: QuantizationModifier.weight_observer",
-        ),
+        (Option("overwrite", True), "overwrite=True", "--overwrite"),
+        (Option("share_inputs", False), "share_inputs=False", "--no-share-inputs"),
+        (Option("on_unseen", "peers"), "on_unseen='peers'", "--on-unseen peers"),
+        (Option("text_column", ANY), "text_column=…", "--text-column …"),
+        (Option("max_seq_length", 4096), "max_seq_length=4096", "--seq-len 4096"),
+        (Option("dataset"), "dataset", "--data"),
+        (Option("dtype", None), "dtype=None", "--dtype None"),
+        (Option("weight_observer", owner="Modifier"), "Modifier.weight_observer", "--observer"),
+        (Option("input_observer", owner="Modifier"), "Modifier.input_observer", None),
+        (Option("padding_side", "top"), "padding_side='top'", None),
+        (Call("plan.table"), "plan.table()", "calipers plan"),
+        (Call("observer.reset"), "observer.reset()", None),
     ],
 )
-def test_arguments_are_spelt_as_options(python: str, spelt: str) -> None:
-    assert as_options(python) == spelt
+def test_options_are_spelt_as_they_are_typed(
+    term: Option | Call, python: str, typed: str | None
+) -> None:
+    assert (str(term), as_typed(term)) == (python, typed or python)
+
+
+def test_every_option_that_messages_name_can_be_typed() -> None:
+    """What is not an option of a command is listed here, lest one is forgotten."""
+    source = Path(errors.__file__).parent.parent
+    texts = (path.read_text() for path in source.rglob("*.py"))
+    calls = (node for text in texts for node in ast.walk(ast.parse(text)))
+    named = {
+        node.args[0].value
+        for node in calls
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", None) in ("Option", "not_allowed", "no_meaning")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert {"overwrite", "dataset", "num_samples", "on_unseen"} <= named
+    untyped = {name for name in named if as_typed(Option(name)) == name}
+    assert untyped == {"padding_side", "rank"}
+
+
+def test_every_option_that_can_be_typed_exists() -> None:
+    commands: Any = typer.main.get_command(app)
+    parameters = [each for command in commands.commands.values() for each in command.params]
+    known = {flag for each in parameters for flag in (*each.opts, *each.secondary_opts)}
+    assert set(FLAGS.values()) - known == set()
+    switches = {flag for each in parameters for flag in each.secondary_opts}
+    assert {"--no-packing", "--no-share-inputs", "--no-layers"} <= switches
 
 
 def invoke(error: BaseException | None, *arguments: str) -> Result:
     """Run a command that warns and then fails."""
 
-    def work() -> Report:
+    def work() -> CommandOutput:
         """Work.
 
         Example: work
         """
-        warnings.warn("Give more data: num_calibration_samples=512.", CalipersWarning, stacklevel=2)
+        hint = "Give more data: " + Option("num_calibration_samples", 512) + "."
+        warnings.warn(CalipersWarning("It is little", hint=hint), stacklevel=2)
         warnings.warn("of a library", UserWarning, stacklevel=2)
         if error is not None:
             raise error
-        return Report({"done": "✓ [1]"}, "done")
+        return CommandOutput({"done": "✓ [1]"}, "done")
 
     app = typer.Typer()
     add_to(app, work)
@@ -61,10 +94,10 @@ def invoke(error: BaseException | None, *arguments: str) -> Result:
 def test_success() -> None:
     done = invoke(None)
     assert (done.exit_code, done.stdout) == (0, "done\n")
-    assert done.stderr == "Warning: Give more data: --samples 512.\n"
+    assert done.stderr == "Warning: It is little. Give more data: --samples 512.\n"
     done = invoke(None, "--json")
     assert json.loads(done.stdout) == {"done": "✓ [1]"}
-    assert json.loads(done.stderr) == {"warning": "Give more data: --samples 512."}
+    assert json.loads(done.stderr) == {"warning": "It is little. Give more data: --samples 512."}
 
 
 def test_an_error_of_the_user() -> None:
@@ -75,6 +108,10 @@ def test_an_error_of_the_user() -> None:
     done = invoke(UnseenModulesError(["a.b"], "error"), "--json")
     told = json.loads(done.stderr.splitlines()[-1])["error"]
     assert (told["type"], told["exit_code"]) == ("UnseenModulesError", 4)
+    assert told["context"]["what"] == "1 module saw no tokens: a.b"
+    assert told["context"]["hint"].startswith("Give more or other data, show all tokens to all")
+    assert "--on-unseen peers" in told["context"]["hint"]
+    assert {"what", "hint"} == told["context"].keys()
 
 
 def test_an_error_of_ours() -> None:
@@ -112,3 +149,12 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke(None).stdout == ""
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert invoke(None).stdout != ""
+
+
+def test_an_observer_is_an_option_unless_a_file_names_it() -> None:
+    key = "QuantizationModifier.weight_observer"
+    typed = errors.CodeNotAllowedError("a.py:A", key).spelt(as_typed)
+    assert typed.startswith("--observer: 'a.py:A' is Python code, which was not run")
+    assert typed.endswith("If you trust the file 'a.py', pass --allow-code.")
+    in_file = errors.CodeNotAllowedError("a.py:A", key, source="r.yaml", line=2)
+    assert in_file.spelt(as_typed).startswith(f"r.yaml, line 2: {key}: 'a.py:A' is Python code")

@@ -60,6 +60,13 @@ def test_one_in_detail() -> None:
     assert lines[-1].startswith("Example: calipers quantize demo --scheme W4A16 --observer imatrix")
 
 
+def test_other_names_are_told() -> None:
+    alone = run_here("observers", "fouroversix").stdout
+    assert re.search(r"^also called +fouroversix *$", alone, re.MULTILINE)
+    assert "fouroversix is another name of nvfp4_expanded_mse." in run_here("observers").stdout
+    assert "also called" not in run_here("observers", "mse").stdout
+
+
 def test_everything_as_data() -> None:
     listed = json.loads(run_here("observers", "--json").stdout)
     told = {each["name"]: each for each in listed if known(each["name"])}

@@ -15,10 +15,10 @@ from shell import run, run_here
 from transformers import DeepseekV3Config
 
 import calipers
+from calipers.checkpoint.dry_run import DryRun, dry_run
 from calipers.checkpoint.reader import load_model, load_skeleton
 from calipers.checkpoint.sizes import size_on_disk
-from calipers.cli.forecast import Forecast, forecast
-from calipers.cli.words import common_name
+from calipers.cli.formatting import common_name
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -28,10 +28,12 @@ PRESETS = (
 )
 KV_CACHE = {"scheme": "W8A16", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}}
 HEAD_TOO = {"scheme": "W8A16"}
+MIXED = {"scheme": {"W4A16": ["re:.*q_proj"], "W8A16": ["re:.*o_proj"]}, "ignore": ["lm_head"]}
+EMBEDDING = {"targets": "Embedding", "weights": {"num_bits": 8, "strategy": "channel"}}
 ASYM_CHANNEL = {"weights": {"num_bits": 3, "symmetric": False, "strategy": "channel"}}
 BY_FAMILY: dict[str, tuple[Any, ...]] = {
-    "llama": (*PRESETS, KV_CACHE, HEAD_TOO, ASYM_CHANNEL),
-    "llama tied": ("W4A16", "NVFP4", HEAD_TOO),
+    "llama": (*PRESETS, KV_CACHE, HEAD_TOO, MIXED, ASYM_CHANNEL),
+    "llama tied": ("W4A16", "NVFP4", HEAD_TOO, EMBEDDING),
     "qwen2": ("W4A16_ASYM", "FP8"),
     "mixtral": ("W4A16_ASYM", "FP8", "NVFP4"),
     "qwen3-moe": ("W4A16", "MXFP4"),
@@ -59,8 +61,8 @@ def recipe_of(recipe: Any) -> Any:
     return recipe if isinstance(recipe, str) else {"modifiers": [modifier]}
 
 
-def foretold(folder: Path, recipe: Any) -> Forecast:
-    return forecast(load_skeleton(folder), calipers.load_recipe(recipe_of(recipe)))
+def foretold(folder: Path, recipe: Any) -> DryRun:
+    return dry_run(load_skeleton(folder), calipers.load_recipe(recipe_of(recipe)))
 
 
 @pytest.mark.parametrize(("family", "recipe"), list(cases()))
@@ -126,6 +128,16 @@ def test_tensors_that_stay_precise(tmp_path: Path) -> None:
     for model in (load_skeleton(folder), load_model(folder)):
         assert model.state_dict()[name].dtype == torch.float32
         assert model.dtype == torch.bfloat16
+
+
+def test_modules_of_another_dtype() -> None:
+    """Scales have the dtype of their module, and groups of 128 values share one."""
+    model = build("llama", torch.bfloat16)
+    model.get_submodule("model.layers.1.self_attn.q_proj").float()
+    rows = dry_run(model, calipers.load_recipe("W4A16")).rows
+    found = [(row.before, row.after) for row in rows if row.module.endswith("q_proj")]
+    count, shape = 128 * 128, 16
+    assert found == [(count * size, count // 2 + count // 128 * size + shape) for size in (2, 4)]
 
 
 def test_a_plan_needs_no_weights(folders: dict[str, Path], tmp_path: Path) -> None:

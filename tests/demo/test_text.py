@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from calipers.demo.text import Part, library_pieces, library_texts, part_of
-from calipers.errors import NoLibrarySourcesError
+from calipers.errors import DataError
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -54,5 +54,5 @@ def test_pieces_are_all_of_it() -> None:
 
 def test_a_python_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(NoLibrarySourcesError, match="has none of them"):
+    with pytest.raises(DataError, match="has none of them"):
         library_texts("evaluation")

@@ -149,7 +149,7 @@ def test_without_layers_the_rest_is_the_same(places: Path, found: Evaluation) ->
 def test_logits_that_are_too_many_are_computed_again(
     places: Path, found: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("calipers.evaluation.judging._KEPT_LOGITS", 1)
+    monkeypatch.setattr("calipers.evaluation.comparison._KEPT_LOGITS", 1)
     again = evaluate(
         places / "float", [places / "W8A8"], token_ids(24, LENGTH), batch_size=5, layers=False
     )
@@ -200,7 +200,7 @@ def test_text_and_a_text_column(places: Path, tmp_path: Path) -> None:
 )
 def test_another_model(places: Path, what: str, found: int, expected: int, layers: bool) -> None:
     text = f"'other' has {what} {found}, and the float model {expected}. Only checkpoints of the"
-    with pytest.raises(errors.DifferentModelError, match=text):
+    with pytest.raises(errors.ConfigurationError, match=text):
         evaluate(places / "float", {"other": build(**{what: found})}, token_ids(), layers=layers)
 
 
@@ -211,7 +211,7 @@ def test_a_model_that_computes_nan(places: Path) -> None:
     fine, bad = torch.tensor([[1, 2, 3]] * 2), torch.tensor([[1, 2, 3], [1, 7, 3]])
     batches = [{"input_ids": ids} for ids in (fine, fine, bad, bad)]
     text = r"^'broken' computes logits that are NaN or Inf, first in sample 5\."
-    with pytest.raises(errors.BrokenLogitsError, match=text) as caught:
+    with pytest.raises(errors.TensorValueError, match=text) as caught:
         evaluate(places / "float", {"broken": broken}, batches)
     assert caught.value.exit_code == 3
 
@@ -219,12 +219,12 @@ def test_a_model_that_computes_nan(places: Path) -> None:
 def test_samples_without_predictions(places: Path) -> None:
     some = evaluate(places / "float", [], [[1], [1, 2, 3], [2], [4, 5]])
     assert (some.samples, some.tokens) == (2, 3)
-    with pytest.raises(errors.EmptyDataError, match="has only samples of one token"):
+    with pytest.raises(errors.DataError, match="has only samples of one token"):
         evaluate(places / "float", [], [[1], [2]])
 
 
 def test_a_checkpoint_twice(places: Path) -> None:
-    with pytest.raises(errors.SameNameError, match="is given twice"):
+    with pytest.raises(errors.ConfigurationError, match="is given twice"):
         evaluate(places / "float", [places / "W4A16", places / "W4A16"], token_ids())
 
 

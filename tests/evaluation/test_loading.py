@@ -76,7 +76,7 @@ def test_experts_that_are_computed_wrongly_are_labelled(tmp_path: Path) -> None:
 def test_what_transformers_cannot_compute_at_all_is_told(tmp_path: Path) -> None:
     path, _ = written(tmp_path, "mixtral", "NVFP4A16")
     text = "^transformers fails on 'NVFP4A16' .*dtype.*, as was to be expected: It is loaded as"
-    with pytest.raises(errors.NotComputableError, match=text) as caught:
+    with pytest.raises(errors.ModelRunError, match=text) as caught:
         evaluate(tmp_path / "mixtral", [path], token_ids(8, 8), layers=False)
     assert caught.value.exit_code == 3
 
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_said_before_anything_runs(wrong: str, tmp_path: Path) 
     saved(build(), tmp_path / "float")
     saved(build(num_hidden_layers=3), tmp_path / "other")
     known: list[Evaluation] = []
-    kind = errors.ModelLoadError if wrong == "gone" else errors.DifferentModelError
+    kind = errors.ModelLoadError if wrong == "gone" else errors.ConfigurationError
     with pytest.raises(kind):
         evaluate(
             tmp_path / "float",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from compressed_tensors.utils import patch_attr
 
 from calipers.checkpoint.headers import StoredTensor, first_float_dtype, stored_tensors
-from calipers.errors import DamagedFileError, WeightsError
+from calipers.errors import ModelLoadError, counted, damaged_file, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -76,7 +76,7 @@ def refuse_different(name: str, model: PreTrainedModel, info: Mapping[str, Any])
     if getattr(model.config, "quantization_config", None) is not None:
         unexpected = {key for key in unexpected if not _is_parameter_of_expert(key)}
     if missing or unexpected or mismatched:
-        raise WeightsError(name, type(model).__name__, missing, unexpected, mismatched)
+        raise _other_weights(name, type(model).__name__, missing, unexpected, mismatched)
 
 
 def build_on_meta(
@@ -145,7 +145,7 @@ def _no_more_than(tensors: int, name: str) -> Iterator[None]:
         left -= 1
         if left < 0:
             problem = f"it describes a model of more than {tensors:,} tensors"
-            raise DamagedFileError(Path(name) / "config.json", problem)
+            raise damaged_file(Path(name) / "config.json", problem)
         register(module, key, parameter)
 
     with patch_attr(torch.nn.Module, "register_parameter", counted):
@@ -159,7 +159,7 @@ def _check_buffers(
     needed = sum(buffer.nbytes for buffer in model.buffers())
     if needed > 4 * sum(tensor.size for tensor in stored.values()) + _FEW_BYTES:
         problem = f"the model that it describes computes {needed / 1e9:,.0f} GB of buffers"
-        raise DamagedFileError(folder / "config.json", problem)
+        raise damaged_file(folder / "config.json", problem)
 
 
 def _check_dtypes(
@@ -177,7 +177,7 @@ def _check_dtypes(
         if _is_other_kind(tensor.dtype, wanted) or (mixed and _other_half(tensor.dtype, wanted)):
             different.append(f"{name} is {tensor.dtype}, not {wanted}")
     if different:
-        raise WeightsError(str(folder), type(model).__name__, mismatched=different)
+        raise _other_weights(str(folder), type(model).__name__, mismatched=different)
 
 
 def _is_other_kind(found: torch.dtype, wanted: torch.dtype) -> bool:
@@ -207,11 +207,38 @@ def _check_experts(
     for experts, tensors in numbers.items():
         every = range(max(max(found) for found in tensors.values()) + 1)
         if len(every) > len(stored):
-            raise DamagedFileError(folder, f"'{experts}' has an expert with number {every[-1]}")
+            raise damaged_file(folder, f"'{experts}' has an expert with number {every[-1]}")
         for tensor, found in tensors.items():
             missing += [f"{experts}.{number}.{tensor}" for number in every if number not in found]
     if missing:
-        raise WeightsError(str(folder), type(config).__name__.removesuffix("Config"), missing)
+        raise _other_weights(str(folder), type(config).__name__.removesuffix("Config"), missing)
+
+
+def _other_weights(
+    name: str,
+    model: str,
+    missing: Iterable[str] = (),
+    unexpected: Iterable[str] = (),
+    mismatched: Iterable[str] = (),
+) -> ModelLoadError:
+    """Say how files of weights differ from those of the model that the config describes.
+
+    :param missing: tensors of the model that no file holds
+    :param unexpected: tensors of the files that the model has no place for
+    :param mismatched: tensors that are not as the model has them, each with how they differ
+    """
+    kinds = {"missing": missing, "unknown to the model": unexpected, "different": mismatched}
+    told = [
+        f"{counted(len(tensors), 'tensor')} {kind} ({shortened(tensors)})"
+        for kind, tensors in ((kind, sorted(tensors)) for kind, tensors in kinds.items())
+        if tensors
+    ]
+    return ModelLoadError(
+        f"are not those of the {model} that its config.json describes: {'; '.join(told)}. "
+        "Nothing was put in their place",
+        subject=f"The weights of '{name}'",
+        hint="Compare config.json with the original, or copy or download the model again.",
+    )
 
 
 def _is_parameter_of_expert(key: str) -> bool:

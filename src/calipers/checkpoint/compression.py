@@ -12,7 +12,7 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from torch import nn
 
 from calipers.checkpoint.state import module_state, own_modules
-from calipers.errors import NotFrozenError
+from calipers.errors import CheckpointError
 from calipers.numerics.layout import strategy_name
 
 _OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
@@ -40,7 +40,12 @@ def check_frozen(model: nn.Module) -> None:
     for name, module in own_modules(model):
         status = getattr(module, "quantization_status", None)
         if scheme_of(module) is not None and status not in _STORABLE:
-            raise NotFrozenError(name, "missing" if status is None else f"'{status.value}'")
+            found = "missing" if status is None else f"'{status.value}'"
+            raise CheckpointError(
+                f"has a quantization scheme, but its status is {found}, not 'frozen'",
+                subject=f"Module '{name}'",
+                hint="Calibrate and freeze the model before writing it.",
+            )
 
 
 def module_format(module: nn.Module, scheme: QuantizationScheme) -> CompressionFormat:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 
 from calipers.checkpoint.json_files import parse_json_object, read_json_object
-from calipers.errors import DamagedFileError, library_errors
+from calipers.errors import damaged_file, library_errors
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -42,12 +42,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for name, tensor in read_header(file).items():
             if name in found:
                 other = found[name].file.name
-                raise DamagedFileError(file, f"tensor '{name}' is in '{other}', too")
+                raise damaged_file(file, f"tensor '{name}' is in '{other}', too")
             found[name] = tensor
     for name, file in index.items():
         if name not in found or found[name].file != file:
             problem = f"it says that '{file.name}' holds '{name}', which is not there"
-            raise DamagedFileError(folder / _INDEX, problem)
+            raise damaged_file(folder / _INDEX, problem)
     return found
 
 
@@ -65,13 +65,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         size = file.stat().st_size
         if len(start) < 8 or length > min(size - 8, _LARGEST_HEADER):
             problem = f"{size:,} bytes, which end before its header does (an interrupted download?)"
-            raise DamagedFileError(file, problem)
+            raise damaged_file(file, problem)
         header = parse_json_object(opened.read(length), file)
     header.pop("__metadata__", None)
-    with library_errors(lambda words: DamagedFileError(file, f"no list of tensors: {words}")):
+    with library_errors(lambda words: damaged_file(file, f"no list of tensors: {words}")):
         tensors = {name: _entry(file, entry) for name, entry in header.items()}
     _check_extent(file, tensors.values(), size - 8 - length)
-    with library_errors(lambda words: DamagedFileError(file, words)), safe_open(file, "pt"):
+    with library_errors(lambda words: damaged_file(file, words)), safe_open(file, "pt"):
         return tensors
 
 
@@ -90,7 +90,7 @@ def _check_extent(file: Path, tensors: Iterable[StoredTensor], size: int) -> Non
             f"its header speaks of {needed:,} bytes of tensors, and {size:,} are there "
             "(an interrupted download?)"
         )
-        raise DamagedFileError(file, problem)
+        raise damaged_file(file, problem)
 
 
 def _single_file(folder: Path) -> list[Path]:
@@ -106,18 +106,18 @@ def _read_index(folder: Path) -> dict[str, Path]:
     content = read_json_object(index)
     for key in ("metadata", "weight_map"):
         if not isinstance(content.get(key), dict):
-            raise DamagedFileError(index, f"'{key}' must be an object, got {content.get(key)!r}")
+            raise damaged_file(index, f"'{key}' must be an object, got {content.get(key)!r}")
     if not content["weight_map"]:
-        raise DamagedFileError(index, "its weight_map is empty")
+        raise damaged_file(index, "its weight_map is empty")
     return {name: _file_of(index, file) for name, file in content["weight_map"].items()}
 
 
 def _file_of(index: Path, name: Any) -> Path:
     if not isinstance(name, str) or not name.endswith(".safetensors"):
-        raise DamagedFileError(index, f"its weight_map names {name!r}, no safetensors file")
+        raise damaged_file(index, f"its weight_map names {name!r}, no safetensors file")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        raise DamagedFileError(index, f"its weight_map names '{name}', outside of the folder")
+        raise damaged_file(index, f"its weight_map names '{name}', outside of the folder")
     if not (index.parent / path).is_file():
-        raise DamagedFileError(index, f"its weight_map names '{name}', which does not exist")
+        raise damaged_file(index, f"its weight_map names '{name}', which does not exist")
     return index.parent / path

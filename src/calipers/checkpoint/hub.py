@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from calipers.errors import ModelLoadError
+from calipers.errors import cannot_load
 from calipers.network import hub_answers
 
 _NEAR = 0.8
@@ -22,10 +22,10 @@ def refuse_mistyped(name: str, what: str = "model") -> None:
     """
     near = _nearest_folder(name)
     if near is not None or _looks_like_path(name):
-        error = ModelLoadError(name, "there is no such folder", what)
+        error = cannot_load(name, "there is no such folder", what)
         if near is not None:
             full = "One on the hub is named in full: 'owner/name'."
-            error.args = (f"{error} Did you mean '{near}'? {full}",)
+            error.add_hint(f"Did you mean '{near}'? {full}")
         raise error
 
 
@@ -46,7 +46,7 @@ def hub_access(name: str, what: str = "model") -> Iterator[None]:
     if not reached and not _is_cached(name):
         problem = "HF_HUB_OFFLINE is set" if before else f"{constants.ENDPOINT} does not answer"
         absent = f"there is no such folder, and on the hub: {problem}, and it is not in the cache"
-        raise ModelLoadError(name, absent, what)
+        raise cannot_load(name, absent, what)
     constants.HF_HUB_OFFLINE = not reached
     try:
         yield

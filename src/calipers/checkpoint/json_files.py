@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from calipers.errors import DamagedFileError
+from calipers.errors import damaged_file
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DamagedFileError(file, f"it cannot be read ({error.strerror})") from error
+        raise damaged_file(file, f"it cannot be read ({error.strerror})") from error
     return parse_json_object(content, file)
 
 
@@ -25,16 +25,16 @@ def parse_json_object(content: bytes, file: object) -> dict[str, Any]:
         found = json.loads(content.decode("utf-8"), object_pairs_hook=_without_doubles)
         json.dumps(found, ensure_ascii=False).encode("utf-8")  # half a character cannot be written
     except UnicodeDecodeError as error:
-        raise DamagedFileError(file, f"no UTF-8 text at byte {error.start}") from error
+        raise damaged_file(file, f"no UTF-8 text at byte {error.start}") from error
     except UnicodeEncodeError as error:
-        raise DamagedFileError(file, "a text in it has half a character (a surrogate)") from error
+        raise damaged_file(file, "a text in it has half a character (a surrogate)") from error
     except RecursionError as error:
-        raise DamagedFileError(file, "it is nested too deeply") from error
+        raise damaged_file(file, "it is nested too deeply") from error
     except ValueError as error:
-        raise DamagedFileError(file, f"no valid JSON: {error}") from error
+        raise damaged_file(file, f"no valid JSON: {error}") from error
     if not isinstance(found, dict):
         kind = "nothing" if found is None else f"a {type(found).__name__}"
-        raise DamagedFileError(file, f"it holds {kind}, not a JSON object")
+        raise damaged_file(file, f"it holds {kind}, not a JSON object")
     return found
 
 

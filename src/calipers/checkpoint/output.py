@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from calipers.checkpoint.entries import foreign_entries, is_quantized
-from calipers.checkpoint.exchange import exchange
-from calipers.checkpoint.ownership import OwnedFolder
+from calipers.checkpoint.folder_contents import foreign_files, is_quantized
+from calipers.checkpoint.locked_folder import LockedFolder
+from calipers.checkpoint.swap import swap_folders
 from calipers.errors import (
     CalipersWarning,
     CheckpointError,
     CheckpointExistsError,
-    CheckpointWriteError,
-    NotACheckpointError,
-    OutputPathError,
-    SourceFolderError,
+    Option,
+    cannot_write,
+    shortened,
+    would_replace,
 )
 
 _SUFFIX = ".calipers"
@@ -41,14 +41,14 @@ def check_output(
     """
     path = Path(os.path.realpath(directory))
     if path.is_symlink():
-        raise OutputPathError(path, "it is a link that leads to itself")
+        raise cannot_write(path, "it is a link that leads to itself")
     if path.exists() and not path.is_dir():
-        raise OutputPathError(path, "it is a file")
+        raise cannot_write(path, "it is a file")
     restore_outputs(path.parent)
     _check_ancestor(path)
     if path.is_dir():
         if not overwrite:
-            raise CheckpointExistsError(path)
+            raise _exists(path)
         with suppress(FileNotFoundError):  # somebody is just replacing it
             _check_replaceable(Path(directory), path, inputs or {})
     return path
@@ -60,26 +60,53 @@ def _check_replaceable(given: Path, path: Path, inputs: Mapping[str, object]) ->
         if isinstance(place, (str, os.PathLike)) and os.path.exists(place):
             source = Path(os.path.realpath(place))
             if path in (source, *source.parents):
-                raise SourceFolderError(path, source, what)
+                raise would_replace(path, source, what)
     with suppress(FileNotFoundError):
         here = Path.cwd().resolve()
         if path in (here, *here.parents):
             problem = "it is the current folder, or holds it, and would be replaced under your feet"
-            raise OutputPathError(path, problem)
-    foreign = foreign_entries(path)
+            raise cannot_write(path, problem)
+    foreign = foreign_files(path)
     if foreign or (os.listdir(path) and not is_quantized(path)):
-        raise NotACheckpointError(path, foreign)
+        raise _no_checkpoint(path, foreign)
     if given.is_symlink():
         problem = f"it is a link, and what it leads to, '{path}', would be replaced"
-        raise OutputPathError(given, problem)
+        raise cannot_write(given, problem)
+
+
+def _exists(path: Path) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        "exists already. Nothing was written",
+        subject=f"The output folder '{path}'",
+        hint="Choose another one, or pass " + Option("overwrite", True) + " to replace it.",
+    )
+
+
+def _no_checkpoint(path: Path, foreign: Sequence[str]) -> CheckpointExistsError:
+    """Say what keeps a folder from being replaced: what else is in it, or that nothing tells."""
+    problem, advice = (
+        "neither calipers.json nor a quantization_config in config.json says that a quantized "
+        "checkpoint was written there",
+        "remove it yourself",
+    )
+    if foreign:
+        problem = f"what is in it does not all belong to a checkpoint: {shortened(foreign, 3)}"
+        advice = "move these away"
+    return CheckpointExistsError(
+        f"is not replaced: {problem}",
+        subject=f"The output folder '{path}'",
+        hint=Option("overwrite", True)
+        + " replaces quantized checkpoints and empty folders only. Choose another folder, or "
+        + f"{advice}.",
+    )
 
 
 def _check_ancestor(path: Path) -> None:
     ancestor = _nearest_ancestor(path)
     if not ancestor.is_dir():
-        raise OutputPathError(path, f"'{ancestor}' is a file")
+        raise cannot_write(path, f"'{ancestor}' is a file")
     if ancestor == path or not os.access(ancestor, os.W_OK | os.X_OK):
-        raise OutputPathError(path, f"'{ancestor}' is not writable")
+        raise cannot_write(path, f"'{ancestor}' is not writable")
 
 
 def _nearest_ancestor(path: Path) -> Path:
@@ -109,7 +136,7 @@ def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) ->
             _sync_tree(new)
             check_output(path, overwrite)  # somebody may have come in between
             if path.exists():
-                exchange(new, path, work / "old")
+                swap_folders(new, path, work / "old")
             else:
                 os.rename(new, path)
             _sync_move(work, path)
@@ -118,7 +145,11 @@ def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) ->
             with suppress(OSError):
                 folder.rmdir()
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise CheckpointWriteError(path, error.strerror or error) from error
+            raise CheckpointError(
+                f"Writing the checkpoint '{path}' failed: {error.strerror or error}",
+                hint="What was written has been removed again; the model is unchanged, and can be "
+                "written to another folder.",
+            ) from error
         raise
 
 
@@ -129,7 +160,7 @@ def _work_beside(path: Path) -> Iterator[Path]:
     So it ends in the same way whether all went well, something failed, or the process died and
     the next one takes over. After an exchange ``new`` is the old checkpoint.
     """
-    owned = OwnedFolder.claim(path.parent / f".{path.name}{_SUFFIX}")
+    owned = LockedFolder.claim(path.parent / f".{path.name}{_SUFFIX}")
     try:
         _settle(owned.path, path)
         yield owned.path
@@ -167,7 +198,7 @@ def restore_outputs(folder: Path) -> None:
     """Put right what processes that died have left in a folder: whole checkpoints, no remains."""
     for work in folder.glob(f".*{_SUFFIX}"):
         with suppress(OSError):
-            owned = OwnedFolder.take_over(work)
+            owned = LockedFolder.take_over(work)
             if owned is not None:
                 try:
                     _settle(work, folder / work.name[1 : -len(_SUFFIX)])

@@ -18,16 +18,16 @@ from torch import Tensor
 from calipers.checkpoint.completeness import build_on_meta, check_weights, refuse_different
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.checkpoint.hub import hub_access
-from calipers.checkpoint.ownership import remove_scratch, scratch_folder
-from calipers.checkpoint.place import check_place
+from calipers.checkpoint.location import check_location
+from calipers.checkpoint.locked_folder import remove_scratch, scratch_folder
 from calipers.errors import (
     CalipersError,
+    ConfigurationError,
     ModelLoadError,
-    PickledModelError,
-    QuantizedModelError,
-    RemoteCodeError,
-    UnreadableModelError,
+    Option,
+    cannot_load,
     library_errors,
+    pickled_weights,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def load_model(
     """
     if not isinstance(model, (str, Path)):
         if not hasattr(model, "config"):
-            raise ModelLoadError(type(model).__name__, "it is not a model of transformers")
+            raise cannot_load(type(model).__name__, "it is not a model of transformers")
         if not quantized:
             _refuse_quantized(model.config, type(model).__name__)
         return model
@@ -143,7 +143,7 @@ def load_tokenizer(
 def _errors_of_loading(name: str, what: str = "model", files: str | None = None) -> Iterator[None]:
     """Put what transformers says into words of ours."""
     files = files or _FILES[what]
-    with library_errors(lambda words: UnreadableModelError(name, files, words)):
+    with library_errors(lambda words: _unusable(name, files, words)):
         try:
             with hub_access(name, what):
                 yield
@@ -151,13 +151,30 @@ def _errors_of_loading(name: str, what: str = "model", files: str | None = None)
             raise
         except (OSError, ValueError, ImportError) as error:
             if "trust_remote_code" in str(error):
-                raise RemoteCodeError(name, what) from error
+                raise _has_code(name, what) from error
             if "use_safetensors" in str(error):
-                raise PickledModelError(name, "it has no model.safetensors") from error
+                raise pickled_weights(name, "it has no model.safetensors") from error
             absent = "" if Path(name).exists() else "there is no such folder, and on the hub: "
             if absent or isinstance(error, OSError):
-                raise ModelLoadError(name, absent + str(error).strip(), what) from error
+                raise cannot_load(name, absent + str(error).strip(), what) from error
             raise
+
+
+def _unusable(name: str, files: str, problem: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"cannot be used ({files}): {problem.rstrip('.')}",
+        subject=f"The files of '{name}'",
+        hint="Compare them with the original, or copy or download them again. If transformers "
+        "loads them, their kind may be one that Calipers does not support.",
+    )
+
+
+def _has_code(name: str, what: str) -> ModelLoadError:
+    return ModelLoadError(
+        "comes with Python code of its own, which was not run",
+        subject=f"The {what} '{name}'",
+        hint="Read it, and if you trust it pass " + Option("trust_remote_code", True) + ".",
+    )
 
 
 def _load_config(
@@ -166,7 +183,7 @@ def _load_config(
     """Return the config of a model; one that is quantized is refused where it may not be."""
     from transformers import AutoConfig
 
-    check_place(name)
+    check_location(name)
     with _errors_of_loading(name, files="config.json"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code
@@ -185,7 +202,11 @@ def _has_tokenizer(name: str) -> bool:
 
 def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise QuantizedModelError(name)
+        raise ConfigurationError(
+            "is quantized already: its config has a quantization_config",
+            subject=name,
+            hint="Start from the model in 16 or 32 bits.",
+        )
 
 
 def _left_on_disk(

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from calipers.errors import ConfigurationError
+from calipers.errors import ConfigurationError, Option
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -53,7 +53,9 @@ def parse_size(size: int | str) -> int:
         number = 0.0
     if match is None or number <= 0:
         raise ConfigurationError(
-            f"max_shard_size={size!r} is no size. Give bytes, or a number with a unit: '5GB'."
+            "is no size",
+            subject=Option("max_shard_size", size),
+            hint="Give bytes, or a number with a unit: '5GB'.",
         )
     unit = _UNITS[match[2].upper()]
     binary = 1024 ** list(_UNITS.values()).index(unit)

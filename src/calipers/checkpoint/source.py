@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
-from calipers.errors import SourceFolderError
+from calipers.errors import would_replace
 
 
 def source_folder(model: PreTrainedModel) -> Path | None:
@@ -34,4 +34,4 @@ def check_apart(directory: str | os.PathLike[str], model: PreTrainedModel) -> No
     """Refuse an output folder that is, or holds, the one the model was loaded from."""
     source, path = source_folder(model), Path(os.path.realpath(directory))
     if source is not None and path in (source.resolve(), *source.resolve().parents):
-        raise SourceFolderError(path, source)
+        raise would_replace(path, source)

@@ -11,7 +11,7 @@ from calipers.checkpoint.compression import compressed_state, has_quantized_weig
 from calipers.checkpoint.names import StoredNames, converted_back, stored_names
 from calipers.checkpoint.state import join, offloaded_tensors, own_modules, owner_of
 from calipers.checkpoint.ties import tied_names
-from calipers.errors import StoredLayoutError
+from calipers.errors import CheckpointError, listing
 from calipers.kernels.memory import Freed
 
 
@@ -22,7 +22,12 @@ def tensor_names(model: PreTrainedModel) -> StoredNames:
     names = stored_names(model, kept)
     for name, group in names.converted.items():
         if has_quantized_weight(owner_of(model, name)) and name.endswith(".weight"):
-            raise StoredLayoutError(name, group)
+            raise CheckpointError(
+                "is quantized, but checkpoints of this model hold it in another shape, into which "
+                f"transformers converts {listing(group)}. Quantized tensors cannot be converted",
+                subject=f"'{name}'",
+                hint="Add the module to 'ignore'.",
+            )
     return names
 
 

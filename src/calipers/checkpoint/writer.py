@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.companions import write_companions, write_json
+from calipers.checkpoint.auxiliary_files import write_auxiliary_files, write_json
 from calipers.checkpoint.compatibility import loading_problems
 from calipers.checkpoint.compression import check_frozen
 from calipers.checkpoint.config import checkpoint_config
@@ -18,7 +18,7 @@ from calipers.checkpoint.output import check_output, free_space, output_folder
 from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.source import check_apart
 from calipers.checkpoint.tensors import checkpoint_tensors, estimated_size, tensor_names
-from calipers.errors import CalipersWarning, DiskSpaceError
+from calipers.errors import CalipersWarning, CheckpointError
 
 
 def write_checkpoint(
@@ -46,15 +46,27 @@ def write_checkpoint(
     shard_size = parse_size(max_shard_size)
     check_frozen(model)
     names = tensor_names(model)
-    needed, free = estimated_size(model, names), free_space(path)
-    if needed > free:
-        raise DiskSpaceError(path, needed, free)
+    _check_space(path, estimated_size(model, names))
     config = checkpoint_config(model)
     for problem in loading_problems(model):
         warnings.warn(str(problem), CalipersWarning, stacklevel=2)
     with output_folder(path, overwrite) as folder:
-        write_companions(model, folder, recipe=recipe, tokenizer=tokenizer, notes=notes)
+        write_auxiliary_files(model, folder, recipe=recipe, tokenizer=tokenizer, notes=notes)
         write_json(folder / "config.json", config)
         room = header_room([*names.renamed.values(), *names.converted])
         ShardWriter(folder, shard_size, room).write(checkpoint_tensors(model, names))
     return path
+
+
+def _check_space(path: Path, needed: int) -> None:
+    free = free_space(path)
+    if needed > free:
+        raise CheckpointError(
+            f"The checkpoint needs about {_gigabytes(needed)}, but the disk of '{path}' has "
+            f"{_gigabytes(free)} free. Nothing was written",
+            hint="Free some space, or choose a folder on another disk.",
+        )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.3f} GB"

@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from calipers.calibration.launch import is_first_process
+from calipers.cli.spelling import as_typed
 from calipers.errors import CalipersError, CalipersWarning
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 @dataclass(frozen=True)
-class Report:
+class CommandOutput:
     """What a command has to say: as plain data for machines, and as a view for people."""
 
     data: Any
     view: RenderableType
 
 
-Command = Callable[..., Report]
+Command = Callable[..., CommandOutput]
 
 _as_json: ContextVar[bool] = ContextVar("as_json", default=False)
 
@@ -49,20 +49,19 @@ _as_json: ContextVar[bool] = ContextVar("as_json", default=False)
 def add_to(app: typer.Typer, command: Command) -> None:
     """Make a function a command; the last paragraph of its docstring is an example.
 
-    The function returns a :class:`Report`. Here it gets ``--json`` and ``--debug``, its report is
-    printed, and an error becomes a sentence and an exit code.
+    The function returns a :class:`CommandOutput`. Here it gets ``--json`` and ``--debug``, its
+    output is printed, and an error becomes a sentence and an exit code.
     """
     text, _, example = inspect.cleandoc(command.__doc__ or "").rpartition("\n\nExample: ")
-    app.command(command.__name__, help=text, epilog=f"\b\nExample:\n  {example}")(_told(command))
+    app.command(command.__name__, help=text, epilog=f"\b\nExample:\n  {example}")(_wrapped(command))
 
 
-def _told(command: Command) -> Callable[..., None]:
+def _wrapped(command: Command) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*, as_json: bool, debug: bool, **given: Any) -> None:
         _as_json.set(as_json)
-        with _errors_in_words(as_json, debug), _warnings_in_words(as_json):
-            report = command(**given)
-            show(report)
+        with _report_errors(as_json, debug), _report_warnings(as_json):
+            show(command(**given))
 
     signature = inspect.signature(command, eval_str=True)
     added = [_flag("as_json", Json), _flag("debug", Debug)]
@@ -78,14 +77,14 @@ def _flag(name: str, kind: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
 
 
-def show(report: Report) -> None:
+def show(output: CommandOutput) -> None:
     """Print what a command has to say, once for all processes."""
     if not is_first_process():
         return
     if _as_json.get():
-        print(json.dumps(report.data, indent=2, ensure_ascii=False))
+        print(json.dumps(output.data, indent=2, ensure_ascii=False))
     else:
-        console().print(report.view)
+        console().print(output.view)
 
 
 def console(*, for_errors: bool = False) -> Console:
@@ -139,7 +138,7 @@ def _is_plain() -> bool:
 
 
 @contextmanager
-def _errors_in_words(as_json: bool, debug: bool) -> Iterator[None]:
+def _report_errors(as_json: bool, debug: bool) -> Iterator[None]:
     """Turn what goes wrong into a sentence on standard error and an exit code."""
     try:
         yield
@@ -150,13 +149,13 @@ def _errors_in_words(as_json: bool, debug: bool) -> Iterator[None]:
             traceback.print_exception(error)
         if _came_from_interrupt(error):
             raise KeyboardInterrupt from error  # main has the words for it
-        _fail(error, *_in_words(error), as_json)
+        _fail(error, *_message_of(error), as_json)
 
 
-def _in_words(error: BaseException) -> tuple[str, int]:
+def _message_of(error: BaseException) -> tuple[str, int]:
     """Return a sentence for a user, and the exit code."""
     if isinstance(error, CalipersError):
-        return as_options(str(error)), error.exit_code
+        return error.spelt(as_typed), error.exit_code
     told = f"{type(error).__name__}: {error}".rstrip(".")
     return f"{told}. This looks like a bug of Calipers; --debug shows more.", OUR_BUG
 
@@ -170,15 +169,17 @@ def _came_from_interrupt(error: BaseException | None) -> bool:
 
 def _fail(error: BaseException, text: str, code: int, as_json: bool) -> NoReturn:
     if as_json:
-        told = {"type": type(error).__name__, "message": text, "exit_code": code}
+        told: dict[str, Any] = {"type": type(error).__name__, "message": text, "exit_code": code}
+        if isinstance(error, CalipersError):
+            told["context"] = error.context.as_dict(as_typed)
         print(json.dumps({"error": told}, ensure_ascii=False), file=sys.stderr)
     else:
-        _say("Error", text, "bold red")
+        _print_message("Error", text, "bold red")
     raise typer.Exit(code) from error
 
 
 @contextmanager
-def _warnings_in_words(as_json: bool) -> Iterator[None]:
+def _report_warnings(as_json: bool) -> Iterator[None]:
     """Show our warnings as sentences on standard error; those of libraries are for developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("COMPRESSED_TENSORS_LOG_LEVEL", "ERROR")
@@ -192,56 +193,15 @@ def _warnings_in_words(as_json: bool) -> Iterator[None]:
 
 
 def _show_warning(as_json: bool, message: Warning | str, *_: Any, **__: Any) -> None:
-    text = as_options(str(message))
+    text = message.spelt(as_typed) if isinstance(message, CalipersWarning) else str(message)
     if as_json:
         print(json.dumps({"warning": text}, ensure_ascii=False), file=sys.stderr)
     else:
-        _say("Warning", text, "bold yellow")
+        _print_message("Warning", text, "bold yellow")
 
 
-def _say(kind: str, text: str, style: str) -> None:
+def _print_message(kind: str, text: str, style: str) -> None:
     """Print a sentence to standard error."""
     from rich.text import Text
 
     console(for_errors=True).print(Text.assemble((f"{kind}: ", style), text))
-
-
-_NAMES = {
-    "dataset": "data",
-    "num_calibration_samples": "samples",
-    "num_samples": "samples",
-    "max_seq_length": "seq-len",
-    "output_dir": "output",
-    "weight_observer": "observer",
-}
-_OPTIONS = (
-    *("overwrite", "trust_remote_code", "text_column", "pipeline", "batch_size", "max_shard_size"),
-    *("calibrate_all_experts", "on_unseen", "tokenizer", "device", "seed", "share_inputs"),
-    *("packing", "layers", "allow_code", "group_size", "activation_observer", "skip"),
-)
-_PHRASES = {
-    r"no dataset was given": "there is no --data",
-    r"plan\.table\(\)": "calipers plan",
-    r"^(QuantizationModifier\.)?weight_observer\b(?!=)": "--observer",
-    r"^(QuantizationModifier\.)?activation_observer\b(?!=)": "--activation-observer",
-    r"\bdtype='?(\w+)'?(?![.\w'])": r"--dtype \1",
-}
-"""What else is said in words of Python; recipes in files come with the name of the file."""
-
-
-def as_options(text: str) -> str:
-    """Spell the arguments of Python functions as options of commands.
-
-    >>> as_options("Pass overwrite=True, or dataset=… and max_seq_length=128.")
-    'Pass --overwrite, or --data … and --seq-len 128.'
-    """
-    names = "|".join([*_NAMES, *_OPTIONS])
-
-    def option(match: re.Match[str]) -> str:
-        name, value = match[1], match[2].strip("'\"")
-        flag = _NAMES.get(name, name.replace("_", "-"))
-        return {"True": f"--{flag}", "False": f"--no-{flag}"}.get(value, f"--{flag} {value}")
-
-    for phrase, spelt in _PHRASES.items():
-        text = re.sub(phrase, spelt, text)
-    return re.sub(rf"\b({names})=('[^']*'|\"[^\"]*\"|\.\.\.|…|[\w.-]*\w)", option, text)

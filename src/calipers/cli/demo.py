@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.command import Report, console, progress, shows_bars
+from calipers.cli.command import CommandOutput, console, progress, shows_bars
+from calipers.cli.formatting import format_interval, format_optional_size
 from calipers.cli.tables import add_row, table
-from calipers.cli.words import interval, optional_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +22,7 @@ Folder = Annotated[
 ]
 
 
-def demo(output: Folder = Path("calipers-demo")) -> Report:
+def demo(output: Folder = Path("calipers-demo")) -> CommandOutput:
     """Quantize the model that ships in five ways, load each checkpoint, and compare them.
 
     Nothing is downloaded: the text is the standard library of this Python. Checkpoints of an
@@ -33,7 +33,7 @@ def demo(output: Folder = Path("calipers-demo")) -> Report:
     from calipers.demo.run import run_demo
 
     result = run_demo(output, tell=_tell, progress=progress())
-    return Report(_data(result), _view(result))
+    return CommandOutput(_data(result), _view(result))
 
 
 def _tell(text: str) -> None:
@@ -71,7 +71,7 @@ def _verdict(result: DemoResult) -> str:
     from calipers.demo.run import CLASSIC, OPTIMAL
 
     noise = "beyond noise" if result.gain.beyond_noise else "within noise"
-    change = interval(result.gain, "+.4f")
+    change = format_interval(result.gain, "+.4f")
     return (
         f"{OPTIMAL.scheme}: {OPTIMAL.weights} changes the perplexity of {CLASSIC.weights} by "
         f"{change}, {noise}."
@@ -90,21 +90,21 @@ The checkpoints are in {result.folder}. What to try next:
 
 
 def _table(result: DemoResult) -> Table:
-    from calipers.demo.run import WAYS
+    from calipers.demo.run import VARIANTS
 
     numbers = ("size", "perplexity", "change [95 % interval]", "seconds")
     made = table("scheme", "observers", *numbers, numbers=numbers, wrapped=())
     base = result.evaluation.base
-    add_row(made, "bfloat16", "", optional_size(base.size), f"{base.perplexity.value:.4f}")
-    for way in WAYS:
-        scores = result.evaluation.checkpoints[way.folder]
+    add_row(made, "bfloat16", "", format_optional_size(base.size), f"{base.perplexity.value:.4f}")
+    for variant in VARIANTS:
+        scores = result.evaluation.checkpoints[variant.folder]
         add_row(
             made,
-            way.scheme,
-            way.observers,
-            optional_size(scores.size),
+            variant.scheme,
+            variant.observers,
+            format_optional_size(scores.size),
             f"{scores.perplexity.value:.4f}",
-            interval(scores.change, "+.4f"),
-            f"{result.seconds[way.folder]:.1f}",
+            format_interval(scores.change, "+.4f"),
+            f"{result.seconds[variant.folder]:.1f}",
         )
     return made

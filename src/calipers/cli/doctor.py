@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from calipers.cli import WAITING
-from calipers.cli.command import Report
+from calipers.cli.command import CommandOutput
+from calipers.cli.formatting import format_size
 from calipers.cli.tables import facts_table
-from calipers.cli.words import size_in_words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,7 +24,7 @@ _PACKAGES = (
 )
 
 
-def doctor() -> Report:
+def doctor() -> CommandOutput:
     """Say what is installed, and which kernels run and why.
 
     Example: calipers doctor
@@ -45,7 +45,7 @@ def doctor() -> Report:
         "memory": _memory(),
         "disk": {"folder": os.getcwd(), "free": shutil.disk_usage(".").free},
     }
-    return Report(data, _view(data, str(kernels)))
+    return CommandOutput(data, _view(data, str(kernels)))
 
 
 def _version(package: str) -> str | None:
@@ -84,7 +84,7 @@ def _described(kind: Any, index: int) -> str:
 
     name = torch.cuda.get_device_name(index) if kind.type == "cuda" else kind.type
     free, total = torch.accelerator.get_memory_info(index)
-    return f"{name}, {size_in_words(free)} of {size_in_words(total)} free"
+    return f"{name}, {format_size(free)} of {format_size(total)} free"
 
 
 def _threads() -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _view(data: dict[str, Any], kernels: str) -> RenderableType:
         "cores": str(data["cores"]),
         "threads": _threads_in_words(data["threads"]),
         "memory": "unknown" if memory is None else _free_of(memory),
-        "disk": f"{size_in_words(data['disk']['free'])} free in {data['disk']['folder']}",
+        "disk": f"{format_size(data['disk']['free'])} free in {data['disk']['folder']}",
     }
     return facts_table(facts)
 
@@ -129,7 +129,7 @@ def _threads_in_words(threads: dict[str, Any]) -> str:
 
 
 def _free_of(memory: dict[str, int]) -> str:
-    return f"{size_in_words(memory['free'])} of {size_in_words(memory['total'])} free"
+    return f"{format_size(memory['free'])} of {format_size(memory['total'])} free"
 
 
 def _in_words(forward_pass: dict[str, bool]) -> str:

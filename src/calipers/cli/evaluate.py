@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.command import Report, progress, show, tell
+from calipers.cli.command import CommandOutput, progress, show, tell
+from calipers.cli.formatting import format_interval, format_optional_size
 from calipers.cli.options import (
     BatchSize,
     Data,
@@ -24,8 +27,8 @@ from calipers.cli.options import (
 )
 from calipers.cli.sources import DATA_KINDS, data_source, model_source, packing_for
 from calipers.cli.tables import add_row, table
-from calipers.cli.words import interval, optional_size
-from calipers.errors import OptionsError
+from calipers.errors import ConfigurationError
+from calipers.options import ComputeOptions, DataOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,7 +71,7 @@ def evaluate(
     dtype: Dtype = "auto",
     seed: Seed = 0,
     trust_remote_code: TrustRemoteCode = False,
-) -> Report:
+) -> CommandOutput:
     """Compare checkpoints with the model they were made from.
 
     Tells perplexity, KL divergence and top-1 agreement, with intervals of 95 % that are paired on
@@ -77,37 +80,38 @@ def evaluate(
     Example: calipers evaluate demo demo-w4a16 --data demo
     """
     if data is None:
-        raise OptionsError("The command has no --data to evaluate on", DATA_KINDS)
+        problem = "The command has no --data to evaluate on"
+        raise ConfigurationError(problem, hint=f"Give {DATA_KINDS}.")
     source, texts = model_source(model), data_source(data, "evaluation")
     quantized = [model_source(each) for each in checkpoints or ()]
     from calipers.evaluation import evaluate as compare
 
     done = _Done(model, len(quantized))
-    try:
+    with done.shown_on_failure():
         compare(
             source,
             quantized,
             texts,
-            tokenizer=tokenizer,
-            num_samples=samples,
-            max_seq_length=seq_len,
-            batch_size=batch_size,
-            packing=packing_for(data, packing),
-            seed=seed,
-            skip=skip,
-            text_column=text_column,
-            device=device,
-            dtype=dtype,  # type: ignore[arg-type]  # it checks
             layers=layers,
-            trust_remote_code=trust_remote_code,
-            progress=progress(),
             each=done.add,
+            data=DataOptions(
+                tokenizer=tokenizer,
+                num_samples=samples,
+                max_seq_length=seq_len,
+                batch_size=batch_size,
+                packing=packing_for(data, packing),
+                seed=seed,
+                skip=skip,
+                text_column=text_column,
+            ),
+            compute=ComputeOptions(
+                device=device,
+                dtype=dtype,  # type: ignore[arg-type]  # it checks
+                trust_remote_code=trust_remote_code,
+                progress=progress(),
+            ),
         )
-    except BaseException:
-        if done.found is not None:
-            show(done.report(complete=False))
-        raise
-    return done.report(complete=True)
+    return done.output(complete=True)
 
 
 class _Done:
@@ -126,12 +130,23 @@ class _Done:
             name, scores = list(found.checkpoints.items())[-1]
         tell({"evaluated": {"name": name, **scores.as_dict()}}, f"{name}: {_in_words(scores)}")
 
-    def report(self, *, complete: bool) -> Report:
+    @contextmanager
+    def shown_on_failure(self) -> Iterator[None]:
+        """Print what was found before something failed."""
+        try:
+            yield
+        except BaseException:
+            if self.found is not None:
+                show(self.output(complete=False))
+            raise
+
+    def output(self, *, complete: bool) -> CommandOutput:
         """Return what was found."""
         assert self.found is not None
         data: dict[str, Any] = {"model": self._model, "complete": complete, **self.found.as_dict()}
         done = f"Not complete: {len(self.found.checkpoints)} of {self._checkpoints} checkpoints."
-        return Report(data, _view(Path(self._model).name, self.found, "" if complete else done))
+        view = _view(Path(self._model).name, self.found, "" if complete else done)
+        return CommandOutput(data, view)
 
 
 def _in_words(scores: Scores) -> str:
@@ -163,16 +178,16 @@ def _scores(model: str, found: Evaluation) -> Table:
     numbers += ["above the best"] if above else []
     made = table("model", *numbers, numbers=numbers, wrapped=())
     base = found.base
-    add_row(made, model, optional_size(base.size), f"{base.perplexity.value:.4f}")
+    add_row(made, model, format_optional_size(base.size), f"{base.perplexity.value:.4f}")
     for name, scores in found.checkpoints.items():
         add_row(
             made,
             _marked(name, scores),
-            optional_size(scores.size),
+            format_optional_size(scores.size),
             f"{scores.perplexity.value:.4f}",
             _difference(scores.change),
-            interval(scores.kl, ".5f"),
-            interval(scores.agreement, ".2%"),
+            format_interval(scores.kl, ".5f"),
+            format_interval(scores.agreement, ".2%"),
             *([_to_best(above[name])] if above else []),
         )
     return made
@@ -185,7 +200,7 @@ def _marked(name: str, scores: CheckpointScores) -> str:
 def _difference(found: Difference) -> str:
     """Put a difference; that it is noise is said where its interval does not say so."""
     hidden = not found.beyond_noise and not found.holds(0)
-    return interval(found, "+.4f") + (" noise" if hidden else "")
+    return format_interval(found, "+.4f") + (" noise" if hidden else "")
 
 
 def _to_best(above: Difference) -> str:

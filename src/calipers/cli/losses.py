@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from calipers.errors import counted
 
 if TYPE_CHECKING:
-    from calipers.calibration.costs import ActivationCost, ModuleCosts
-    from calipers.calibration.plan import Plan
+    from calipers.modifiers.costs import ActivationCost, ModuleCosts
+    from calipers.planning.plan import Plan
 
 SHOWN = 5
 Costs = Mapping[str, "ModuleCosts"]
@@ -45,7 +45,7 @@ def _outputs(errors: Mapping[str, float], costs: Costs) -> list[str]:
 
 def _activations(costs: Costs, advice: Sequence[str]) -> list[str]:
     """List the static activations that lose too much, or say that none does."""
-    from calipers.calibration.costs import COSTLY, costly
+    from calipers.modifiers.costs import COSTLY, costly
 
     static = {
         f"{name} {tensor}": cost
@@ -83,10 +83,10 @@ def advice_on(costs: Costs, plan: Plan, ignored: Sequence[str] | None) -> tuple[
 
     :param ignored: what ``--ignore`` has already; None if a recipe was given instead of a scheme
     """
-    from calipers.calibration.costs import costly
+    from calipers.modifiers.costs import costly
 
     bad = list(costly(costs))
-    planned = {(tensor.module, tensor.base_name): tensor for tensor in plan}
+    planned = {(module.name, tensor.base_name): tensor for module, tensor in plan}
     tensors = [planned[at] for at in bad if at in planned]
     if not tensors:
         return ()
@@ -102,7 +102,7 @@ def advice_on(costs: Costs, plan: Plan, ignored: Sequence[str] | None) -> tuple[
         said.append(f"--scheme {scheme}: a scale for each token, found while the model runs")
     if "int8" in formats and not states and ignored is not None:
         said.append("--scheme FP8: static too, but floats keep small values beside large ones")
-    if {tensor.observer for tensor in tensors} - {"histogram_mse"}:
+    if {tensor.observer.name for tensor in tensors if tensor.observer} - {"histogram_mse"}:
         said.append("--activation-observer histogram_mse: the range with the least error")
     kept = "it stays as it is" if len(bad) == 1 else "they stay as they are"
     names = list(dict.fromkeys(name for name, _ in bad))[:SHOWN]

@@ -134,13 +134,14 @@ def observer_choice(text: str | None) -> dict[str, Any] | None:
         return None
     import yaml
 
-    from calipers.errors import OptionsError
+    from calipers.errors import ConfigurationError
 
     name, *rest = (part.strip() for part in text.split(","))
     options = {}
     for part in rest:
         key, equals, value = part.partition("=")
         if not (key and equals):
-            raise OptionsError(f"'{part}' in '{text}' is no option of an observer", "NAME=VALUE")
+            problem = f"'{part}' in '{text}' is no option of an observer"
+            raise ConfigurationError(problem, hint="Give NAME=VALUE.")
         options[key.strip()] = yaml.safe_load(value)
     return {"name": name, **options}

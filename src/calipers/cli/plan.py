@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calipers.cli.command import Report
+from calipers.cli.command import CommandOutput
+from calipers.cli.formatting import common_name, format_size, pattern_of
 from calipers.cli.options import (
     ActivationObserver,
     AllowCode,
@@ -22,14 +23,13 @@ from calipers.cli.options import (
 )
 from calipers.cli.sources import model_source, recipe_source
 from calipers.cli.tables import table
-from calipers.cli.words import common_name, pattern_of, size_in_words
 from calipers.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from calipers.cli.forecast import Forecast, Row
+    from calipers.checkpoint.dry_run import DryRun, DryRunRow
 
 _COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data", "before", "after")
 
@@ -47,7 +47,7 @@ def plan(
     every: All = False,
     trust_remote_code: TrustRemoteCode = False,
     allow_code: AllowCode = False,
-) -> Report:
+) -> CommandOutput:
     """Show what would be quantized, and the size before and after.
 
     Nothing is changed, and no weight is loaded: the config of the model is enough.
@@ -57,20 +57,20 @@ def plan(
     source = model_source(model)
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, allow_code)
+    from calipers.checkpoint.dry_run import dry_run
     from calipers.checkpoint.reader import load_skeleton
-    from calipers.cli.forecast import forecast
 
     skeleton = load_skeleton(source, trust_remote_code=trust_remote_code)
-    found = forecast(skeleton, wanted)
-    return Report({"model": model, **found.as_dict()}, _view(found, every))
+    found = dry_run(skeleton, wanted)
+    return CommandOutput({"model": model, **found.as_dict()}, _view(found, every))
 
 
-def _view(found: Forecast, every: bool) -> RenderableType:
+def _view(found: DryRun, every: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     tensors = counted(len(found.rows), "tensor")
-    size = f"{size_in_words(found.before)} → {size_in_words(found.after)}"
+    size = f"{format_size(found.before)} → {format_size(found.after)}"
     share = f"{found.after / found.before:.0%}" if found.before else "–"
     lines = [f"{tensors} quantized; the checkpoint: {size} ({share}).", _about_data(found)]
     if found.gathered:
@@ -78,14 +78,14 @@ def _view(found: Forecast, every: bool) -> RenderableType:
     return Group(_table(found, every), Text("\n".join(lines)))
 
 
-def _about_data(found: Forecast) -> str:
+def _about_data(found: DryRun) -> str:
     if not found.needs_data:
         return "It needs no data."
     wanting = sum(row.data == "yes" for row in found.rows)
     return f"It needs data, for {counted(wanting, 'tensor')}: --data of calipers quantize."
 
 
-def _table(found: Forecast, every: bool) -> Table:
+def _table(found: DryRun, every: bool) -> Table:
     from rich.text import Text
 
     shown = table(*_COLUMNS, numbers=("before", "after"), wrapped=("module",))
@@ -96,27 +96,27 @@ def _table(found: Forecast, every: bool) -> Table:
         how = (first.tensor, first.format, first.strategy, first.observer, first.data)
         shown.add_row(told, *how, *_sizes(rows))
     rest = [total - sum(_bytes(found.rows, side)) for side, total in _totals(found)]
-    shown.add_row("everything else", "", "", "", "", "", *map(size_in_words, rest))
+    shown.add_row("everything else", "", "", "", "", "", *map(format_size, rest))
     return shown
 
 
-def _alike(rows: Iterable[Row]) -> Iterable[list[Row]]:
+def _alike(rows: Iterable[DryRunRow]) -> Iterable[list[DryRunRow]]:
     """Put rows together that differ in the numbers of their modules alone."""
-    groups: dict[object, list[Row]] = defaultdict(list)
+    groups: dict[object, list[DryRunRow]] = defaultdict(list)
     for row in rows:
         how = (row.tensor, row.format, row.strategy, row.observer, row.data, row.before, row.after)
         groups[pattern_of(row.module), how].append(row)
     return groups.values()
 
 
-def _sizes(rows: Sequence[Row]) -> Iterable[str]:
+def _sizes(rows: Sequence[DryRunRow]) -> Iterable[str]:
     sizes = (sum(_bytes(rows, side)) for side in ("before", "after"))
-    return (size_in_words(size) if size else "–" for size in sizes)
+    return (format_size(size) if size else "–" for size in sizes)
 
 
-def _bytes(rows: Iterable[Row], side: str) -> Iterable[int]:
+def _bytes(rows: Iterable[DryRunRow], side: str) -> Iterable[int]:
     return (getattr(row, side) for row in rows)
 
 
-def _totals(found: Forecast) -> Iterable[tuple[str, int]]:
+def _totals(found: DryRun) -> Iterable[tuple[str, int]]:
     return (("before", found.before), ("after", found.after))

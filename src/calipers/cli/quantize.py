@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.checkpoint.output import check_output
-from calipers.cli.command import Report, progress
+from calipers.cli.command import CommandOutput, progress
+from calipers.cli.formatting import format_size
 from calipers.cli.losses import advice_on, losses
 from calipers.cli.options import (
     ActivationObserver,
@@ -38,14 +39,21 @@ from calipers.cli.options import (
     WeightObserver,
 )
 from calipers.cli.sources import DEMO, data_source, model_source, packing_for, recipe_source
-from calipers.cli.words import size_in_words
 from calipers.errors import counted
+from calipers.options import (
+    CalibrationOptions,
+    ComputeOptions,
+    DataOptions,
+    OneshotOptions,
+    OutputOptions,
+    RecipeOptions,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from calipers import OneshotResult
-    from calipers.calibration.costs import ModuleCosts
+    from calipers.modifiers.costs import ModuleCosts
 
 Output = Annotated[
     Path,
@@ -113,7 +121,7 @@ def quantize(
     max_shard_size: ShardSize = "5GB",
     trust_remote_code: TrustRemoteCode = False,
     allow_code: AllowCode = False,
-) -> Report:
+) -> CommandOutput:
     """Quantize a model for vLLM and transformers.
 
     Writes a checkpoint in the formats of compressed-tensors. If anything fails, none is left.
@@ -126,38 +134,40 @@ def quantize(
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, allow_code)
+    options = OneshotOptions(
+        data=DataOptions(
+            tokenizer=tokenizer,
+            num_samples=samples,
+            max_seq_length=seq_len,
+            batch_size=batch_size,
+            packing=packing_for(data, packing),
+            seed=seed,
+            text_column=text_column,
+        ),
+        compute=ComputeOptions(
+            device=device,
+            dtype=dtype,  # type: ignore[arg-type]  # oneshot checks
+            trust_remote_code=trust_remote_code,
+            progress=progress(),
+        ),
+        calibration=CalibrationOptions(
+            pipeline=pipeline,  # type: ignore[arg-type]  # oneshot checks
+            on_unseen=on_unseen,  # type: ignore[arg-type]  # oneshot checks
+            calibrate_all_experts=calibrate_all_experts,
+            share_inputs=share_inputs,
+        ),
+        changes=RecipeOptions(allow_code=allow_code),
+        output=OutputOptions(output_dir=output, overwrite=overwrite, max_shard_size=max_shard_size),
+    )
     from calipers import oneshot
 
     start = time.monotonic()
-    result = oneshot(
-        source,
-        wanted,
-        texts,
-        output_dir=output,
-        tokenizer=tokenizer,
-        num_calibration_samples=samples,
-        max_seq_length=seq_len,
-        batch_size=batch_size,
-        packing=packing_for(data, packing),
-        text_column=text_column,
-        pipeline=pipeline,  # type: ignore[arg-type]  # it checks
-        on_unseen=on_unseen,  # type: ignore[arg-type]  # it checks
-        calibrate_all_experts=calibrate_all_experts,
-        share_inputs=share_inputs,
-        device=device,
-        dtype=dtype,  # type: ignore[arg-type]  # it checks
-        seed=seed,
-        overwrite=overwrite,
-        max_shard_size=max_shard_size,
-        trust_remote_code=trust_remote_code,
-        allow_code=allow_code,
-        progress=progress(),
-    )
+    result = oneshot(source, wanted, texts, **options.keywords())
     ignored = None if scheme is None else ignore or ["lm_head"]
     done = _summary(result, model, data, output, ignored, time.monotonic() - start)
-    same = _same_samples(seed, seq_len, packing, text_column, tokenizer)
-    done = replace(done, next=_next(done, data, samples, same))
-    return Report(asdict(done), _view(done))
+    chosen = DataOptions(**{**options.data.given(), "packing": packing})
+    done = replace(done, next=_next(done, data, chosen))
+    return CommandOutput(asdict(done), _view(done))
 
 
 @dataclass(frozen=True)
@@ -225,39 +235,40 @@ def _summary(
     )
 
 
-def _same_samples(
-    seed: int, seq_len: int | None, packing: bool | None, text_column: str | None, tokenizer: Any
-) -> list[str]:
-    """Return the options under which evaluate cuts the data into the same samples."""
-    found = {"--seed": seed or None, "--seq-len": seq_len, "--text-column": text_column}
-    found["--tokenizer"] = tokenizer
-    words = [str(word) for option in found.items() if option[1] is not None for word in option]
-    flags = [] if packing is None else ["--packing" if packing else "--no-packing"]
-    return [*words, *flags]
-
-
-def _next(done: Summary, data: str | None, samples: int, same: list[str]) -> str:
+def _next(done: Summary, data: str | None, chosen: DataOptions) -> str:
     """Return the command that judges the checkpoint, on text that calibration has not seen.
 
-    :param samples: how many calibration wanted: if there were fewer, none is left in the data
-    :param same: the options under which evaluate cuts the data into the same samples
+    If there were fewer samples than calibration wanted, none is left in the data.
     """
     command = ["calipers", "evaluate", done.model, done.output, "--data"]
-    if data is None or (done.tokens and done.samples < samples):
+    if data is None or (done.tokens and done.samples < chosen.num_samples):
         return shlex.join([*command, "HELD_OUT.jsonl"])
     command += [data]
     if done.tokens and (data != DEMO or os.path.exists(data)):
-        command += ["--skip", str(done.samples), *same]
+        command += ["--skip", str(done.samples), *_same_samples(chosen)]
     return shlex.join(command)
+
+
+def _same_samples(chosen: DataOptions) -> list[str]:
+    """Return the options under which evaluate cuts the data into the same samples."""
+    found = {
+        "--seed": chosen.seed or None,
+        "--seq-len": chosen.max_seq_length,
+        "--text-column": chosen.text_column,
+        "--tokenizer": chosen.tokenizer,
+    }
+    words = [str(word) for option in found.items() if option[1] is not None for word in option]
+    flags = {True: ["--packing"], False: ["--no-packing"], None: []}
+    return [*words, *flags[chosen.packing]]
 
 
 def _view(done: Summary) -> RenderableType:
     from rich.text import Text
 
-    before = "" if done.before is None else f"{size_in_words(done.before)} → "
+    before = "" if done.before is None else f"{format_size(done.before)} → "
     share = f" ({done.after / done.before:.0%})" if done.before else ""
     lines = [
-        f"Written to {done.output}: {before}{size_in_words(done.after)}{share}, "
+        f"Written to {done.output}: {before}{format_size(done.after)}{share}, "
         f"in {done.seconds:.1f} s.",
         *(f"  {line}" for line in _quantized(done)),
         _about_data(done),

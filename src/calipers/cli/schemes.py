@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calipers.cli.command import Report
+from calipers.cli.command import CommandOutput
 from calipers.cli.tables import facts_table, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers.cli.presets import Preset
+    from calipers.presets import PresetInfo
 
 Name = Annotated[
     str | None,
@@ -20,21 +20,21 @@ Name = Annotated[
 ]
 
 
-def schemes(name: Name = None) -> Report:
+def schemes(name: Name = None) -> CommandOutput:
     """List the presets and when to use each, or show one.
 
     Example: calipers schemes NVFP4
     """
-    from calipers.cli.presets import Preset, preset_names
+    from calipers.presets import PresetInfo, preset_names
 
     if name is not None:
-        one = Preset.of(name)
-        return Report(one.as_dict(), _single(one))
-    all_ = [Preset.of(each) for each in preset_names()]
-    return Report([each.as_dict() for each in all_], _list(all_))
+        one = PresetInfo.of(name)
+        return CommandOutput(one.as_dict(), _single(one))
+    all_ = [PresetInfo.of(each) for each in preset_names()]
+    return CommandOutput([each.as_dict() for each in all_], _list(all_))
 
 
-def _list(presets: list[Preset]) -> RenderableType:
+def _list(presets: list[PresetInfo]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -55,9 +55,20 @@ def _list(presets: list[Preset]) -> RenderableType:
     return Group(shown, Text(f"{end}\n{more}\n{safer}\nMore about one: calipers schemes NAME"))
 
 
-def _single(preset: Preset) -> RenderableType:
+def _single(preset: PresetInfo) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     note = "The same as a recipe, to be changed and given with --recipe:"
-    return Group(facts_table(preset.facts()), "", Text(f"{note}\n\n{preset.recipe}"))
+    return Group(facts_table(_facts(preset)), "", Text(f"{note}\n\n{preset.recipe}"))
+
+
+def _facts(preset: PresetInfo) -> dict[str, str]:
+    return {
+        "name": preset.name,
+        "weights": preset.weights,
+        "activations": preset.activations,
+        "bits": f"{preset.bits:.4g} per weight, scales included",
+        "data": "needed, for activations" if preset.needs_data else "not needed",
+        "when": preset.when,
+    }

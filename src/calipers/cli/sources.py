@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from calipers.calibration.dataset_names import DatasetName
-from calipers.checkpoint.place import check_place
+from calipers.checkpoint.location import check_location
 from calipers.cli.options import observer_choice
-from calipers.errors import OptionsError
+from calipers.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from calipers.recipes import Recipe
@@ -24,7 +24,7 @@ DATA_KINDS = (
 def model_source(name: str) -> str:
     """Return the path or the name of a model; ``demo`` is the one that ships."""
     if name != DEMO or os.path.exists(name):
-        check_place(name)
+        check_location(name)
         return name
     from calipers.demo import MODEL
 
@@ -41,8 +41,8 @@ def data_source(name: str | None, part: Literal["calibration", "evaluation"]) ->
         return library_pieces(part)
     named = DatasetName.parse(name)
     if named is None:
-        raise OptionsError(f"--data '{name}' does not exist", DATA_KINDS)
-    from calipers.calibration.data.named import load_named
+        raise ConfigurationError(f"--data '{name}' does not exist", hint=f"Give {DATA_KINDS}.")
+    from calipers.calibration.data.named_datasets import load_named
 
     return load_named(named)
 
@@ -70,9 +70,11 @@ def recipe_source(
         problem = (
             "neither --scheme nor --recipe" if scheme is None else "both --scheme and --recipe"
         )
-        raise OptionsError(f"The command has {problem}", "one of them, such as --scheme W4A16")
+        hint = "Give one of them, such as --scheme W4A16."
+        raise ConfigurationError(f"The command has {problem}", hint=hint)
     if recipe is not None and ignore:
-        raise OptionsError("--ignore has no meaning beside --recipe", "it in the recipe")
+        hint = "Give it in the recipe."
+        raise ConfigurationError("--ignore has no meaning beside --recipe", hint=hint)
     weights, activations = observer_choice(observer), observer_choice(activation_observer)
     from calipers.modifiers import QuantizationModifier
     from calipers.modifiers.choices import preset_name

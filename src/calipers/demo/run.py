@@ -20,11 +20,11 @@ EVALUATION_SAMPLES = 256
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to quantize, and the folder its checkpoint goes to.
+class Variant:
+    """How a model is quantized, and the folder its checkpoint goes to.
 
-    :param weights: who watches weights
-    :param inputs: who watches inputs, where they are static
+    :param weights: the observer of weights
+    :param inputs: the observer of inputs, where they are static
     """
 
     scheme: str
@@ -35,7 +35,7 @@ class Way:
 
     @property
     def observers(self) -> str:
-        """Who watches, as ``--observer`` and ``--activation-observer`` name it."""
+        """The observers, as ``--observer`` and ``--activation-observer`` name them."""
         weights = ",".join([self.weights, *(f"{k}={v}" for k, v in self.options.items())])
         return weights if self.inputs is None else f"{weights} + {self.inputs}"
 
@@ -48,14 +48,14 @@ class Way:
 
 
 HESSIAN = {"importance": "hessian"}
-CLASSIC = Way("W4A16", "w4a16-imatrix_mse", "imatrix_mse")
-OPTIMAL = Way("W4A16", "w4a16-optimal", "optimal", options=HESSIAN)
-WAYS = (
-    Way("W8A8_STATIC", "w8a8-static", "memoryless_minmax", "histogram_mse"),
-    Way("FP8", "fp8", "memoryless_minmax", "histogram_mse"),
+CLASSIC = Variant("W4A16", "w4a16-imatrix_mse", "imatrix_mse")
+OPTIMAL = Variant("W4A16", "w4a16-optimal", "optimal", options=HESSIAN)
+VARIANTS = (
+    Variant("W8A8_STATIC", "w8a8-static", "memoryless_minmax", "histogram_mse"),
+    Variant("FP8", "fp8", "memoryless_minmax", "histogram_mse"),
     CLASSIC,
     OPTIMAL,
-    Way("NVFP4A16", "nvfp4a16", "optimal", options=HESSIAN),
+    Variant("NVFP4A16", "nvfp4a16", "optimal", options=HESSIAN),
 )
 
 
@@ -92,27 +92,27 @@ def run_demo(
     bars = Progress.of(progress)
     calibration = library_pieces("calibration")
     seconds = {}
-    for way in WAYS:
-        what = f"quantizing to {way.scheme} with {way.observers}"
+    for variant in VARIANTS:
+        what = f"quantizing to {variant.scheme} with {variant.observers}"
         tell(what)
         started = time.perf_counter()
         with bars.waiting(what):
             oneshot(
                 MODEL,
-                way.recipe,
+                variant.recipe,
                 calibration,
-                output_dir=folder / way.folder,
+                output_dir=folder / variant.folder,
                 num_calibration_samples=CALIBRATION_SAMPLES,
                 batch_size=8,
                 packing=True,
                 overwrite=True,
                 progress=bars,
             )
-        seconds[way.folder] = time.perf_counter() - started
+        seconds[variant.folder] = time.perf_counter() - started
     tell("evaluating on modules that neither the model nor an observer has seen")
     evaluation = evaluate(
         MODEL,
-        {way.folder: folder / way.folder for way in WAYS},
+        {variant.folder: folder / variant.folder for variant in VARIANTS},
         library_pieces("evaluation"),
         num_samples=EVALUATION_SAMPLES,
         batch_size=8,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from calipers.errors import NoLibrarySourcesError
+from calipers.errors import DataError
 
 Part = Literal["training", "calibration", "evaluation"]
 
@@ -54,7 +54,11 @@ def library_texts(part: Part) -> dict[str, str]:
         if part_of(path.relative_to(root).parts[0].removesuffix(".py")) == part
     }
     if not any(texts.values()):
-        raise NoLibrarySourcesError(root)
+        raise DataError(
+            "The demo calibrates and evaluates with the sources of Python's standard library, and "
+            f"'{root}' has none of them",
+            hint="Run it with a Python that was installed with its library as .py files.",
+        )
     return texts
 
 

@@ -1,24 +1,140 @@
-"""What all errors have in common."""
+"""Errors and warnings: what they say, kept in parts, and how the message is made of them."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+
+from calipers.errors.formatting import listing
+from calipers.errors.text import Spelling, Text, Words, joined
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_ENDS = (".", "?", "!", "…")
 
 
-class CalipersError(Exception):
+class Fields(TypedDict, total=False):
+    """What can be said besides ``what``; see :class:`Context`."""
+
+    subject: Words
+    where: Words
+    got: Words
+    meant: str | None
+    allowed: Words | Collection[str]
+    hint: Words
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an error or a warning says. The message is made of it here, and nowhere else.
+
+    :param what: what is wrong or, of a subject, what is wrong with it
+    :param subject: what the first sentence is about: a file, a module, an option with its value
+    :param where: the place before which all else stands after a colon: a line of a recipe
+    :param got: what came, as it is shown
+    :param meant: the known word that is nearest to the one that came
+    :param allowed: words, or a description of what would do
+    :param hint: what to do next
+
+    >>> str(Context("must be a whole number", "num_samples", got="'x'", hint="Give 512").text)
+    "num_samples must be a whole number, got 'x'. Give 512."
+    >>> str(Context("unknown key 'sceme'", where="line 3", meant="scheme", allowed=["scheme"]).text)
+    "line 3: unknown key 'sceme'. Did you mean 'scheme'? Allowed: scheme."
+    """
+
+    what: Words
+    subject: Words = ""
+    where: Words = ""
+    got: Words = ""
+    meant: str | None = None
+    allowed: Words | Collection[str] = ""
+    hint: Words = ""
+
+    @property
+    def text(self) -> Text:
+        """The message: place, subject and what is wrong with it; what was meant; the way out."""
+        told = joined(" ", [self.subject, self.what])
+        sentences = (
+            joined(", got ", [told, self.got]),
+            f"Did you mean '{self.meant}'?" if self.meant else "",
+            joined(": ", ["Allowed", _listed(self.allowed)]) if self.allowed else "",
+            self.hint,
+        )
+        return joined(": ", [self.where, joined(" ", map(_ended, sentences))])
+
+    def as_dict(self, spelling: Spelling = str) -> dict[str, str]:
+        """Return what is said as plain data, without what is not."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _listed(each).spelt(spelling) for name, each in found.items() if each}
+
+
+def _listed(words: Words | Collection[str]) -> Text:
+    return Text.of(words if isinstance(words, Words) else listing(words))
+
+
+def _ended(words: Words) -> Text:
+    """Return a sentence with its full stop; a list of several lines has none."""
+    text = Text.of(words)
+    is_open = text and "\n" not in str(text) and not str(text).endswith(_ENDS)
+    return text + "." if is_open else text
+
+
+class _Told:
+    """An error or a warning with its context; takes what :class:`Context` takes."""
+
+    context: Context
+    args: tuple[Any, ...]
+
+    def __init__(self, what: Words, **fields: Unpack[Fields]) -> None:
+        self.context = Context(what, **fields)
+        super().__init__(str(self.context.text))  # type: ignore[call-arg]
+
+    def __str__(self) -> str:
+        return str(self.context.text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, vars(self))
+
+    def spelt(self, spelling: Spelling) -> str:
+        """Return the message, in which ``spelling`` says how options are spelt."""
+        return self.context.text.spelt(spelling)
+
+    def add_place(self, where: Words) -> None:
+        """Say where it was found, before all else that is said."""
+        self._change(where=joined(": ", [where, self.context.where]))
+
+    def add_hint(self, hint: Words) -> None:
+        """Add what to do next, or what else is known."""
+        self._change(hint=joined(" ", [_ended(self.context.hint), hint]))
+
+    def _change(self, **fields: Unpack[Fields]) -> None:
+        self.context = replace(self.context, **fields)
+        self.args = (str(self),)
+
+
+def _rebuilt(kind: type[Any], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """Make an error as it was before it was copied or sent, whatever its constructor takes."""
+    made = kind.__new__(kind, *args)
+    made.args = args
+    vars(made).update(state)
+    return made
+
+
+def text_of(error: BaseException) -> Text:
+    """Return what an exception says, with the options that it names if it is one of ours."""
+    return error.context.text if isinstance(error, CalipersError) else Text(str(error))
+
+
+class CalipersWarning(_Told, UserWarning):
+    """Something works, but not as the user may think it does."""
+
+
+class CalipersError(_Told, Exception):
     """Base of all errors that Calipers raises on purpose."""
 
     exit_code: ClassVar[int] = 1
-
-    def __str__(self) -> str:
-        # KeyError, a base of some subclasses, would show the repr of the message.
-        return str(self.args[0]) if self.args else ""
-
-
-class CalipersWarning(UserWarning):
-    """Something works, but not as the user may think it does."""
 
 
 class ConfigurationError(CalipersError, ValueError):
@@ -27,64 +143,35 @@ class ConfigurationError(CalipersError, ValueError):
     exit_code = 2
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a sentence with the nearest known word, or nothing.
+class DataError(CalipersError, ValueError):
+    """Data that cannot be used."""
 
-    >>> did_you_mean("minmaxx", ["mse", "minmax"])
-    " Did you mean 'minmax'?"
-    """
-    by_lower = {each.lower(): each for each in known}
-    nearest = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
-    return f" Did you mean '{by_lower[nearest[0]]}'?" if nearest else ""
+    exit_code = 2
 
 
-def listing(words: Iterable[str]) -> str:
-    """Return words with commas between them."""
-    return ", ".join(words)
+class ModelLoadError(CalipersError, OSError):
+    """A model or tokenizer that cannot be loaded."""
+
+    exit_code = 2
 
 
-def shortened(words: Iterable[str], most: int = 5) -> str:
-    """List some words and count the rest.
+class ModelRunError(CalipersError, RuntimeError):
+    """A model that fails, or cannot be measured, while data runs through it."""
 
-    >>> shortened(["a", "b", "c"], most=2)
-    'a, b and 1 more'
-    """
-    words = list(words)
-    rest = f" and {len(words) - most} more" if len(words) > most else ""
-    return listing(words[:most]) + rest
+    exit_code = 3
 
 
-def in_one_line(text: str, most: int = 400) -> str:
-    """Return a text without line breaks, and without its end where it is long.
+class TensorValueError(CalipersError, ValueError):
+    """Numbers that nothing can be computed from, such as NaN."""
 
-    >>> in_one_line("Error:\\n  wrong   key", most=9)
-    'Error: wr…'
-    """
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]}…"
+    exit_code = 3
 
 
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun.
+class CheckpointError(CalipersError, OSError):
+    """A checkpoint that cannot be written."""
 
-    >>> counted(1, "module"), counted(2, "module")
-    ('1 module', '2 modules')
-    """
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    exit_code = 7
 
 
-def group_sizes_for(size: int) -> list[int]:
-    """Return the usual group sizes that divide a dimension.
-
-    >>> group_sizes_for(288)
-    [16, 32, 96]
-    """
-    return [d for d in (16, 32, 64, 96, 128, 256) if size % d == 0]
-
-
-def sizes_that_divide(size: int) -> str:
-    """Return a sentence with group sizes that fit a dimension, or another way out."""
-    divisors = group_sizes_for(size)
-    if divisors:
-        return f"Group sizes that divide it: {listing(map(str, divisors))}"
-    return "Use strategy 'channel', or ignore this module"
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """An output folder in whose place lies something that is not replaced."""

@@ -4,54 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from calipers.errors.base import (
-    CalipersError,
-    ConfigurationError,
-    counted,
-    did_you_mean,
-    listing,
-    shortened,
-)
+from calipers.errors.base import CalipersError, ConfigurationError, ModelRunError
+from calipers.errors.formatting import counted, first_line, nearest, shortened
 from calipers.errors.observing import LayoutError
+from calipers.errors.text import ANY, Call, Option, Text, Words
 
-_UNSEEN_HINTS = {
+_ALL_EXPERTS = "show all tokens to all experts (" + Option("calibrate_all_experts", True) + ")"
+_WEIGHTS_ONLY = Option("on_unseen", "weights_only")
+_UNSEEN_HINTS: dict[str, Words] = {
     "error": (
-        "Give more or other data, show all tokens to all experts (calibrate_all_experts=True), "
-        "ignore these modules, or choose what to do without data: "
-        'on_unseen="weights_only" (their activations stay as they are) or, for experts, '
-        'on_unseen="peers" (the largest range among their siblings).'
+        "Give more or other data, "
+        + _ALL_EXPERTS
+        + ", ignore these modules, or choose what to do without data: "
+        + _WEIGHTS_ONLY
+        + " (their activations stay as they are) or, for experts, "
+        + Option("on_unseen", "peers")
+        + " (the largest range among their siblings)"
     ),
-    "weights_only": "They have no weights to fall back on. Give more or other data.",
+    "weights_only": "They have no weights to fall back on. Give more or other data",
     "peers": (
-        "They have no siblings that saw any. Give more or other data, show all tokens to all "
-        "experts (calibrate_all_experts=True), ignore these modules, or pass "
-        'on_unseen="weights_only".'
+        "They have no siblings that saw any. Give more or other data, "
+        + _ALL_EXPERTS
+        + ", ignore these modules, or pass "
+        + _WEIGHTS_ONLY
     ),
 }
 
 
-class ChangedInputError(CalipersError, RuntimeError):
-    """A tensor that was changed in place while it was being shared."""
+class NoDataError(ConfigurationError):
+    """A plan that needs data, and no data that runs."""
 
-    exit_code = 3
-
-    def __init__(self, where: str) -> None:
+    def __init__(self, tensors: Sequence[str], *, has_dataset: bool = False) -> None:
+        problem, remedy = (
+            (Option("pipeline", "datafree") + " uses none", "Choose another pipeline")
+            if has_dataset
+            else ("there is no " + Option("dataset"), "Pass " + Option("dataset", ANY))
+        )
         super().__init__(
-            f"{where} reads a tensor that other modules read too, and that one of them changes in "
-            "place before all have read it: it cannot be measured once for all. Pass "
-            "share_inputs=False to measure it for each of them."
+            f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is "
+            f"{tensors[0]}), and " + problem,
+            hint=Text.of(remedy)
+            + ", or choose dynamic activations and observers that look at weights alone. "
+            + Call("plan.table")
+            + " shows which tensors need data",
         )
 
 
-class ForwardError(CalipersError, RuntimeError):
-    """A model that fails while data runs through it."""
+class ChangedInputError(ModelRunError):
+    """A tensor that was changed in place while it was being shared."""
 
-    exit_code = 3
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            "reads a tensor that other modules read too, and that one of them changes in place "
+            "before all have read it: it cannot be measured once for all",
+            subject=where,
+            hint="Pass " + Option("share_inputs", False) + " to measure it for each of them",
+        )
+
+
+class ForwardError(ModelRunError):
+    """A model that fails while data runs through it."""
 
     def __init__(self, model: str, problem: str) -> None:
         super().__init__(
-            f"{model} failed while data ran through it: {problem}. If it fails in transformers by "
-            "itself, too, compare its config.json with the original."
+            f"failed while data ran through it: {problem}",
+            subject=model,
+            hint="If it fails in transformers by itself, too, compare its config.json with the "
+            "original",
         )
 
 
@@ -63,8 +82,8 @@ class UnseenModulesError(CalipersError, ValueError):
     def __init__(self, names: Sequence[str], policy: str) -> None:
         self.names = tuple(names)
         super().__init__(
-            f"{counted(len(names), 'module')} saw no tokens: {shortened(names)}. "
-            f"{_UNSEEN_HINTS[policy]}"
+            f"{counted(len(names), 'module')} saw no tokens: {shortened(names)}",
+            hint=_UNSEEN_HINTS[policy],
         )
 
 
@@ -73,8 +92,9 @@ class NoDecoderLayersError(ConfigurationError):
 
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"{model} has no ModuleList of layers, so it cannot be calibrated layer by layer. "
-            'Pass pipeline="basic".'
+            "has no ModuleList of layers, so it cannot be calibrated layer by layer",
+            subject=model,
+            hint="Pass " + Option("pipeline", "basic"),
         )
 
 
@@ -85,9 +105,9 @@ class FusedExpertsError(CalipersError, NotImplementedError):
 
     def __init__(self, where: str, module_class: str, problem: str) -> None:
         super().__init__(
-            f"The experts of '{where}' ({module_class}) are stacked in one parameter and cannot be "
-            f"turned into Linear layers: {problem}. "
-            'To quantize the rest of the model, leave them out: ignore: ["re:.*experts.*"].'
+            f"are stacked in one parameter and cannot be turned into Linear layers: {problem}",
+            subject=f"The experts of '{where}' ({module_class})",
+            hint='To quantize the rest of the model, leave them out: ignore: ["re:.*experts.*"]',
         )
 
 
@@ -96,8 +116,12 @@ class MaskShapeError(LayoutError):
 
     def __init__(self, where: str, mask: tuple[int, ...], tensor: tuple[int, ...]) -> None:
         super().__init__(
-            f"{where}: the mask of shape {mask} does not say which tokens of the tensor of shape "
-            f"{tensor} count. Use batch_size=1 or pack the data, so that there is no padding."
+            f"the mask of shape {mask} does not say which tokens of the tensor of shape {tensor} "
+            "count",
+            where=where,
+            hint="Use "
+            + Option("batch_size", 1)
+            + " or pack the data, so that there is no padding",
         )
 
 
@@ -106,9 +130,11 @@ class HiddenQueriesError(ConfigurationError):
 
     def __init__(self, model: str, implementation: str) -> None:
         super().__init__(
-            f"{model} computes attention by '{implementation}', in which the queries cannot be "
-            'seen or quantized. Call model.set_attn_implementation("sdpa") first, or quantize the '
-            "keys and values alone (kv_cache_scheme)."
+            f"computes attention by '{implementation}', in which the queries cannot be seen or "
+            "quantized",
+            subject=model,
+            hint='Call model.set_attn_implementation("sdpa") first, or quantize the keys and '
+            "values alone (kv_cache_scheme)",
         )
 
 
@@ -118,8 +144,10 @@ class UnknownChoiceError(ConfigurationError):
     def __init__(self, option: str, given: object, known: Iterable[str]) -> None:
         known = list(known)
         super().__init__(
-            f"{option}={given!r} is not allowed.{did_you_mean(str(given), known)} "
-            f"Allowed: {listing(known)}."
+            "is not allowed",
+            subject=Option(option, given),
+            meant=nearest(str(given), known),
+            allowed=known,
         )
 
 
@@ -128,7 +156,8 @@ class DeviceError(ConfigurationError):
 
     def __init__(self, given: object, problem: str) -> None:
         super().__init__(
-            f"device={given!r} cannot be used: {problem.strip().splitlines()[0].rstrip('.')}. Give "
-            "a device of torch such as 'cpu' or 'cuda:0', or leave it out to compute where the "
-            "model is."
+            f"cannot be used: {first_line(problem)}",
+            subject=Option("device", given),
+            hint="Give a device of torch such as 'cpu' or 'cuda:0', or leave it out to compute "
+            "where the model is",
         )

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from calipers.errors.base import (
-    CalipersError,
-    ConfigurationError,
-    did_you_mean,
-    listing,
-    sizes_that_divide,
-)
+from calipers.errors.base import CalipersError, ConfigurationError, TensorValueError
+from calipers.errors.formatting import listing, nearest, sizes_that_divide
 
 
 class UnsupportedFormatError(ConfigurationError):
@@ -19,8 +14,10 @@ class UnsupportedFormatError(ConfigurationError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what} is not a supported format. Supported: int with 2 to 8 bits and float with 8 "
-            "bits (fp8 e4m3), symmetric or not; float with 4 bits (fp4 e2m1), symmetric."
+            "is not a supported format",
+            subject=what,
+            hint="Supported: int with 2 to 8 bits and float with 8 bits (fp8 e4m3), symmetric or "
+            "not; float with 4 bits (fp4 e2m1), symmetric",
         )
 
 
@@ -33,8 +30,8 @@ class StrategyError(LayoutError):
 
     def __init__(self, strategy: str, base_name: str, allowed: Iterable[str]) -> None:
         super().__init__(
-            f"Strategy '{strategy}' cannot be applied to '{base_name}'. "
-            f"Allowed for '{base_name}': {listing(allowed)}."
+            f"Strategy '{strategy}' cannot be applied to '{base_name}'",
+            hint=f"Allowed for '{base_name}': {listing(allowed)}",
         )
 
 
@@ -47,8 +44,10 @@ class CountedStrategyError(UnsuitableError, LayoutError):
 
     def __init__(self, where: str, strategy: str) -> None:
         super().__init__(
-            f"{where}: values are counted per tensor or per head (strategies tensor and "
-            f"attn_head), not per '{strategy}'. Use 'static_minmax' or 'mse' for this strategy."
+            "values are counted per tensor or per head (strategies tensor and attn_head), not per "
+            f"'{strategy}'",
+            where=where,
+            hint="Use 'static_minmax' or 'mse' for this strategy",
         )
 
 
@@ -57,8 +56,9 @@ class EntropyFormatError(UnsuitableError):
 
     def __init__(self, where: str, what: str) -> None:
         super().__init__(
-            f"{where}: entropy compares distributions of 8-bit codes, int8 or fp8, not {what}. "
-            "Use 'percentile' or 'mse' for this format."
+            f"entropy compares distributions of 8-bit codes, int8 or fp8, not {what}",
+            where=where,
+            hint="Use 'percentile' or 'mse' for this format",
         )
 
 
@@ -66,7 +66,7 @@ class UnknownBaseNameError(ConfigurationError):
     """A tensor role that does not exist."""
 
     def __init__(self, base_name: object, known: Iterable[str]) -> None:
-        super().__init__(f"Unknown base_name {base_name!r}. Allowed: {listing(known)}.")
+        super().__init__(f"Unknown base_name {base_name!r}", allowed=list(known))
 
 
 class DivisibilityError(LayoutError):
@@ -75,7 +75,8 @@ class DivisibilityError(LayoutError):
     def __init__(self, strategy: str, base_name: str, size: int, group_size: int) -> None:
         super().__init__(
             f"Strategy '{strategy}' needs group_size to divide the last dimension of "
-            f"'{base_name}': {size} is not divisible by {group_size}. {sizes_that_divide(size)}."
+            f"'{base_name}': {size} is not divisible by {group_size}",
+            hint=sizes_that_divide(size),
         )
 
 
@@ -90,46 +91,45 @@ class ComplexTensorError(TensorKindError):
 
     def __init__(self, where: str, dtype: object) -> None:
         super().__init__(
-            f"{where} was given a complex tensor ({dtype}). Observe its real and imaginary parts "
-            "separately, or exclude the module."
+            f"was given a complex tensor ({dtype})",
+            subject=where,
+            hint="Observe its real and imaginary parts separately, or exclude the module",
         )
 
 
-class NonFiniteError(CalipersError, ValueError):
+class NonFiniteError(TensorValueError):
     """NaN or Inf in an observed tensor."""
-
-    exit_code = 3
 
     def __init__(self, where: str, count: int, total: int, shape: Sequence[int]) -> None:
         super().__init__(
-            f"{where} was given {count} non-finite value{'s' if count > 1 else ''} (NaN or Inf) "
-            f"among {total}, in a tensor of shape {tuple(shape)}. Nothing was recorded. Find out "
-            'where they come from, or pass nonfinite="ignore" to leave them out and count them.'
+            f"was given {count} non-finite value{'s' if count > 1 else ''} (NaN or Inf) among "
+            f"{total}, in a tensor of shape {tuple(shape)}. Nothing was recorded",
+            subject=where,
+            hint='Find out where they come from, or pass nonfinite="ignore" to leave them out and '
+            "count them",
         )
 
 
-class UncountableError(CalipersError, ValueError):
+class UncountableError(TensorValueError):
     """Values beyond what bfloat16 can hold, in whose bins they would be counted."""
-
-    exit_code = 3
 
     def __init__(self, where: str, low: float, high: float, dtype: object) -> None:
         super().__init__(
-            f"{where} was given values from {low:g} to {high:g} ({dtype}). They are counted as "
-            "bfloat16, which ends at ±3.38953e+38. Nothing was recorded. Scale the tensor down, "
-            "or use 'static_minmax'."
+            f"was given values from {low:g} to {high:g} ({dtype}). They are counted as bfloat16, "
+            "which ends at ±3.38953e+38. Nothing was recorded",
+            subject=where,
+            hint="Scale the tensor down, or use 'static_minmax'",
         )
 
 
-class NonFiniteRangeError(CalipersError, ValueError):
+class NonFiniteRangeError(TensorValueError):
     """A range from which no scale can be made."""
-
-    exit_code = 3
 
     def __init__(self, where: str, count: int, total: int) -> None:
         super().__init__(
-            f"{where}: {count} of {total} ranges have no finite, positive scale. Their min or max "
-            "is NaN, Inf, or beyond what the dtype of the scale can hold."
+            f"{count} of {total} ranges have no finite, positive scale",
+            where=where,
+            hint="Their min or max is NaN, Inf, or beyond what the dtype of the scale can hold",
         )
 
 
@@ -140,8 +140,10 @@ class ShapeChangedError(CalipersError, ValueError):
 
     def __init__(self, where: str, field: str, before: Sequence[int], now: Sequence[int]) -> None:
         super().__init__(
-            f"{where} has seen tensors with {field} of shape {tuple(before)}, and now one of shape "
-            f"{tuple(now)}. One observer watches one tensor: use another one, or reset() this one."
+            f"has seen tensors with {field} of shape {tuple(before)}, and now one of shape "
+            f"{tuple(now)}",
+            subject=where,
+            hint="One observer watches one tensor: use another one, or reset() this one",
         )
 
 
@@ -152,8 +154,9 @@ class UnknownOptionError(ConfigurationError):
         known = sorted(known)
         self.option = option
         super().__init__(
-            f"Unknown option '{option}' for observer '{owner}'.{did_you_mean(option, known)} "
-            f"Options: {listing(known)}."
+            f"Unknown option '{option}' for observer '{owner}'",
+            meant=nearest(option, known),
+            hint=f"Options: {listing(known)}",
         )
 
 
@@ -161,7 +164,7 @@ class InvalidOptionError(ConfigurationError):
     """An option with a value outside its domain."""
 
     def __init__(self, owner: str, problems: Iterable[str]) -> None:
-        super().__init__(f"Observer '{owner}': {'; '.join(problems)}.")
+        super().__init__("; ".join(problems), where=f"Observer '{owner}'")
 
 
 class UnknownObserverError(CalipersError, KeyError):
@@ -172,8 +175,10 @@ class UnknownObserverError(CalipersError, KeyError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
         super().__init__(
-            f"Unknown observer '{name}'.{did_you_mean(name, known)} Registered: {listing(known)}. "
-            "A class of your own is given as 'path/to/file.py:Class'."
+            f"Unknown observer '{name}'",
+            meant=nearest(name, known),
+            hint=f"Registered: {listing(known)}. A class of your own is given as "
+            "'path/to/file.py:Class'",
         )
 
 
@@ -187,8 +192,11 @@ class NoStatisticsError(CalipersError, AssertionError):
     exit_code = 4
 
     def __init__(self, location: str = "") -> None:
-        place = f" Nothing reached {location}." if location else ""
-        super().__init__(f"No statistics available. Call observer(value) first.{place}")
+        super().__init__(
+            "No statistics available",
+            hint="Call observer(value) first."
+            + (f" Nothing reached {location}." if location else ""),
+        )
 
 
 class FusedStatisticsError(CalipersError, AssertionError):
@@ -198,8 +206,9 @@ class FusedStatisticsError(CalipersError, AssertionError):
 
     def __init__(self, where: str, missing: Iterable[str]) -> None:
         super().__init__(
-            f"{where} shares its global_scale with observers that have no statistics: "
-            f"{listing(missing)}. Call each of them on its tensor before get_qparams() on any."
+            f"shares its global_scale with observers that have no statistics: {listing(missing)}",
+            subject=where,
+            hint="Call each of them on its tensor before get_qparams() on any",
         )
 
 
@@ -208,8 +217,10 @@ class WeightGoneError(CalipersError, AssertionError):
 
     def __init__(self, where: str, problem: str) -> None:
         super().__init__(
-            f"{where} {problem} the weight it observed, which a report and a global scale "
-            "shared with fused observers need. Call observer(weight) again."
+            f"{problem} the weight it observed, which a report and a global scale shared with "
+            "fused observers need",
+            subject=where,
+            hint="Call observer(weight) again",
         )
 
 
@@ -225,8 +236,9 @@ class NotMergeableError(MergeError):
     def __init__(self, where: str, fields: Mapping[str, str]) -> None:
         reasons = ", ".join(f"{name} ({reason})" for name, reason in fields.items())
         super().__init__(
-            f"{where} cannot merge: what it keeps depends on the order of the data: {reasons}. "
-            "Use a statistic with memory of all data, such as 'static_minmax'."
+            f"cannot merge: what it keeps depends on the order of the data: {reasons}",
+            subject=where,
+            hint="Use a statistic with memory of all data, such as 'static_minmax'",
         )
 
 
@@ -246,15 +258,10 @@ class SavedStateError(CalipersError, ValueError):
 
     def __init__(self, where: str, field: str, problem: str) -> None:
         super().__init__(
-            f"{where} cannot load '{field}': {problem}. Nothing was loaded. The file is damaged; "
-            "save it again from the observer that gathered it."
+            f"cannot load '{field}': {problem}. Nothing was loaded",
+            subject=where,
+            hint="The file is damaged; save it again from the observer that gathered it",
         )
-
-
-class SyncError(CalipersError, RuntimeError):
-    """Ranks whose statistics cannot be reduced to one."""
-
-    exit_code = 6
 
 
 class ImportanceError(CalipersError, ValueError):
@@ -264,7 +271,9 @@ class ImportanceError(CalipersError, ValueError):
 
     def __init__(self, where: str, problem: str) -> None:
         self.reason = f"{where}: {problem}."
-        super().__init__(f"{self.reason} With strict=False it would fall back to plain error.")
+        super().__init__(
+            problem, where=where, hint="With strict=False it would fall back to plain error"
+        )
 
 
 class ImportanceUnsupportedError(ImportanceError, NotImplementedError):

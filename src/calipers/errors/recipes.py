@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
-from calipers.errors.base import ConfigurationError, counted, listing, shortened, sizes_that_divide
+from calipers.errors.base import ConfigurationError, Fields
+from calipers.errors.formatting import counted, listing, shortened, sizes_that_divide
 from calipers.errors.observing import DivisibilityError, LayoutError
+from calipers.errors.text import Option, Text, Words, joined
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_CHOSEN_ON_TOP = ("weight_observer", "activation_observer")
+"""Keys of a modifier that are options of functions and commands, too."""
 
 
 class RecipeError(ConfigurationError):
     """A recipe that cannot be read, or that does not make sense.
 
-    :param problem: what is wrong, without the place
+    :param what: what is wrong, without the place
     :param path: the keys that lead to it, as far as they are known
     :param source: the file, or another word for where the recipe comes from
     :param line: the line in it
@@ -20,16 +29,22 @@ class RecipeError(ConfigurationError):
 
     def __init__(
         self,
-        problem: str,
+        what: Words,
         *,
         path: Iterable[str | int] = (),
         source: str | None = None,
         line: int | None = None,
+        **fields: Unpack[Fields],
     ) -> None:
-        self.problem = problem
         self.path = tuple(path)
+        super().__init__(what, **fields)
         place = [*([source] if source else []), *([f"line {line}"] if line else [])]
-        super().__init__(f"{', '.join(place)}: {problem}" if place else problem)
+        self.add_place(", ".join(place))
+
+    @property
+    def problem(self) -> Text:
+        """The message without the place."""
+        return replace(self.context, where="").text
 
 
 class CodeNotAllowedError(RecipeError):
@@ -49,13 +64,20 @@ class CodeNotAllowedError(RecipeError):
         line: int | None = None,
     ) -> None:
         file = name.rpartition(":")[0]
+        told = f"'{name}' is Python code, which was not run: it could do anything that you can"
         super().__init__(
-            f"{f'{key}: ' if key else ''}'{name}' is Python code, which was not run: it could do "
-            f"anything that you can. If you trust the file '{file}', pass allow_code=True.",
+            joined(": ", [_named(key or "", source), told]),
+            hint=f"If you trust the file '{file}', pass " + Option("allow_code", True),
             path=path,
             source=source,
             line=line,
         )
+
+
+def _named(key: str, source: str | None) -> Words:
+    """Return a key of a modifier; what stands in no file may have been given as an option."""
+    owner, _, name = key.rpartition(".")
+    return Option(name, owner=owner) if source is None and name in _CHOSEN_ON_TOP else key
 
 
 class UnmatchedPatternError(RecipeError):
@@ -67,8 +89,9 @@ class ClaimError(RecipeError):
 
     def __init__(self, tensor: str, first: str, second: str) -> None:
         super().__init__(
-            f"Both {first} and {second} quantize '{tensor}'. A tensor is quantized once: narrow "
-            "the targets of one of them, or add the module to its ignore list."
+            f"Both {first} and {second} quantize '{tensor}'",
+            hint="A tensor is quantized once: narrow the targets of one of them, or add the module "
+            "to its ignore list",
         )
 
 
@@ -76,10 +99,10 @@ class AlreadyQuantizedError(RecipeError):
     """A recipe for modules that are quantized already."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        shown = shortened(f"'{name}'" for name in modules)
         super().__init__(
-            f"{shown} {'is' if len(modules) == 1 else 'are'} already quantized (has a "
-            "quantization_scheme). Start from the unquantized model, or ignore these modules."
+            f"{'is' if len(modules) == 1 else 'are'} already quantized (has a quantization_scheme)",
+            subject=shortened(f"'{name}'" for name in modules),
+            hint="Start from the unquantized model, or ignore these modules",
         )
 
 
@@ -96,9 +119,10 @@ class GroupSizeError(RecipeError):
     def __init__(self, size: int, weights: Sequence[str]) -> None:
         found = f"its weights are {listing(weights)}" if weights else "it quantizes no weights"
         super().__init__(
-            f"group_size={size} has no meaning here: {found}. Groups whose size can be chosen are "
-            "those of strategy 'group', as in W4A16; those of NVFP4 and MX are fixed by the "
-            "format. Leave it out, or choose another scheme."
+            f"has no meaning here: {found}",
+            subject=Option("group_size", size),
+            hint="Groups whose size can be chosen are those of strategy 'group', as in W4A16; "
+            "those of NVFP4 and MX are fixed by the format. Leave it out, or choose another scheme",
         )
 
 
@@ -118,17 +142,14 @@ class ModulesDivisibilityError(DivisibilityError):
         ]
         if len(offenders) > self.SHOWN:
             lines.append(f"  and {len(offenders) - self.SHOWN} more")
-        LayoutError.__init__(
-            self,
-            f"The group or block size of the recipe does not divide "
-            f"{counted(len(offenders), 'tensor')}:\n"
-            + "\n".join(lines)
-            + f"\n{_way_out(group_sizes)}",
-        )
+        head = "The group or block size of the recipe does not divide"
+        tensors = counted(len(offenders), "tensor")
+        told = "\n".join([f"{head} {tensors}:", *lines, ""])
+        LayoutError.__init__(self, told + _way_out(group_sizes))
 
 
-def _way_out(group_sizes: Sequence[int]) -> str:
+def _way_out(group_sizes: Sequence[int]) -> Text:
     if not group_sizes:
-        return "Choose another scheme, or ignore these modules."
-    sizes = listing(f"group_size={size}" for size in sorted(group_sizes, reverse=True))
-    return f"Sizes that fit every weight: {sizes}. Choose one, or ignore these modules."
+        return Text("Choose another scheme, or ignore these modules.")
+    sizes = joined(", ", (Option("group_size", size) for size in sorted(group_sizes, reverse=True)))
+    return "Sizes that fit every weight: " + sizes + ". Choose one, or ignore these modules."

@@ -49,7 +49,7 @@ class LayerComparison:
         def keep(number: int, _args: Any, _kwargs: Any, output: Tensor) -> None:
             self._outputs[number] = output
 
-        with _told(self._other, keep):
+        with _calling(self._other, keep):
             yield
 
     @contextmanager
@@ -62,7 +62,7 @@ class LayerComparison:
             self._sums[number] += torch.tensor(errors, dtype=torch.float64)
 
         self._tokens += int((mask != 0).sum())
-        with _told(self._base, compare):
+        with _calling(self._base, compare):
             yield
 
     def _cast(self, inputs: Any) -> Any:
@@ -82,7 +82,7 @@ class LayerComparison:
 
 
 @contextmanager
-def _told(
+def _calling(
     layers: Sequence[nn.Module], tell: Callable[[int, Any, Any, Tensor], None]
 ) -> Iterator[None]:
     """Tell what goes into each layer and what comes out of it."""

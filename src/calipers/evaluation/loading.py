@@ -20,10 +20,10 @@ from calipers.checkpoint.compatibility import LoadingProblem, loading_problems
 from calipers.checkpoint.names import stored_module_names
 from calipers.checkpoint.reader import load_model, load_skeleton
 from calipers.errors import (
-    BrokenLogitsError,
     CalipersWarning,
     FusedExpertsError,
-    NotComputableError,
+    ModelRunError,
+    TensorValueError,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Checkpoint:
     def load(self, *, trust_remote_code: bool = False) -> PreTrainedModel:
         """Load it, and tell of what goes wrong."""
         for note in self.notes:
-            warnings.warn(f"'{self.name}': {note}", CalipersWarning, stacklevel=3)
+            warnings.warn(f"'{self.name}': {note}", CalipersWarning, stacklevel=4)
         dtypes = [problem.loads_as for problem in self.problems if problem.loads_as]
         return load_model(
             self.source,
@@ -72,9 +72,15 @@ class Checkpoint:
         try:
             yield
         except Exception as error:
-            if not self.problems or isinstance(error, BrokenLogitsError):
+            if not self.problems or isinstance(error, TensorValueError):
                 raise
-            raise NotComputableError(self.name, error, self.notes) from error
+            what = f"{type(error).__name__}: {error}".rstrip(".")
+            raise ModelRunError(
+                f"transformers fails on '{self.name}' ({what}), as was to be expected: "
+                f"{' '.join(self.notes)}",
+                hint="Judge it with a client that reads it, or quantize the model in another "
+                "format.",
+            ) from error
 
     def _note(self, problem: LoadingProblem) -> str:
         if problem.loads_as is None:

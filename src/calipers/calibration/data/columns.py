@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from calipers.errors import RecordError, TextColumnError
+from calipers.errors import ANY, DataError, Option, nearest, unreadable_record
 
 _BEFORE_PAIRS = (
     ("input_ids", "attention_mask"),
@@ -31,18 +31,29 @@ def columns_of(record: Mapping[str, Any], text_column: str | None, where: str) -
     """
     if text_column is not None:
         if text_column not in record:
-            raise TextColumnError(where, text_column, record)
+            raise _no_text_column(where, text_column, record)
         return (text_column,)
     if {*record} == {"role", "content"}:
-        raise RecordError(where, "is a single message of a chat; put the chat in a list: [chat]")
+        problem = "is a single message of a chat; put the chat in a list: [chat]"
+        raise unreadable_record(where, problem)
     pairs = [pair] if (pair := _pair(record, where)) else []
     for columns in (*_BEFORE_PAIRS, *pairs, *_AFTER_PAIRS):
         if all(column in record for column in columns):
             return columns
     texts = [column for column, value in record.items() if isinstance(value, str)]
     if len(texts) != 1:
-        raise TextColumnError(where, None, record)
+        raise _no_text_column(where, None, record)
     return (texts[0],)
+
+
+def _no_text_column(where: str, wanted: str | None, record: Mapping[str, Any]) -> DataError:
+    return DataError(
+        f"there is no column '{wanted}'" if wanted else "no column is known to hold the text",
+        where=where,
+        meant=nearest(wanted, record) if wanted else None,
+        hint=f"Columns: {', '.join(record) or 'none'}. Name the one to read with "
+        + Option("text_column", ANY),
+    )
 
 
 def _pair(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -55,7 +66,7 @@ def _pair(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
     if not asked or not answers:
         return ()
     if len(asked) > 1 or len(answers) > 1:
-        raise TextColumnError(where, None, record)
+        raise _no_text_column(where, None, record)
     return (*asked, *added, *answers)
 
 

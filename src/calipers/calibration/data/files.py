@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from calipers.calibration.data.columns import columns_of
-from calipers.errors import (
-    BrokenJsonError,
-    DataFileError,
-    DataFileMissingError,
-    EmptyDataError,
-    MissingPackageError,
-    NotTextError,
-    library_errors,
-)
+from calipers.errors import DataError, empty_data, library_errors
 
 LARGEST_TEXT = 64 * 2**20
 """How many bytes of a text file are read; calibration rarely uses a tenth of what they hold."""
@@ -45,7 +37,7 @@ class Rows:
     one_document: bool = False
     notes: tuple[str, ...] = ()
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return where a record stands, in words."""
         return f"{self.label} {index if self.numbers is None else self.numbers[index]}"
 
@@ -55,16 +47,25 @@ def import_extra(module: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise MissingPackageError(what, module.partition(".")[0]) from None
+        package = module.partition(".")[0]
+        raise DataError(
+            f"Reading {what} needs the package {package}, which is not installed",
+            hint="Install it with pip install 'calipers[data]'.",
+        ) from None
 
 
 def open_file(path: Path, text_column: str | None) -> Rows:
     """Return the records of a file, by the ending of its name."""
     # os.path.exists says no to names that are too long, as a text in place of a path is.
     if not os.path.exists(path):
-        raise DataFileMissingError(_shortened(str(path)))
+        raise DataError(
+            "does not exist",
+            subject=f"The data file '{_shortened(str(path))}'",
+            hint="A text itself is given in a list: [text]. A data set of the hub is named "
+            "ORG/NAME[@CONFIG][:SPLIT].",
+        )
     if path.stat().st_size == 0:
-        raise EmptyDataError(f"The data file '{path}'")
+        raise empty_data(f"The data file '{path}'")
     readers = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_file}
     suffix = path.suffix.lower()
     if suffix == ".parquet":
@@ -116,9 +117,9 @@ class JsonLines(Sequence[Any]):
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise BrokenJsonError(where, f"{error.msg} at column {error.colno}") from None
+            raise _no_json(where, f"{error.msg} at column {error.colno}") from None
         except (ValueError, RecursionError) as error:
-            raise BrokenJsonError(where, _too_much(error)) from None
+            raise _no_json(where, _too_much(error)) from None
 
 
 def json_lines(path: Path) -> Rows:
@@ -131,14 +132,14 @@ def json_file(path: Path) -> Rows:
     """Return a JSON file: a list of records, a single one, or in truth one per line."""
     text = _decoded(path.read_bytes(), f"The data file '{path}'", 0)
     try:
-        value = json.loads(text)
+        value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            return json_lines(path)
         where = f"'{path}', line {error.lineno}"
-        raise BrokenJsonError(where, f"{error.msg} at column {error.colno}") from None
+        raise _no_json(where, f"{error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise BrokenJsonError(f"The data file '{path}'", _too_much(error)) from None
+        raise _no_json(f"The data file '{path}'", _too_much(error)) from None
+    if text[end:].strip():  # another value follows
+        return json_lines(path)
     return Rows(value if isinstance(value, list) else [value], f"'{path}', record")
 
 
@@ -159,8 +160,10 @@ def parquet_file(path: Path, text_column: str | None) -> Rows:
 def _errors_of_parquet(path: Path) -> AbstractContextManager[None]:
     """Tell what pyarrow raises for a damaged file as an error about the file."""
     return library_errors(
-        lambda words: DataFileError(
-            str(path), f"is not a Parquet file: {words}", "Write it again, or correct its name"
+        lambda words: DataError(
+            f"is not a Parquet file: {words}",
+            subject=f"The data file '{path}'",
+            hint="Write it again, or correct its name.",
         )
     )
 
@@ -183,10 +186,23 @@ def _decoded(data: bytes, where: str, offset: int) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise NotTextError(where, data[error.start], offset + error.start) from None
+        raise _no_text(where, data[error.start], offset + error.start) from None
     if (zero := data.find(b"\0")) >= 0:
-        raise NotTextError(where, 0, offset + zero)
+        raise _no_text(where, 0, offset + zero)
     return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def _no_text(subject: str, byte: int, offset: int) -> DataError:
+    return DataError(
+        f"is not UTF-8 text: byte 0x{byte:02x} at offset {offset} of the file",
+        subject=subject,
+        hint="Save it as UTF-8, or give another kind of data: .jsonl, .json, .parquet.",
+    )
+
+
+def _no_json(subject: str, problem: str) -> DataError:
+    hint = "Correct or remove it."
+    return DataError(f"is not valid JSON: {problem}", subject=subject, hint=hint)
 
 
 def _too_much(error: Exception) -> str:

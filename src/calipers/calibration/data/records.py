@@ -17,12 +17,12 @@ from calipers.calibration.data.columns import (
 )
 from calipers.calibration.data.tokenizing import first_token_ids
 from calipers.errors import (
-    ChatTemplateError,
-    NoTokenizerError,
-    RecordError,
-    TokenIdError,
-    TokenizerError,
+    ANY,
+    DataError,
+    Option,
+    Words,
     library_errors,
+    unreadable_record,
 )
 
 _ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
@@ -34,7 +34,7 @@ _NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class Reader:
+class RecordTokenizer:
     """Turns records into token ids.
 
     :param tokenizer: for text and chats; token ids need none
@@ -46,13 +46,13 @@ class Reader:
     tokenizer: Any = None
     columns: tuple[str, ...] = ()
     vocab_size: int | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Words, ...] = ()
 
     @classmethod
     def of(
         cls, first: tuple[str, Any], tokenizer: Any, text_column: str | None, vocab_size: int | None
-    ) -> Reader:
-        """Make the reader of records of which the first, with its place, shows the columns."""
+    ) -> RecordTokenizer:
+        """Look at the first record, given with its place: it shows which columns there are."""
         place, record = first
         listed = isinstance(record, Mapping)
         columns = columns_of(record, text_column, place) if listed else ()
@@ -89,7 +89,9 @@ class Reader:
         values = [record.get(column) for column in columns]
         for column, value in zip(columns, values, strict=True):
             if value is None and not is_optional(column, columns):
-                raise RecordError(where, f"has nothing in '{column}' (it has: {', '.join(record)})")
+                raise unreadable_record(
+                    where, f"has nothing in '{column}' (it has: {', '.join(record)})"
+                )
         if len(values) == 1:
             return values[0]
         if columns[0] == "input_ids":
@@ -103,18 +105,25 @@ class Reader:
         if all(_is_chat(value) for value in values):
             return [message for chat in values for message in chat or ()]
         kinds = " and ".join(type(value).__name__ for value in values)
-        raise RecordError(where, f"has {' and '.join(columns)} of types {kinds}")
+        raise unreadable_record(where, f"has {' and '.join(columns)} of types {kinds}")
 
     def _tokenized(
         self, text: str, where: str, enough: int | None, *, special: bool = True
     ) -> torch.Tensor:
         if self.tokenizer is None:
-            raise NoTokenizerError(where)
+            raise DataError(
+                "is text, and no tokenizer was given",
+                subject=where,
+                hint="Pass "
+                + Option("tokenizer", ANY)
+                + " (the folder or the name of the one that belongs to the model), or token ids "
+                "instead of text.",
+            )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             problem = f"has half a character (a surrogate) at position {error.start}"
-            raise RecordError(where, problem) from None
+            raise unreadable_record(where, problem) from None
 
         def tokenize(part: str) -> list[int]:
             found: list[int] = self.tokenizer(part, add_special_tokens=special, verbose=False)[
@@ -122,7 +131,7 @@ class Reader:
             ]
             return found
 
-        with library_errors(lambda words: TokenizerError(where, words)):
+        with library_errors(lambda words: _failed_tokenizer(where, words)):
             return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
 
     def _chat_text(self, chat: Iterable[Mapping[str, Any]], where: str) -> str:
@@ -131,7 +140,24 @@ class Reader:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # templates are programs of others: anything can come
             problem = f"the chat template refused it: {error}"
-            raise ChatTemplateError(where, problem.rstrip(".")) from error
+            raise _unusable_chat(where, problem.rstrip(".")) from error
+
+
+def _failed_tokenizer(where: str, problem: str) -> DataError:
+    return DataError(
+        f"The tokenizer cannot turn {where} into tokens: {problem}",
+        hint="Does it belong to this model? Compare its files with the original, or pass "
+        + Option("tokenizer", ANY),
+    )
+
+
+def _unusable_chat(where: str, problem: str) -> DataError:
+    return DataError(
+        f"is a chat, and {problem}",
+        subject=where,
+        hint="Use the tokenizer of a chat model, set its chat_template, or name a column of plain "
+        "text with " + Option("text_column", ANY),
+    )
 
 
 def special_id(tokenizer: Any, name: str, vocab_size: int | None) -> int | None:
@@ -148,7 +174,13 @@ def check_ids(ids: torch.Tensor, where: str, vocab_size: int | None) -> None:
         wrong = wrong | (ids >= vocab_size)
     if wrong.any():
         problem = f"has the token id {int(ids[wrong][0])} at {_position(wrong)}"
-        raise TokenIdError(where, problem, vocab_size)
+        known = "0 and up" if vocab_size is None else f"0 to {vocab_size - 1}"
+        raise DataError(
+            problem,
+            subject=where,
+            hint=f"Allowed token ids: whole numbers, {known}. Does the tokenizer belong to this "
+            "model?",
+        )
 
 
 def whole_numbers(value: Any) -> torch.Tensor | None:
@@ -170,14 +202,16 @@ def _position(wrong: torch.Tensor) -> str:
 def _as_ids(value: Any, where: str) -> torch.Tensor:
     kind = type(value).__name__
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-        raise RecordError(where, f"is of type {kind}")
+        raise unreadable_record(where, f"is of type {kind}")
     if getattr(value, "ndim", 1) != 1:
-        raise RecordError(where, f"is a {kind} of shape {tuple(value.shape)}")
+        raise unreadable_record(where, f"is a {kind} of shape {tuple(value.shape)}")
     if not len(value):
         return _NOTHING
     ids = whole_numbers(value)
     if ids is None or ids.ndim != 1:
-        raise RecordError(where, f"is a {kind} of {_element_kind(value)}, not of whole numbers")
+        raise unreadable_record(
+            where, f"is a {kind} of {_element_kind(value)}, not of whole numbers"
+        )
     return ids
 
 
@@ -189,7 +223,9 @@ def _element_kind(value: Any) -> str:
 def _counted(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
     """Token ids without padding."""
     if ids.shape != mask.shape:
-        raise RecordError(where, f"has {len(ids)} input_ids and an attention_mask of {len(mask)}")
+        raise unreadable_record(
+            where, f"has {len(ids)} input_ids and an attention_mask of {len(mask)}"
+        )
     return ids[mask != 0]
 
 
@@ -206,7 +242,7 @@ def _joined_chat(chat: Iterable[Mapping[str, Any]], where: str) -> str:
     contents = [_message(message, where).get("content") for message in chat]
     if not all(isinstance(content, str) for content in contents):
         problem = "the tokenizer has no chat template for messages that are not plain text"
-        raise ChatTemplateError(where, problem)
+        raise _unusable_chat(where, problem)
     return joined([str(content) for content in contents])
 
 
@@ -215,5 +251,7 @@ def _message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if "from" in message and "value" in message:
         return {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
     if "role" not in message:
-        raise RecordError(where, f"has a message without a role (it has: {', '.join(message)})")
+        raise unreadable_record(
+            where, f"has a message without a role (it has: {', '.join(message)})"
+        )
     return message

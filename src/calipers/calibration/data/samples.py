@@ -7,38 +7,39 @@ from itertools import islice
 
 import torch
 
-from calipers.calibration.data.records import Reader
+from calipers.calibration.data.records import RecordTokenizer
+from calipers.calibration.data.sampling import Sampling
 from calipers.calibration.data.sources import Records, shuffled
-from calipers.errors import DataOptionError, EmptyDataError
+from calipers.errors import Option, Words, empty_data, no_meaning
 
 Sample = torch.Tensor
 """The token ids of one sample, (tokens,) int64."""
 
 
 def take_samples(
-    source: Records, reader: Reader, count: int, length: int, packing: bool | None, seed: int | None
-) -> tuple[list[Sample], tuple[str, ...]]:
-    """Take at most ``count`` samples of at most ``length`` tokens.
+    source: Records, encoder: RecordTokenizer, sampling: Sampling
+) -> tuple[list[Sample], tuple[Words, ...]]:
+    """Take the samples that are wanted, and those before them that are to be passed over.
 
-    :param seed: of the shuffling of the pieces of one document; None for their order
     :return: the samples, never none, and what the user should know about them
     """
-    needed = None if source.one_document else length * (count if packing else 1)
-    texts = (reader.token_ids(record, place, needed) for place, record in source.numbered)
+    count, length = sampling.skip + sampling.num_samples, sampling.max_seq_length
+    needed = None if source.one_document else length * (count if sampling.packing else 1)
+    texts = (encoder.token_ids(record, place, needed) for place, record in source.numbered)
     documents = (ids for ids in texts if len(ids))
-    notes = source.notes + reader.notes
+    notes = source.notes + encoder.notes
     if source.one_document:
-        if packing is False:
-            raise DataOptionError("packing", packing, "left out for a text file (one document)")
+        if sampling.packing is False:
+            raise no_meaning("packing", sampling.packing, "a text file (one document)")
         pieces = packed(documents, None, length, None)
-        samples = [pieces[index] for index in shuffled(len(pieces), seed)[:count]]
-    elif packing:
-        samples = packed(documents, count, length, reader.separator)
+        samples = [pieces[index] for index in shuffled(len(pieces), sampling.order)[:count]]
+    elif sampling.packing:
+        samples = packed(documents, count, length, encoder.separator)
     else:
         samples, cut = truncated(documents, count, length)
         notes += _about_cutting(cut, len(samples), length)
     if not samples:
-        raise EmptyDataError(source.name, "has only empty records")
+        raise empty_data(source.name, "has only empty records")
     return samples, notes
 
 
@@ -89,10 +90,13 @@ def _separated(documents: Iterable[Sample], separator: int | None) -> Iterator[S
         last = int(ids[-1])
 
 
-def _about_cutting(cut: int, samples: int, length: int) -> tuple[str, ...]:
+def _about_cutting(cut: int, samples: int, length: int) -> tuple[Words, ...]:
     if not cut:
         return ()
     return (
-        f"{cut} of {samples} samples are longer than max_seq_length={length} and are cut off "
-        "there; packing=True uses all of a text.",
+        f"{cut} of {samples} samples are longer than "
+        + Option("max_seq_length", length)
+        + " and are cut off there; "
+        + Option("packing", True)
+        + " uses all of a text.",
     )

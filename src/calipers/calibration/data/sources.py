@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 
 from calipers.calibration.data.files import Rows, open_file
-from calipers.calibration.data.named import SHUFFLE_BUFFER, NamedDataset, load_named
+from calipers.calibration.data.named_datasets import SHUFFLE_BUFFER, NamedDataset, load_named
 from calipers.calibration.dataset_names import DatasetName
-from calipers.errors import EmptyDataError, SplitsError, UnknownDatasetError
+from calipers.errors import DataError, Words, empty_data, several_splits
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Records:
     numbered: Iterable[tuple[str, Any]]
     name: str
     one_document: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[Words, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ def open_source(
     if isinstance(dataset, torch.Tensor) or type(dataset).__name__ == "ndarray":
         return _from_rows(_rows_of_array(dataset), "The tensor of token ids", seed)
     if isinstance(dataset, (bytes, bytearray, Set)) or hasattr(dataset, "to_dict"):
-        raise UnknownDatasetError(f"of type {_type_name(dataset)}", _advice(dataset))
+        raise _no_dataset(f"of type {_type_name(dataset)}", _advice(dataset))
     if _is_list(dataset):
         if len(dataset) and is_batch(dataset[0]):
             return ReadyBatches(dataset)
         return _from_rows(Rows(dataset, "item"), "The dataset", seed)
     if isinstance(dataset, Iterable):
         return _from_stream(dataset)
-    raise UnknownDatasetError(f"of type {_type_name(dataset)}")
+    raise _no_dataset(f"of type {_type_name(dataset)}")
 
 
 def is_batch(item: Any) -> bool:
@@ -94,11 +94,11 @@ def is_batch(item: Any) -> bool:
 
 def _from_rows(rows: Rows, name: str, seed: int | None) -> Records:
     if not len(rows.records):
-        raise EmptyDataError(name)
+        raise empty_data(name)
     order = shuffled(len(rows.records), seed)
     return Records(
-        first=(rows.place(0), rows.records[0]),
-        numbered=((rows.place(index), rows.records[index]) for index in order),
+        first=(rows.location(0), rows.records[0]),
+        numbered=((rows.location(index), rows.records[index]) for index in order),
         name=name,
         one_document=rows.one_document,
         notes=rows.notes,
@@ -116,13 +116,13 @@ def _from_stream(
     dataset: Iterable[Any],
     label: str = "item",
     name: str = "The dataset",
-    notes: tuple[str, ...] = (),
+    notes: tuple[Words, ...] = (),
 ) -> Records | ReadyBatches:
     iterator = iter(dataset)
     try:
         first = next(iterator)
     except StopIteration:
-        raise EmptyDataError(name) from None
+        raise empty_data(name) from None
     items: Iterator[Any] = chain([first], iterator)
     if is_batch(first):
         return ReadyBatches(items)
@@ -143,16 +143,16 @@ def _from_mapping(dataset: Mapping[str, Any]) -> ReadyBatches:
     if is_batch(dataset):
         return ReadyBatches([dataset])
     if _is_of_datasets(dataset):
-        raise SplitsError(map(str, dataset))
+        raise several_splits(map(str, dataset))
     keys = ", ".join(map(str, list(dataset)[:5])) or "none"
-    raise UnknownDatasetError(f"of type {_type_name(dataset)} (its keys: {keys})")
+    raise _no_dataset(f"of type {_type_name(dataset)} (its keys: {keys})")
 
 
 def _rows_of_array(dataset: Any) -> Rows:
     if dataset.ndim != 2:
-        advice = " One row of token ids is given as ids[None]." if dataset.ndim == 1 else ""
+        advice = "One row of token ids is given as ids[None]." if dataset.ndim == 1 else ""
         shape = tuple(dataset.shape)
-        raise UnknownDatasetError(f"a {_type_name(dataset)} of shape {shape}", advice)
+        raise _no_dataset(f"a {_type_name(dataset)} of shape {shape}", advice)
     return Rows(dataset, "row")
 
 
@@ -167,10 +167,21 @@ def _is_list(dataset: Any) -> bool:
 
 def _advice(dataset: Any) -> str:
     if isinstance(dataset, Set):
-        return " A set has no order of its own: give a list."
+        return "A set has no order of its own: give a list."
     if hasattr(dataset, "to_dict"):
-        return " Of a data frame, give its records: frame.to_dict('records')."
+        return "Of a data frame, give its records: frame.to_dict('records')."
     return ""
+
+
+def _no_dataset(what: str, advice: str = "") -> DataError:
+    return DataError(
+        f"A dataset cannot be {what}",
+        allowed="the path of a text, .jsonl, .json or .parquet file or of a folder of "
+        "save_to_disk; the name of a data set; a Dataset of datasets; a list of texts, chats, "
+        "records or lists of token ids; a 2-D tensor of token ids; a DataLoader or another "
+        "iterable of batches with input_ids",
+        hint=advice,
+    )
 
 
 def _type_name(dataset: Any) -> str:

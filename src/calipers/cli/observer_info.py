@@ -11,10 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from calipers.errors import UnsuitableError
 from calipers.observers import Observer
-from calipers.observers.first_generation import construct
-from calipers.observers.gathering import GathersInputs
 from calipers.observers.options import ObserverOptions
 
 _TENSORS = {
@@ -28,8 +25,8 @@ _TENSORS = {
 
 
 @dataclass(frozen=True)
-class Portrait:
-    """An observer, told to people.
+class ObserverInfo:
+    """What there is to say about an observer.
 
     :param aliases: what else it is called in recipes
     :param does: the first line of its docstring
@@ -48,7 +45,7 @@ class Portrait:
     example: str
 
     @classmethod
-    def of(cls, observer: type[Observer]) -> Portrait:
+    def of(cls, observer: type[Observer]) -> ObserverInfo:
         """Ask a class about itself."""
         name = observer.registered_name()
         return cls(
@@ -67,35 +64,20 @@ class Portrait:
         """Return everything as plain data."""
         return asdict(self)
 
-    def facts(self) -> dict[str, str]:
-        """Return what there is to say in a few words each."""
-        return {
-            **({"also called": ", ".join(self.aliases)} if self.aliases else {}),
-            "remembers": self.remembers,
-            "when": self.when,
-            "watches": ", ".join(self.watches),
-            "merges": self.merges,
-        }
-
 
 def _watched(observer: type[Observer]) -> Iterator[str]:
     """Give the tensors that the observer is made for."""
     args = QuantizationArgs(num_bits=8, strategy="tensor")
     for base_name, word in _TENSORS.items():
-        if issubclass(observer, GathersInputs) and base_name != "weight":
-            continue
-        try:
-            construct(observer, {"base_name": base_name, "args": args})
-        except UnsuitableError:
-            continue
-        yield word
+        if observer.suits(base_name, args):
+            yield word
 
 
 def _merges(observer: type[Observer]) -> str:
-    kept = [each for each in observer.declared().values() if not each.is_mergeable]
+    kept = [each for each in observer.kept().values() if not each.is_mergeable]
     if not kept:
         return "yes: the order and the cutting of the data do not matter"
-    if issubclass(observer, GathersInputs):
+    if observer.gathers_inputs:
         return "the sums of inputs do, until a weight is observed"
     return f"no: it keeps the {kept[0].value.removesuffix(' only')}"
 

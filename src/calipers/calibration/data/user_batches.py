@@ -9,10 +9,12 @@ import torch
 
 from calipers.calibration.data.padding import Batch
 from calipers.calibration.data.records import check_ids, whole_numbers
-from calipers.errors import AllPaddingError, BatchError
+from calipers.errors import DataError
 
 
-def checked(batches: Iterable[Any], num_samples: int, vocab_size: int | None) -> Iterator[Batch]:
+def check_batches(
+    batches: Iterable[Any], num_samples: int, vocab_size: int | None
+) -> Iterator[Batch]:
     """Go through a user's batches until there are enough rows."""
     rows = 0
     for index, given in enumerate(batches):
@@ -28,7 +30,7 @@ def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
     if not isinstance(given, Mapping):
         given = {"input_ids": given}
     if "input_ids" not in given:
-        raise BatchError(where, f"has no input_ids (it has: {', '.join(map(str, given))})")
+        raise _wrong_batch(where, f"has no input_ids (it has: {', '.join(map(str, given))})")
     ids = _matrix(given["input_ids"], where, "input_ids")
     check_ids(ids, where, vocab_size)
     mask = torch.ones_like(ids)
@@ -36,11 +38,24 @@ def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
         mask = _matrix(given["attention_mask"], where, "attention_mask")
     if mask.shape != ids.shape:
         shapes = f"{tuple(ids.shape)} and an attention_mask of shape {tuple(mask.shape)}"
-        raise BatchError(where, f"has input_ids of shape {shapes}")
+        raise _wrong_batch(where, f"has input_ids of shape {shapes}")
     if not mask.any():
-        raise AllPaddingError(where, mask.shape)
+        raise DataError(
+            f"is all padding: its attention_mask of shape {tuple(mask.shape)} is zero everywhere",
+            subject=where,
+            hint="The mask is 1 for tokens that count; correct it, or leave the batch out.",
+        )
     others = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
     return {**others, "input_ids": ids, "attention_mask": mask}
+
+
+def _wrong_batch(where: str, problem: str) -> DataError:
+    return DataError(
+        problem,
+        subject=where,
+        hint="A batch is a dict with input_ids of shape (rows, tokens) and, if there is padding, "
+        "an attention_mask of the same shape.",
+    )
 
 
 def _matrix(value: Any, where: str, name: str) -> torch.Tensor:
@@ -50,7 +65,7 @@ def _matrix(value: Any, where: str, name: str) -> torch.Tensor:
         shape = getattr(value, "shape", None)
         what = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
         kind = "" if found is not None else ", not of whole numbers"
-        raise BatchError(where, f"has {name} of {what}{kind}")
+        raise _wrong_batch(where, f"has {name} of {what}{kind}")
     return found.to(torch.int64)
 
 

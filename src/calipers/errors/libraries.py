@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from calipers.errors.base import CalipersError, in_one_line
+from calipers.errors.base import CalipersError
+from calipers.errors.formatting import in_one_line
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from calipers.errors import CalipersWarning, OutputPathError
+from calipers.errors import CalipersWarning, cannot_write
 
 try:
     import fcntl
@@ -27,7 +27,7 @@ _SCRATCH = "calipers-weights-"
 _RECORD = 512  # bytes: a record is written over an older one in one piece
 
 
-class OwnedFolder:
+class LockedFolder:
     """A folder with a lock file, which its owner keeps locked and which names the owner.
 
     The system unlocks the file when the owner dies, however that happens. Where a file system has
@@ -38,7 +38,7 @@ class OwnedFolder:
         self.path, self._descriptor = path, descriptor
 
     @classmethod
-    def claim(cls, path: Path) -> OwnedFolder:
+    def claim(cls, path: Path) -> LockedFolder:
         """Make a folder, or take over that of a dead process; a living one is waited for."""
         told = False
         while True:
@@ -48,14 +48,14 @@ class OwnedFolder:
             if owned is not None:
                 return owned
             if os.path.lexists(path) and not _is_ours(path):
-                raise OutputPathError(path, "something is there that Calipers has not made")
+                raise cannot_write(path, "something is there that Calipers has not made")
             if not told and path.exists():
                 _tell_waiting(path)
                 told = True
             time.sleep(0.1)
 
     @classmethod
-    def take_over(cls, path: Path) -> OwnedFolder | None:
+    def take_over(cls, path: Path) -> LockedFolder | None:
         """Take the folder of a dead process; None if its owner lives, or it is not one of ours."""
         if not _is_ours(path) or not path.is_dir():
             return None
@@ -86,18 +86,18 @@ class OwnedFolder:
             os.close(self._descriptor)
 
 
-def scratch_folder() -> OwnedFolder:
+def scratch_folder() -> LockedFolder:
     """Make a folder for temporary files, and remove those that dead processes of this user left."""
-    mine = OwnedFolder.claim(Path(tempfile.mkdtemp(prefix=_SCRATCH)))
+    mine = LockedFolder.claim(Path(tempfile.mkdtemp(prefix=_SCRATCH)))
     user = mine.path.stat().st_uid
     for path in mine.path.parent.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
             if path.lstat().st_uid == user:
-                remove_scratch(OwnedFolder.take_over(path))
+                remove_scratch(LockedFolder.take_over(path))
     return mine
 
 
-def remove_scratch(folder: OwnedFolder | None) -> None:
+def remove_scratch(folder: LockedFolder | None) -> None:
     """Remove a folder for temporary files with all that is in it."""
     if folder is None:
         return

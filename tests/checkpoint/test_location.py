@@ -9,8 +9,8 @@ import pytest
 from families import build, saved
 
 import calipers
-from calipers.checkpoint.place import check_place
-from calipers.errors import GgufError, ModelLoadError, PickledModelError
+from calipers.checkpoint.location import check_location
+from calipers.errors import ModelLoadError
 
 
 def refused(error: type[ModelLoadError], text: str, folder: Path) -> None:
@@ -27,15 +27,15 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
         "any code when they are opened; Calipers opens safetensors only. If you trust where they "
         "come from, convert the model once"
     )
-    refused(PickledModelError, text, folder)
+    refused(ModelLoadError, text, folder)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.PTH", "last.ckpt", "model.pkl"])
 def test_pickles_by_any_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     for place in (tmp_path, tmp_path / name):
-        with pytest.raises(PickledModelError, match=rf"are pickles \({re.escape(name)}\)"):
-            check_place(str(place))
+        with pytest.raises(ModelLoadError, match=rf"are pickles \({re.escape(name)}\)"):
+            check_location(str(place))
 
 
 def test_other_pickles_beside_safetensors_do_not_matter(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_other_pickles_beside_safetensors_do_not_matter(tmp_path: Path) -> None:
 def test_gguf(tmp_path: Path) -> None:
     (tmp_path / "Model-Q4_0.GGUF").touch()
     text = "is a model in GGUF, the format of llama.cpp (Model-Q4_0.GGUF)"
-    refused(GgufError, text, tmp_path)
-    refused(GgufError, text, tmp_path / "Model-Q4_0.GGUF")
+    refused(ModelLoadError, text, tmp_path)
+    refused(ModelLoadError, text, tmp_path / "Model-Q4_0.GGUF")
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

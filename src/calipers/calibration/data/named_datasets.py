@@ -10,7 +10,7 @@ from typing import Any
 
 from calipers.calibration.data.files import import_extra
 from calipers.calibration.dataset_names import DatasetName
-from calipers.errors import HubUnreachableError, NamedDatasetError, SplitsError
+from calipers.errors import DataError, several_splits
 from calipers.network import hub_answers
 
 SHUFFLE_BUFFER = 10_000
@@ -41,38 +41,38 @@ class NamedDataset:
         try:
             yield from stream
         except Exception as error:  # files and servers of others: anything can come
-            raise NamedDatasetError(str(self.name), _reason(error)) from error
+            raise _unreadable(self.name, _reason(error)) from error
 
 
 def load_named(name: DatasetName) -> Any:
     """Load a data set by its name: a stream, or the Dataset of a folder of ``save_to_disk``."""
     datasets = import_extra("datasets", "a folder of data" if name.is_local else "a named data set")
-    if name.is_local and any(Path(name.place, each).exists() for each in _SAVED):
+    if name.is_local and any(Path(name.path, each).exists() for each in _SAVED):
         return _saved(datasets, name)
     reached = name.is_local or hub_answers()
     try:
         with _quiet(datasets, offline=not reached):
             stream = datasets.load_dataset(
-                name.place, name.config, split=name.split or _DEFAULT_SPLIT, streaming=True
+                name.path, name.config, split=name.split or _DEFAULT_SPLIT, streaming=True
             )
     except Exception as error:  # files and servers of others: anything can come
         if not reached and isinstance(error, ConnectionError):
-            raise HubUnreachableError(str(name)) from None
-        raise NamedDatasetError(str(name), _reason(error)) from error
+            raise _unreachable(name) from None
+        raise _unreadable(name, _reason(error)) from error
     cached = f"The hub cannot be reached: '{name}' is read as the cache of datasets has it."
     return NamedDataset(name, stream, () if reached else (cached,))
 
 
 def _saved(datasets: Any, name: DatasetName) -> Any:
-    loaded = datasets.load_from_disk(name.place)
+    loaded = datasets.load_from_disk(name.path)
     if not isinstance(loaded, Mapping):
         if name.split is not None:
-            raise NamedDatasetError(str(name), f"'{name.place}' has no splits")
+            raise _unreadable(name, f"'{name.path}' has no splits")
         return loaded
     if name.split is None:
-        raise SplitsError(map(str, loaded), name.place)
+        raise several_splits(map(str, loaded), name.path)
     if name.split not in loaded:
-        raise NamedDatasetError(str(name), f"its splits are {', '.join(map(str, loaded))}")
+        raise _unreadable(name, f"its splits are {', '.join(map(str, loaded))}")
     return loaded[name.split]
 
 
@@ -88,6 +88,25 @@ def _quiet(datasets: Any, *, offline: bool) -> Iterator[None]:
     finally:
         logging.set_verbosity(before[0])
         config.HF_HUB_OFFLINE = before[1]
+
+
+def _unreadable(name: DatasetName, problem: str) -> DataError:
+    return DataError(
+        f"cannot be read: {problem}",
+        subject=f"The data set '{name}'",
+        allowed="NAME[@CONFIG][:SPLIT], where NAME is a data set on the hub or a folder of data "
+        "files, and SPLIT is train unless you name another",
+    )
+
+
+def _unreachable(name: DatasetName) -> DataError:
+    return DataError(
+        "is no file or folder here and not in the cache of datasets, and the hub, which may have "
+        "a data set of that name, cannot be reached",
+        subject=f"'{name}'",
+        hint="Correct the path, or try again with a network. A text itself is given in a list: "
+        "[text].",
+    )
 
 
 def _reason(error: Exception) -> str:

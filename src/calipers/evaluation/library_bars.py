@@ -24,7 +24,7 @@ class _Hidden(tqdm):  # type: ignore[misc]
 
 
 @contextmanager
-def without_bars_of_others() -> Iterator[None]:
+def hide_library_bars() -> Iterator[None]:
     """Hide the bars of compressed-tensors, which it shows whether or not somebody looks."""
     with ExitStack() as stack:
         for name in _WITH_BARS:

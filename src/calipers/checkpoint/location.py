@@ -8,7 +8,7 @@ from typing import Any
 
 from calipers.checkpoint.hub import refuse_mistyped
 from calipers.checkpoint.json_files import read_json_object
-from calipers.errors import DamagedFileError, GgufError, ModelLoadError, PickledModelError
+from calipers.errors import ModelLoadError, cannot_load, damaged_file, pickled_weights
 
 _LISTED = ("layer", "expert", "head", "label", "block")
 _MOST_LISTED = 1 << 20
@@ -16,7 +16,7 @@ _MOST_LISTED = 1 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def check_place(name: str) -> None:
+def check_location(name: str) -> None:
     """Refuse what is on disk and is not a model of transformers in safetensors.
 
     What is not on disk may be a name on the hub.
@@ -25,13 +25,13 @@ def check_place(name: str) -> None:
     if not path.exists():
         refuse_mistyped(name)
         if path.is_absolute() or not _can_be_on_hub(name):
-            raise ModelLoadError(name, "there is no such folder")
+            raise cannot_load(name, "there is no such folder")
         return
     _refuse_other_weights(name, sorted(path.iterdir()) if path.is_dir() else [path])
     if path.is_file():
-        raise ModelLoadError(name, "it is a file")
+        raise cannot_load(name, "it is a file")
     if not (path / "config.json").is_file():
-        raise ModelLoadError(name, "there is no config.json in it")
+        raise cannot_load(name, "there is no config.json in it")
     _check_config(path / "config.json")
     for other in ("generation_config.json", "tokenizer_config.json"):
         if (path / other).exists():
@@ -43,10 +43,10 @@ def _check_config(file: Path) -> None:
     config = read_json_object(file)
     if config.get("transformers_weights") is not None:
         problem = "it names its weights ('transformers_weights'), and must not"
-        raise DamagedFileError(file, problem)
+        raise damaged_file(file, problem)
     for key, value in _numbers(config):
         if any(word in key for word in _LISTED) and abs(value) > _MOST_LISTED:
-            raise DamagedFileError(file, f"'{key}' is {value:.4g}, more than any model has")
+            raise damaged_file(file, f"'{key}' is {value:.4g}, more than any model has")
 
 
 def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
@@ -66,10 +66,21 @@ def _refuse_other_weights(name: str, files: list[Path]) -> None:
     if ".safetensors" in first:
         return
     if ".gguf" in first:
-        raise GgufError(name, first[".gguf"])
+        raise _in_gguf(name, first[".gguf"])
     for suffix in _PICKLES:
         if suffix in first:
-            raise PickledModelError(name, first[suffix])
+            raise pickled_weights(name, first[suffix])
+
+
+def _in_gguf(name: str, file: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"is a model in GGUF, the format of llama.cpp ({file}), and most such models are quantized "
+        "already",
+        subject=f"'{name}'",
+        hint="Give the folder or the name of the Hugging Face model that it was made from. If "
+        "there is none, transformers can turn it back: AutoModelForCausalLM.from_pretrained("
+        f'folder, gguf_file="{file}") and save_pretrained(…), the same with AutoTokenizer.',
+    )
 
 
 def _can_be_on_hub(name: str) -> bool:

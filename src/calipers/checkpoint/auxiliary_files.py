@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.entries import NOTES, TEMPLATE_FOLDERS
+from calipers.checkpoint.folder_contents import NOTES, TEMPLATE_FOLDERS
 from calipers.checkpoint.source import source_folder
 
 _TOKENIZER_FILES = (
@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (
 )
 
 
-def write_companions(
+def write_auxiliary_files(
     model: PreTrainedModel,
     folder: Path,
     *,

@@ -12,19 +12,19 @@ _RENAME_EXCHANGE = 2
 _NOT_POSSIBLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def exchange(one: Path, other: Path, aside: Path) -> None:
+def swap_folders(one: Path, other: Path, aside: Path) -> None:
     """Let two folders on one disk change places.
 
     Where the system cannot do it at once, ``other`` is under no name but ``aside`` for a moment:
     whoever stops in that moment has to move it back.
     """
-    if not _exchange_at_once(one, other):
+    if not _swap_at_once(one, other):
         os.rename(other, aside)
         os.rename(one, other)
         os.rename(aside, one)
 
 
-def _exchange_at_once(one: Path, other: Path) -> bool:
+def _swap_at_once(one: Path, other: Path) -> bool:
     """Exchange two folders with one call of the system; False if it, or the disk, cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if _is_linux() else None
     if rename is None:

@@ -14,14 +14,10 @@ from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import call_model, moved, onloaded
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
-from calipers.errors import (
-    BrokenLogitsError,
-    CalipersWarning,
-    DifferentModelError,
-    EmptyDataError,
-)
+from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError, empty_data
 from calipers.evaluation.bootstrap import Bootstrap
 from calipers.evaluation.layers import LayerComparison, LayerError
+from calipers.evaluation.library_bars import hide_library_bars
 from calipers.evaluation.loading import Checkpoint
 from calipers.evaluation.noise import FACTOR, batches_to_repeat, noise_in_nats, rounded_otherwise
 from calipers.evaluation.results import (
@@ -44,7 +40,7 @@ _KEPT_LOGITS = 1 << 28
 """How many logits of the float model are kept, instead of computed anew for each checkpoint."""
 
 
-class Judge:
+class Comparison:
     """Runs one checkpoint after another beside the float model, and adds up what each loses."""
 
     def __init__(
@@ -73,7 +69,7 @@ class Judge:
         size = getattr(self._base.config.get_text_config(), "vocab_size", _KEPT_LOGITS)
         return places * size <= _KEPT_LOGITS
 
-    def judge_base(self) -> None:
+    def run_base(self) -> None:
         """Run the float model alone."""
         found: list[dict[str, Tensor]] = []
         with onloaded([self._base], self._device), computing_in(self._dtype, [self._base]):
@@ -85,29 +81,36 @@ class Judge:
             sums = _joined(found)
             if not sums["tokens"].any():
                 what = "has only samples of one token, which predict none"
-                raise EmptyDataError("The data", what)
+                raise empty_data("The data", what)
             self._measure_noise(BASE, self._base, found)
         self._warn_of_few(int((sums["tokens"] > 0).sum()))
         self._sums |= {"tokens": sums["tokens"], key("nll", BASE): sums["nll"]}
 
-    def judge(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    def load_and_run(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
+        """Load a checkpoint, run it beside the float model, and let go of it."""
+        with hide_library_bars(), checkpoint.failures_explained():
+            with self._progress.waiting(f"loading {checkpoint.name}"):
+                model = checkpoint.load(trust_remote_code=trust_remote_code)
+            self.run_checkpoint(checkpoint, model)
+
+    def run_checkpoint(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         """Run a checkpoint beside the float model."""
         name = checkpoint.name
-        comparison = LayerComparison(self._base, model) if self._measure_layers else None
+        layers = LayerComparison(self._base, model) if self._measure_layers else None
         found: list[dict[str, Tensor]] = []
         with onloaded([self._base, model], self._device), self._computing(model):
             for number, batch in self._counted(name, found):
                 mask = batch["attention_mask"]
                 # A checkpoint is ready only when it has run once: transformers unpacks it then.
-                with nullcontext() if comparison is None else comparison.other_runs():
+                with nullcontext() if layers is None else layers.other_runs():
                     logits = self._logits(model, batch)
-                with nullcontext() if comparison is None else comparison.base_runs(mask):
+                with nullcontext() if layers is None else layers.base_runs(mask):
                     base = self._base_logits(number, batch)
                 found.append(self._scored(name, number, logits, batch, base))
             self._measure_noise(name, model, found)
         sums = _joined(found)
         self._sums |= {key(kind, name): sums[kind] for kind in ("nll", "kl", "agreed")}
-        self._layers[name] = () if comparison is None else comparison.errors()
+        self._layers[name] = () if layers is None else layers.errors()
         self._done[name] = checkpoint
 
     @contextmanager
@@ -119,13 +122,18 @@ class Judge:
         with computing_in(self._dtype, [self._base, model]):
             yield
 
-    def check_alike(self, checkpoint: Checkpoint) -> None:
+    def check_same_model(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model."""
         ours, theirs = (each.config.get_text_config() for each in (self._base, checkpoint))
         for what in _SHAPE:
             expected, found = getattr(ours, what, None), getattr(theirs, what, None)
             if found != expected:
-                raise DifferentModelError(checkpoint.name, what, found, expected)
+                raise ConfigurationError(
+                    f"has {what} {found}, and the float model {expected}",
+                    subject=f"'{checkpoint.name}'",
+                    hint="Only checkpoints of the same model can be compared; give the model that "
+                    "it was made from.",
+                )
 
     def _measure_noise(
         self, name: str, model: PreTrainedModel, found: Sequence[Mapping[str, Tensor]]
@@ -219,7 +227,13 @@ class Judge:
         if not found["nll"].isfinite().all():
             before = sum(len(other["input_ids"]) for other in self._batches.batches[:number])
             broken = int((~found["nll"].isfinite()).nonzero()[0])
-            raise BrokenLogitsError(name, before + broken)
+            raise TensorValueError(
+                f"computes logits that are NaN or Inf, first in sample {before + broken}. It "
+                "cannot be judged, and should not be served",
+                subject=f"'{name}'",
+                hint="Look for a scale that is not finite, or for activations that leave the range "
+                "of its dtype.",
+            )
         return found
 
 

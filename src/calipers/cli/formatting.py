@@ -13,10 +13,10 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def size_in_words(size: float) -> str:
+def format_size(size: float) -> str:
     """Return a size with a unit.
 
-    >>> size_in_words(12), size_in_words(657_664), size_in_words(16.06e9)
+    >>> format_size(12), format_size(657_664), format_size(16.06e9)
     ('12 bytes', '658 kB', '16.1 GB')
     """
     power = 0
@@ -25,16 +25,16 @@ def size_in_words(size: float) -> str:
     return f"{size:.3g} {_UNITS[power]}"
 
 
-def optional_size(size: int | None) -> str:
+def format_optional_size(size: int | None) -> str:
     """Return a size with a unit, or nothing where it is not known."""
-    return "" if size is None else size_in_words(size)
+    return "" if size is None else format_size(size)
 
 
-def interval(estimate: Estimate, form: str) -> str:
+def format_interval(estimate: Estimate, form: str) -> str:
     """Return a figure with its interval.
 
     >>> from calipers.evaluation import Estimate
-    >>> interval(Estimate(0.25, 0.2, 0.3125), "+.2f")
+    >>> format_interval(Estimate(0.25, 0.2, 0.3125), "+.2f")
     '+0.25 [+0.20, +0.31]'
     """
     return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"

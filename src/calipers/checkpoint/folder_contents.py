@@ -45,7 +45,7 @@ def is_quantized(folder: Path) -> bool:
     return "calipers" in _read(folder / NOTES) or bool(config.get("quantization_config"))
 
 
-def foreign_entries(folder: Path) -> list[str]:
+def foreign_files(folder: Path) -> list[str]:
     """Return what lies in a folder and belongs to no checkpoint that was written there.
 
     What belongs is what the notes of Calipers list, and what such files are called everywhere.

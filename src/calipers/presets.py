@@ -1,4 +1,4 @@
-"""What there is to say about the presets."""
+"""The presets: what each means, what it takes in a checkpoint, and when to use it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization import initialize_module_for_quantization as initialize
 
-from calipers.calibration.plan import PlannedModule, PlannedTensor
 from calipers.checkpoint.sizes import sizes_of_module
 from calipers.modifiers.choices import PRESETS, args_to_data, preset, preset_name, scheme_to_data
+from calipers.planning.specs import TensorSpec, tensor_specs
 from calipers.recipes import load_recipe
 
 _WIDTH = 4096
@@ -45,8 +45,8 @@ _WHEN = {
 
 
 @dataclass(frozen=True)
-class Preset:
-    """A preset, told to people.
+class PresetInfo:
+    """What there is to say about a preset.
 
     :param bits: per weight in the checkpoint, scales included
     :param needs_data: whether activations must be measured
@@ -64,11 +64,11 @@ class Preset:
     recipe: str
 
     @classmethod
-    def of(cls, name: str) -> Preset:
+    def of(cls, name: str) -> PresetInfo:
         """Look at the scheme that a preset stands for."""
         name = preset_name(name)
         scheme = preset(name, ("Linear",))
-        tensors = {tensor.base_name: tensor for tensor in PlannedModule(name, scheme).tensors}
+        tensors = {tensor.base_name: tensor for tensor in tensor_specs(scheme)}
         return cls(
             name=name,
             weights=_described(tensors.get("weight")),
@@ -84,24 +84,13 @@ class Preset:
         """Return everything as plain data."""
         return asdict(self)
 
-    def facts(self) -> dict[str, str]:
-        """Return what there is to say in a few words each."""
-        return {
-            "name": self.name,
-            "weights": self.weights,
-            "activations": self.activations,
-            "bits": f"{self.bits:.4g} per weight, scales included",
-            "data": "needed, for activations" if self.needs_data else "not needed",
-            "when": self.when,
-        }
-
 
 def preset_names() -> list[str]:
     """Return the names of all presets."""
     return sorted(PRESETS)
 
 
-def _described(tensor: PlannedTensor | None) -> str:
+def _described(tensor: TensorSpec | None) -> str:
     """Say how a tensor is quantized: ``int4, group 128``, ``float8, token, dynamic``."""
     if tensor is None:
         return "–"

@@ -1,0 +1,134 @@
+"""What would become of a model, worked out without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
+from calipers.checkpoint.state import module_state, offloaded_tensors
+from calipers.checkpoint.ties import tied_names
+from calipers.modifiers.freezing import freeze
+from calipers.modifiers.steps import Changes
+from calipers.planning.plan import Plan
+from calipers.planning.specs import ModuleSpec
+from calipers.recipes import Recipe
+from calipers.recipes.compiling import plan_for
+
+
+@dataclass(frozen=True)
+class DryRunRow:
+    """A tensor that would be quantized; ``before`` and ``after`` are bytes in the checkpoint."""
+
+    module: str
+    tensor: str
+    format: str
+    strategy: str
+    observer: str
+    data: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a recipe would do to a model.
+
+    :param rows: every tensor that would be quantized, in the order of the model
+    :param gathered: modules whose inputs would be summed up for whoever comes later
+    :param before: bytes of all tensors of the checkpoint as the model is
+    :param after: the same when it is quantized
+    """
+
+    rows: tuple[DryRunRow, ...]
+    gathered: tuple[str, ...]
+    needs_data: bool
+    before: int
+    after: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return asdict(self)
+
+
+def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
+    """Quantize a model that has no values, and look at what would be stored.
+
+    What is asked for sizes is the code that writes checkpoints. Of modules that are alike, one is
+    quantized for all. The model is changed.
+    """
+    total = size_when_stored(model)
+    plan = plan_for(model, recipe)
+    alike = _alike(model, plan)
+    examples = tuple(module for module in plan.modules if alike[module.name] == module.name)
+    copies, before = tied_names(model), _sizes(model, examples)
+    freeze(model, replace(plan, modules=examples), Changes())
+    after = _sizes(model, examples)
+    change = sum(
+        sum(after[example].values()) - sum(before[example].values()) for example in alike.values()
+    )
+    change += _untied(model, copies, plan)
+    rows = tuple(_rows(plan, alike, before, after))
+    return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change)
+
+
+Sizes = Mapping[str, Mapping[str, int]]
+
+
+def _alike(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
+    """Return for each module the first one of the same form; those with tied tensors are unlike."""
+    tied = {name for pair in tied_names(model).items() for name in pair}
+    first: dict[Hashable, str] = {}
+    found = {}
+    for module in plan.modules:
+        own = module_state(model.get_submodule(module.name))
+        form: Hashable = (
+            id(module.scheme),
+            module.kind,
+            tuple((name, tensor.shape, tensor.dtype) for name, tensor in own.items()),
+        )
+        if any(f"{module.name}.{name}" in tied for name in own):
+            form = module.name
+        found[module.name] = first.setdefault(form, module.name)
+    return found
+
+
+def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec]) -> Sizes:
+    """Return the bytes of the tensors of some modules; a tied copy takes none."""
+    copies = tied_names(model)
+    return {
+        each.name: {
+            tensor: 0 if f"{each.name}.{tensor}" in copies else size
+            for tensor, size in sizes_of_module(model.get_submodule(each.name)).items()
+        }
+        for each in modules
+    }
+
+
+def _untied(model: PreTrainedModel, copies: Iterable[str], plan: Plan) -> int:
+    """Return what copies take that were tied to a weight which is now quantized without them."""
+    tensors, still, planned = offloaded_tensors(model), tied_names(model), set(plan.names)
+    return sum(
+        tensors[name].nbytes
+        for name in copies
+        if name not in still and name.rpartition(".")[0] not in planned
+    )
+
+
+def _rows(plan: Plan, alike: Mapping[str, str], before: Sizes, after: Sizes) -> Iterator[DryRunRow]:
+    for (module, tensor), row in zip(plan, plan.rows(), strict=True):
+        example = alike[module.name]
+        sizes = (_of_tensor(tensor.base_name, all_[example]) for all_ in (before, after))
+        yield DryRunRow(*row.values(), *sizes)
+
+
+def _of_tensor(base_name: str, sizes: Mapping[str, int]) -> int:
+    """Add up what is stored for a tensor: itself, its packed form, its scales."""
+    return sum(
+        size
+        for name, size in sizes.items()
+        if name == base_name or name.startswith(f"{base_name}_")
+    )

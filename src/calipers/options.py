@@ -1,0 +1,304 @@
+"""The options of functions and commands in groups, each frozen and complete in itself.
+
+A function takes groups (``data=DataOptions(num_samples=64)``), single keywords
+(``num_samples=64``), or both, as long as nothing is said twice. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from calipers.errors import ConfigurationError, Option, nearest
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+    from pathlib import Path
+
+    import torch
+    from transformers import PreTrainedTokenizerBase
+    from typing_extensions import Self
+
+    from calipers.calibration.progress import Progress
+
+    Tokenizer = PreTrainedTokenizerBase | str | Path | None
+    Device = torch.device | str | None
+    Dtype = Literal["auto", "float32", "bfloat16", "float16"] | torch.dtype
+    Pipeline = Literal["auto", "datafree", "basic", "sequential"]
+    OnUnseen = Literal["error", "weights_only", "peers"]
+
+KEYWORDS = {"num_calibration_samples": "num_samples"}
+"""Keywords of functions that groups call otherwise."""
+
+
+class OptionGroup:
+    """Options that belong together: a frozen dataclass that remembers which of them were given."""
+
+    _given: frozenset[str]
+
+    def __new__(cls, **given: Any) -> Self:
+        """Refuse options that the group does not have."""
+        for name in given:
+            if name not in cls.names():
+                raise unknown_option(name, cls.names(), cls.__name__)
+        made = super().__new__(cls)
+        object.__setattr__(made, "_given", frozenset(given))
+        return made
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of all options of the group."""
+        return [each.name for each in fields(cls)]  # type: ignore[arg-type]
+
+    def gives(self, name: str) -> bool:
+        """Whether an option was given, and is not just at its default."""
+        return name in self._given
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, with their values.
+
+        >>> DataOptions(seed=7).given()
+        {'seed': 7}
+        """
+        return {name: getattr(self, name) for name in self.names() if self.gives(name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(OptionGroup):
+    """Which samples of the data are taken, and how they become batches.
+
+    :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
+    :param num_samples: how many samples to take, over all processes
+    :param max_seq_length: the longest sample, in tokens; None: 2048, or what the model can take
+        where that is less
+    :param batch_size: samples per batch
+    :param packing: whether samples are joined and cut to equal length, so that nothing is padded
+    :param shuffle: whether to take samples from everywhere, or from the beginning
+    :param seed: of the shuffling
+    :param skip: how many samples to pass over: those that an earlier call took from the same data,
+        with the same seed, length and packing
+    :param text_column: the column of the text, where records have several
+    """
+
+    tokenizer: Tokenizer = None
+    num_samples: int = 512
+    max_seq_length: int | None = None
+    batch_size: int = 1
+    packing: bool | None = None
+    shuffle: bool = True
+    seed: int = 0
+    skip: int = 0
+    text_column: str | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Return what says which samples are taken, without the tokenizer."""
+        return {name: getattr(self, name) for name in self.names() if name != "tokenizer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions(OptionGroup):
+    """Where and how a model computes.
+
+    :param device: where the model computes; by default where it is
+    :param dtype: the dtype of the forward pass: ``float32``, ``bfloat16``, ``float16``, or
+        ``auto``: that of the model, or float32 on a CPU that has no instructions for it. What is
+        stored has the model's own in any case
+    :param trust_remote_code: whether code that comes with the model may run
+    :param progress: whether to show progress bars; None: where a person looks at standard error,
+        and elsewhere a line about every 30 seconds
+    """
+
+    device: Device = None
+    dtype: Dtype = "auto"
+    trust_remote_code: bool = False
+    progress: bool | Progress | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(OptionGroup):
+    """How data runs through a model, and what becomes of modules that it does not reach.
+
+    :param pipeline: ``datafree``, ``basic`` (the whole model), ``sequential`` (layer by layer), or
+        ``auto``
+    :param on_unseen: what becomes of modules that no token reached: ``error``, ``weights_only`` or
+        ``peers``
+    :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
+    :param share_inputs: whether a tensor that several modules read is measured once for all
+    :param timeout: how long a process that gives no sign of life is waited for by the others;
+        None: as long as usual
+    """
+
+    pipeline: Pipeline = "auto"
+    on_unseen: OnUnseen = "error"
+    calibrate_all_experts: bool = False
+    share_inputs: bool = True
+    timeout: timedelta | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(OptionGroup):
+    """What is put on top of a recipe.
+
+    :param group_size: instead of those that the recipe gives the groups of weights
+    :param weight_observer: the observer of weights, instead of those that the recipe names: a name,
+        or a mapping such as ``{"name": "optimal", "importance": "hessian"}``
+    :param activation_observer: the same for static activations
+    :param allow_code: whether observers in files, ``path/to/file.py:Class``, which the recipe
+        names, may run
+    """
+
+    group_size: int | None = None
+    weight_observer: Any = None
+    activation_observer: Any = None
+    allow_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(OptionGroup):
+    """Where the checkpoint goes, and how it is cut.
+
+    :param output_dir: where the checkpoint goes; None writes nothing
+    :param overwrite: whether an existing checkpoint is replaced
+    :param max_shard_size: the largest size of a file of tensors
+    """
+
+    output_dir: str | Path | None = None
+    overwrite: bool = False
+    max_shard_size: int | str = "5GB"
+
+
+class EvaluateKeywords(TypedDict, total=False):
+    """Single options of :func:`calipers.evaluate`, for those who check types."""
+
+    tokenizer: Tokenizer
+    num_samples: int
+    max_seq_length: int | None
+    batch_size: int
+    packing: bool | None
+    shuffle: bool
+    seed: int
+    skip: int
+    text_column: str | None
+    device: Device
+    dtype: Dtype
+    trust_remote_code: bool
+    progress: bool | Progress | None
+
+
+class OneshotKeywords(EvaluateKeywords, total=False):
+    """Single options of :func:`calipers.oneshot`, for those who check types."""
+
+    num_calibration_samples: int
+    pipeline: Pipeline
+    on_unseen: OnUnseen
+    calibrate_all_experts: bool
+    share_inputs: bool
+    timeout: timedelta | None
+    group_size: int | None
+    weight_observer: Any
+    activation_observer: Any
+    allow_code: bool
+    output_dir: str | Path | None
+    overwrite: bool
+    max_shard_size: int | str
+
+
+class _Groups:
+    """The groups that a function takes: a frozen dataclass whose fields are groups."""
+
+    @classmethod
+    def merged(cls, keywords: Mapping[str, Any], **groups: OptionGroup | None) -> Self:
+        """Put single keywords into the groups they belong to.
+
+        :param keywords: single options, by the names that the function has for them
+        :param groups: the groups that were given, by the names of the fields
+        """
+        found = {name: _checked(name, kind, groups.get(name)) for name, kind in cls._kinds()}
+        owners = {option: name for name, group in found.items() for option in group.names()}
+        given = {name: group.given() for name, group in found.items()}
+        givers = {
+            option: f"{name}={type(found[name]).__name__}({option}={value!r})"
+            for name, options in given.items()
+            for option, value in options.items()
+        }
+        for keyword, value in keywords.items():
+            option = KEYWORDS.get(keyword, keyword)
+            if option not in owners:
+                raise unknown_option(keyword, [*owners, *KEYWORDS])
+            if option in givers:
+                raise _given_twice(keyword, value, givers[option])
+            given[owners[option]][option] = value
+            givers[option] = f"{keyword}={value!r}"
+        return cls(**{name: type(group)(**given[name]) for name, group in found.items()})
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the options that were given, one by one, as functions call them.
+
+        >>> OneshotOptions(data=DataOptions(num_samples=8)).keywords()
+        {'num_calibration_samples': 8}
+        """
+        called = {option: keyword for keyword, option in KEYWORDS.items()}
+        groups = (getattr(self, name) for name, _ in self._kinds())
+        return {
+            called.get(option, option): value
+            for group in groups
+            for option, value in group.given().items()
+        }
+
+    @classmethod
+    def _kinds(cls) -> Iterator[tuple[str, type[OptionGroup]]]:
+        for each in fields(cls):  # type: ignore[arg-type]
+            kind: Any = each.default_factory
+            yield each.name, kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneshotOptions(_Groups):
+    """All options of :func:`calipers.oneshot`.
+
+    >>> options = OneshotOptions.merged({"batch_size": 8}, output=OutputOptions(overwrite=True))
+    >>> options.data.batch_size, options.output.overwrite
+    (8, True)
+    """
+
+    data: DataOptions = field(default_factory=DataOptions)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    changes: RecipeOptions = field(default_factory=RecipeOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(_Groups):
+    """All options of :func:`calipers.evaluate` that it shares with others."""
+
+    data: DataOptions = field(default_factory=DataOptions)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+
+
+def unknown_option(name: str, known: list[str], owner: str = "") -> ConfigurationError:
+    """Refuse an option that there is not."""
+    return ConfigurationError(
+        f"Unknown option '{name}'" + (f" of {owner}" if owner else ""),
+        meant=nearest(name, known),
+        allowed=known,
+    )
+
+
+def _checked(name: str, kind: type[OptionGroup], given: OptionGroup | None) -> OptionGroup:
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise ConfigurationError(
+            f"must be {kind.__name__}",
+            subject=Option(name),
+            got=repr(given),
+            hint=f"Pass {name}={kind.__name__}(…), or its options one by one.",
+        )
+    return given
+
+
+def _given_twice(keyword: str, value: object, other: str) -> ConfigurationError:
+    problem = f"is given twice: beside {other}"
+    return ConfigurationError(problem, subject=Option(keyword, value), hint="Keep one.")
