@@ -197,7 +197,7 @@ class TestScalesOfTheNativeKernel:
         values = (DISTRIBUTIONS[distribution]((1, 50, 4, 1, 24)) * sizes).to(dtype)
         found = extrema(values)
         made = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
-        monkeypatch.setattr(search, "_scale_kind", lambda _: "given")
+        monkeypatch.setattr(search, "_scale_source", lambda _: "given")
         given = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
         assert all(torch.equal(a, b) for a, b in zip(made, given, strict=True))
 

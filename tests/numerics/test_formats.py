@@ -55,6 +55,20 @@ def test_ties_go_to_the_even_code(name: str) -> None:
         assert torch.equal(ours, FP4_E2M1_DATA.cast_to_fp4(torch.from_numpy(middles).float()))
 
 
+def test_a_negative_scale_gives_other_values_where_the_lowest_code_has_no_counterpart() -> None:
+    for name, kwargs in FORMATS.items():
+        fmt = Format.of(QuantizationArgs(**kwargs))
+        mirrored = torch.equal(fmt.values(), -fmt.values().flip(0))
+        assert fmt.takes_signed_scales == (fmt.symmetric and not mirrored), name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("int4_asym", "int4"), ("fp8", "float8"), ("fp4", "float4")]
+)
+def test_what_users_are_told(name: str, expected: str) -> None:
+    assert Format.of(QuantizationArgs(**FORMATS[name])).name == expected
+
+
 def test_the_grid_rounds_to_itself() -> None:
     for kwargs in FORMATS.values():
         fmt = Format.of(QuantizationArgs(**kwargs))

@@ -7,7 +7,16 @@ from compressed_tensors.quantization import QuantizationArgs
 from data import CUTS
 
 from calipers.errors import DivisibilityError, LayoutError, StrategyError, UnknownBaseNameError
-from calipers.numerics.layout import STRATEGIES, Layout, flatten_for_calibration
+from calipers.numerics.layout import (
+    STRATEGIES,
+    Layout,
+    flatten_for_calibration,
+    granularity_name,
+    has_few_scales,
+    has_global_scale,
+    indivisible_by,
+    shared_columns,
+)
 
 BLOCK = {"strategy": "block", "block_structure": [4, 16]}
 
@@ -77,6 +86,35 @@ def test_every_other_combination_is_refused() -> None:
                 f"Strategy '{strategy}' cannot be applied to '{base_name}'. "
                 f"Allowed for '{base_name}': {', '.join(allowed)}."
             )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "columns", "few", "cuts_rows"),
+    [
+        ("tensor", "tensor", None, True, False),
+        ("channel", "channel", None, False, True),
+        ("group", "group 16", 16, False, True),
+        ("tensor_group", "tensor_group 16", 16, False, True),
+        ("block", "block 4x16", 16, False, False),
+        ("token", "token", None, False, False),
+        ("attn_head", "attn_head", None, True, False),
+    ],
+)
+def test_what_is_asked_of_a_granularity(
+    strategy: str, name: str, columns: int | None, few: bool, cuts_rows: bool
+) -> None:
+    args = args_for(strategy)
+    assert granularity_name(args) == name
+    assert shared_columns(args) == columns
+    assert indivisible_by(64, args) is None
+    assert indivisible_by(40, args) == columns
+    assert has_few_scales(args) == few
+    assert has_global_scale(args) == (strategy == "tensor_group")
+    for base_name, strategies in STRATEGIES.items():
+        if strategy in strategies:
+            layout = Layout.of(base_name, args)
+            assert layout.cuts_rows == (cuts_rows and base_name == "weight")
+            assert (layout.columns(torch.ones(64)) is not None) == layout.cuts_rows
 
 
 def test_unknown_base_name() -> None:

@@ -36,6 +36,44 @@ def test_equal_to_compressed_tensors(
     assert torch.isfinite(zero_point.float()).all()
 
 
+STORED = {
+    "int4": (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn),
+    "int8_asym": (torch.bfloat16, torch.float32),
+    "fp8": (torch.bfloat16, torch.float8_e4m3fn),
+    "fp4": (torch.float8_e4m3fn,),
+}
+
+
+@pytest.mark.parametrize("global_scale", [None, 3.7, 1e4])
+@pytest.mark.parametrize("name", STORED)
+def test_scales_are_rounded_as_compressed_tensors_does(
+    name: str, global_scale: float | None
+) -> None:
+    factor = None if global_scale is None else torch.tensor([global_scale])
+    high = torch.randn(300).abs() * torch.logspace(-6, 3, 300)
+    low = -high * torch.rand(300)
+    high[::50] = low[::50] = 0
+    for stored in STORED[name]:
+        args = QuantizationArgs(**FORMATS[name], scale_dtype=stored)
+        theirs, their_zero = calculate_qparams(low, high, args, factor)
+        scale, zero_point = qparams_of(low, high, args, factor)
+        assert torch.equal(scale, theirs)
+        sound = high > 0
+        assert torch.equal(zero_point.float()[sound], their_zero.float()[sound])
+
+
+@pytest.mark.parametrize("name", ["int4", "int4_asym", "fp8_asym"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_range_without_dimensions(name: str, dtype: torch.dtype) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    for size in torch.rand(20).to(dtype):
+        ours, theirs = (
+            function(-size / 3, size, args) for function in (qparams_of, calculate_qparams)
+        )
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
+        assert ours[0].shape == ours[1].shape == (1,)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ASYMMETRIC)
 def test_an_empty_range_keeps_zero(name: str, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
 def use(name: str) -> None: ...
+def grids() -> list[str]: ...
 def extrema_chunks(values: Tensor) -> int: ...
 def extrema(
     values: Tensor, low: Tensor, high: Tensor, any_finite: Tensor | None, threads: int
@@ -45,13 +46,14 @@ def count_values(values: Tensor, counts: Tensor, threads: int) -> None: ...
 def quantize_chunks(values: Tensor) -> int: ...
 def quantize(
     values: Tensor,
+    weights: Tensor | None,
     scales: Tensor,
     zero_points: Tensor | None,
     grid: str,
     lowest: float,
     highest: float,
     norm: float,
-    output: Tensor,
+    output: Tensor | None,
     errors: Tensor,
     threads: int,
 ) -> None: ...
@@ -66,6 +68,7 @@ def optimum(
     shifted: bool,
     grid: str,
     norm: float,
+    most: float,
     best: Tensor,
     window: Tensor,
     errors: Tensor,

@@ -1,7 +1,8 @@
 """Which version of a kernel runs: the native one, or the one in torch.
 
-The native one serves float32, float16 and bfloat16 on a CPU, if it was built; the one in torch
-serves everything else, and is what the native one is tested against.
+The native one serves float32, float16 and bfloat16 on a CPU, if it was built, and the formats that
+it has a row for; the one in torch serves everything else, and is what the native one is tested
+against.
 ``CALIPERS_NATIVE=0`` in the environment turns the native kernels off; the name of an instruction
 set (``generic``, ``avx2``, ``avx512``) makes them use that one.
 """
@@ -67,16 +68,17 @@ def describe() -> KernelReport:
     )
 
 
-def native_for(values: Tensor) -> ModuleType | None:
-    """Return the native kernels if they can work on this tensor."""
+def native_for(values: Tensor, fmt: Format | None = None, norm: float = 2.0) -> ModuleType | None:
+    """Return the native kernels if they can work on this tensor, in this format, by this norm."""
     if values.device.type != "cpu" or values.dtype not in NATIVE_DTYPES or not values.numel():
         return None
-    if not _has_memory(values):
+    if norm > HIGHEST_NATIVE_NORM or not _has_memory(values):
         return None
     module = _load()[0]
     if module is None:
         _warn_once()
-    return module
+        return None
+    return module if fmt is None or fmt.grid.native_name in module.grids() else None
 
 
 def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
@@ -91,11 +93,6 @@ def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
     if not ordered and rows > 1 and five.stride(-2) < five.stride(-1):
         return five.transpose(-1, -2)
     return five
-
-
-def grid_name(fmt: Format) -> str:
-    """Return what the native kernels call the numbers of a format."""
-    return "int" if fmt.kind == "int" else f"fp{fmt.bits}"
 
 
 def _has_memory(values: Tensor) -> bool:

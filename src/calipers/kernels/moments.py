@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.dispatch import native_for
-
-_TILE = 1 << 22
+from calipers.kernels.tiles import runs
 
 
 def sum_of_squares(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -37,7 +36,6 @@ def _in_torch(tokens: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         tokens = tokens[mask.to(tokens.device, torch.bool)]
     total = tokens.new_zeros(tokens.shape[-1], dtype=torch.float64)
-    step = max(1, _TILE // max(1, tokens.shape[-1]))
-    for start in range(0, len(tokens), step):
-        total += tokens[start : start + step].double().square().sum(0)
+    for some in runs(len(tokens), each=tokens.shape[-1]):
+        total += tokens[some].double().square().sum(0)
     return total

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
+from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.tiles import runs
 from calipers.numerics.formats import Format
 from calipers.numerics.scales import Window, halvable_from, magnitudes_of, storable_scales
 
-_TILE = 1 << 22  # numbers worked on at once
 _TOGETHER = 32  # candidates tried at once
 _RESCORED = 8  # candidates of a sweep whose errors are summed anew
 _MOST_SWEPT = 1 << 18  # values of a piece
@@ -39,7 +39,7 @@ class Optimum(NamedTuple):
     errors: Tensor
 
 
-class Job(NamedTuple):
+class ScaleSearch(NamedTuple):
     """What is searched. Weights have the shape of the pieces; ranges one number per piece."""
 
     pieces: Tensor
@@ -78,9 +78,9 @@ def best_scales(
     NaN and Inf count as zero, which quantizes without error. No scale is taken under which a value
     becomes one beyond ``most``.
 
-    >>> from calipers.numerics.formats import ScaleKind
+    >>> from calipers.numerics.formats import Integers
     >>> from calipers.numerics.scales import windows_of
-    >>> fmt = Format("int", 2, True, ScaleKind.FLOAT)
+    >>> fmt = Format(Integers(2))
     >>> x = torch.tensor([[[[-2.0, 1.0, 0.9]]]])
     >>> low, high = x.amin((0, 2, 3)), x.amax((0, 2, 3))
     >>> found = best_scales(x, low, high, fmt, windows=windows_of(fmt), storable=None)
@@ -97,129 +97,119 @@ def best_scales(
         weights = weights.to(pieces.device, torch.promote_types(pieces.dtype, torch.float32))
         weights = weights.expand(pieces.shape)
     shape = min_vals.shape
-    low, high = (bound.reshape(-1).clamp(*end) for bound, end in _bounds(min_vals, max_vals))
-    job = Job(pieces, low, high, fmt, windows, storable, norm, weights, keep, most)
-    if storable is None and not _can_be_swept(job):
+    # Zero is in every range.
+    low, high = min_vals.reshape(-1).clamp(max=0), max_vals.reshape(-1).clamp(min=0)
+    search = ScaleSearch(pieces, low, high, fmt, windows, storable, norm, weights, keep, most)
+    if storable is None and not _can_be_swept(search):
         eight_bits = storable_scales(fmt, torch.bfloat16)
-        more = job._replace(storable=eight_bits, keep=max(keep, _POLISHED))
+        more = search._replace(storable=eight_bits, keep=max(keep, _POLISHED))
         found = Optimum(*(part[:, :keep] for part in _polished(more, _search(more))))
     else:
-        found = _search(job)
+        found = _search(search)
     return Optimum(*(part.reshape(*shape, keep) for part in found))
 
 
-def _can_be_swept(job: Job) -> bool:
-    length = _length(job.pieces)
-    if native_for(job.pieces) is None and length * len(magnitudes_of(job.fmt)) > _MOST_SORTED:
+def _can_be_swept(search: ScaleSearch) -> bool:
+    length = _length(search.pieces)
+    codes = length * len(magnitudes_of(search.fmt))
+    if codes > _MOST_SORTED and _kernels_for(search) is None:
         return False
-    return len(job.windows) <= 2 and length <= _MOST_SWEPT
+    return len(search.windows) <= 2 and length <= _MOST_SWEPT
 
 
-def _search(job: Job) -> Optimum:
-    kernels = native_for(job.pieces) if job.norm <= HIGHEST_NATIVE_NORM else None
+def _kernels_for(search: ScaleSearch) -> ModuleType | None:
+    """Return the native kernels; a sweep is told all numbers of a format, and needs no row."""
+    fmt = None if search.storable is None else search.fmt
+    return native_for(search.pieces, fmt, search.norm)
+
+
+def _search(search: ScaleSearch) -> Optimum:
+    kernels = _kernels_for(search)
     if kernels is None:
-        return _in_torch(job)
-    found = _natively(kernels, job)
-    return found if job.storable is not None else _without_overflow(job, found)
-
-
-def _bounds(
-    min_vals: Tensor, max_vals: Tensor
-) -> tuple[tuple[Tensor, tuple[None, float]], tuple[Tensor, tuple[float, None]]]:
-    """Zero is in every range."""
-    return (min_vals, (None, 0.0)), (max_vals, (0.0, None))
+        return _in_torch(search)
+    found = _natively(kernels, search)
+    return found if search.storable is not None else _without_overflow(search, found)
 
 
 # Native
 
 
-def _natively(kernels: ModuleType, job: Job) -> Optimum:
-    values = as_grid(job.pieces, ordered=True)
-    weights = None if job.weights is None else as_grid(job.weights, ordered=True)
-    low, high = (bound.float().contiguous() for bound in (job.low, job.high))
-    windows = torch.tensor(job.windows, dtype=torch.float32, device="cpu")
-    best = low.new_empty(len(low), job.keep)
-    window = low.new_empty(len(low), job.keep, dtype=torch.int32)
-    errors = low.new_empty(len(low), job.keep, dtype=torch.float64)
-    threads = torch.get_num_threads()
-    if job.storable is None:
-        grid = magnitudes_of(job.fmt)
-        kernels.sweep(values, weights, low, high, windows, grid, best, window, errors, threads)
-    else:
-        storable = job.storable.float().contiguous()
-        shifted = any(window.zero for window in job.windows)
-        kernels.optimum(
-            values,
-            weights,
-            low,
-            high,
-            storable,
-            halvable_from(storable),
-            windows,
-            shifted,
-            grid_name(job.fmt),
-            job.norm,
-            job.most,
-            best,
-            window,
-            errors,
-            threads,
-        )
-    return Optimum(best, window, errors)
+def _natively(kernels: ModuleType, search: ScaleSearch) -> Optimum:
+    values = as_grid(search.pieces, ordered=True)
+    weights = None if search.weights is None else as_grid(search.weights, ordered=True)
+    low, high = (bound.float().contiguous() for bound in (search.low, search.high))
+    windows = torch.tensor(search.windows, dtype=torch.float32, device="cpu")
+    found = Optimum(
+        low.new_empty(len(low), search.keep),
+        low.new_empty(len(low), search.keep, dtype=torch.int32),
+        low.new_empty(len(low), search.keep, dtype=torch.float64),
+    )
+    given, threads = (values, weights, low, high), torch.get_num_threads()
+    if search.storable is None:
+        kernels.sweep(*given, windows, magnitudes_of(search.fmt), *found, threads)
+        return found
+    storable = search.storable.float().contiguous()
+    table = storable, halvable_from(storable)
+    shifted = any(window.zero for window in search.windows)
+    numbers = search.fmt.grid.native_name, search.norm, search.most
+    kernels.optimum(*given, *table, windows, shifted, *numbers, *found, threads)
+    return found
 
 
-def _without_overflow(job: Job, found: Optimum) -> Optimum:
+def _without_overflow(search: ScaleSearch, found: Optimum) -> Optimum:
     """Sweep the few pieces again whose values become too large, of which a sweep is not told."""
-    ends = torch.tensor(job.windows, device=found.scales.device)[found.windows.long()]
+    ends = torch.tensor(search.windows, device=found.scales.device)[found.windows.long()]
     zero, lowest, highest = ends[..., :3].unbind(-1)
-    again = _overflows(job, found.scales, zero, lowest, highest).any(1).nonzero().squeeze(1)
+    again = _overflows(search, found.scales, zero, lowest, highest).any(1).nonzero().squeeze(1)
     if not len(again):
         return found
     pieces, weights = (
         None if part is None else _by_piece(part)[again][None, :, None]
-        for part in (job.pieces, job.weights)
+        for part in (search.pieces, search.weights)
     )
     assert pieces is not None
-    few = job._replace(pieces=pieces, weights=weights, low=job.low[again], high=job.high[again])
+    few = search._replace(
+        pieces=pieces, weights=weights, low=search.low[again], high=search.high[again]
+    )
     return Optimum(
         *(old.index_copy(0, again, new) for old, new in zip(found, _in_torch(few), strict=True))
     )
 
 
 def _overflows(
-    job: Job,
+    search: ScaleSearch,
     scales: Tensor,
     zero: Tensor | float,
     lowest: Tensor | float,
     highest: Tensor | float,
 ) -> Tensor:
     """Whether an extremum, hence any value, becomes too large: scales are (pieces, candidates)."""
-    ends = torch.stack([job.low, job.high]).to(scales).unsqueeze(-1)
+    ends = torch.stack([search.low, search.high]).to(scales).unsqueeze(-1)
     codes = (ends / scales.masked_fill(scales == 0, 1) + zero).clamp(
         torch.as_tensor(lowest, device=scales.device),
         torch.as_tensor(highest, device=scales.device),
     )
-    largest = (job.fmt.round_(codes) - zero).mul_(scales).abs_().amax(0)
-    return ~(largest <= job.most)
+    largest = (search.fmt.round_(codes) - zero).mul_(scales).abs_().amax(0)
+    return ~(largest <= search.most)
 
 
 # In torch
 
 
-def _in_torch(job: Job) -> Optimum:
-    working = torch.promote_types(job.pieces.dtype, torch.float32)
-    by_piece = _by_piece(job.pieces)
-    weights = None if job.weights is None else _by_piece(job.weights)
-    search = _sweep if job.storable is None else _enumerate
-    per_piece = magnitudes_of(job.fmt).numel() if job.storable is None else _TOGETHER
-    step = max(1, _TILE // (by_piece.shape[1] * per_piece))
+def _in_torch(search: ScaleSearch) -> Optimum:
+    working = torch.promote_types(search.pieces.dtype, torch.float32)
+    by_piece = _by_piece(search.pieces)
+    weights = None if search.weights is None else _by_piece(search.weights)
+    find = _sweep if search.storable is None else _enumerate
+    per_piece = magnitudes_of(search.fmt).numel() if search.storable is None else _TOGETHER
     found = []
-    for start in range(0, len(by_piece), step):
-        these = slice(start, start + step)
+    for these in runs(len(by_piece), each=by_piece.shape[1] * per_piece):
         x = by_piece[these].to(working).nan_to_num(0.0, 0.0, 0.0)
         w = torch.ones_like(x) if weights is None else weights[these].to(working)
-        part = job._replace(low=job.low[these].to(working), high=job.high[these].to(working))
-        found.append(search(part, x, w))
+        part = search._replace(
+            low=search.low[these].to(working), high=search.high[these].to(working)
+        )
+        found.append(find(part, x, w))
     return Optimum(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
@@ -261,28 +251,28 @@ class _Kept:
         return Optimum(*(part.masked_fill(is_zero[:, None], 0) for part in parts))
 
 
-def _enumerate(job: Job, x: Tensor, w: Tensor) -> Optimum:
-    assert job.storable is not None
-    storable = job.storable.to(x)
-    halvable = halvable_from(job.storable)
-    kept = _Kept(x, job.keep)
-    unit = _unit(torch.maximum(-job.low, job.high))[:, None]
+def _enumerate(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
+    assert search.storable is not None
+    storable = search.storable.to(x)
+    halvable = halvable_from(search.storable)
+    kept = _Kept(x, search.keep)
+    unit = _unit(torch.maximum(-search.low, search.high))[:, None]
     x = x / unit
-    for number, window in enumerate(job.windows):
-        dominated = torch.maximum(job.high * window.above, -job.low * window.below) * 1.0001
+    for number, window in enumerate(search.windows):
+        dominated = torch.maximum(search.high * window.above, -search.low * window.below) * 1.0001
         top = torch.searchsorted(storable, dominated.clamp(min=halvable)).clamp(min=1)
         for begin in range(0, int(top.max()), _TOGETHER):
             at = top[:, None] - 1 - torch.arange(begin, begin + _TOGETHER, device=x.device)
             scales = storable[at.clamp(min=0)]
             measured = (scales / unit).unsqueeze(-1)
-            if begin and bool((_clip(job, x, w, window, measured[:, :1]) >= _limit(kept)).all()):
+            if begin and bool((_clip(search, x, w, window, measured[:, :1]) >= _limit(kept)).all()):
                 break
-            errors = _powers(_errors(job, x, window, measured), job.norm)
+            errors = _powers(_errors(search, x, window, measured), search.norm)
             errors = (errors * w.unsqueeze(1)).sum(-1, dtype=torch.float64)
-            leave = (at < 0) | _overflows(job, scales, *window[:3])
+            leave = (at < 0) | _overflows(search, scales, *window[:3])
             kept.take(scales, number, errors.masked_fill_(leave, torch.inf))
-    found = kept.result((job.low == 0) & (job.high == 0))
-    return found._replace(errors=found.errors * unit.double() ** job.norm)
+    found = kept.result((search.low == 0) & (search.high == 0))
+    return found._replace(errors=found.errors * unit.double() ** search.norm)
 
 
 def _limit(kept: _Kept) -> Tensor:
@@ -296,37 +286,37 @@ def _unit(largest: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-most, most))
 
 
-def _errors(job: Job, x: Tensor, window: Window, scales: Tensor) -> Tensor:
+def _errors(search: ScaleSearch, x: Tensor, window: Window, scales: Tensor) -> Tensor:
     """Return |q−x| of each value under each scale: (pieces, candidates, values)."""
     codes = x.unsqueeze(1) / scales
     if window.zero:
         codes += window.zero
-    job.fmt.round_(codes.clamp_(window.lowest, window.highest))
+    search.fmt.round_(codes.clamp_(window.lowest, window.highest))
     if window.zero:
         codes -= window.zero
     return codes.mul_(scales).sub_(x.unsqueeze(1)).abs_()
 
 
-def _clip(job: Job, x: Tensor, w: Tensor, window: Window, scales: Tensor) -> Tensor:
+def _clip(search: ScaleSearch, x: Tensor, w: Tensor, window: Window, scales: Tensor) -> Tensor:
     """Sum what values beyond the ends of the window err by at least."""
     ends = (scales[..., 0] * (end - window.zero) for end in (window.lowest, window.highest))
     low, high = ends
     beyond = torch.maximum(x - high, low - x).clamp_(min=0)
-    return (_powers(beyond, job.norm) * w).sum(-1, dtype=torch.float64)
+    return (_powers(beyond, search.norm) * w).sum(-1, dtype=torch.float64)
 
 
 def _powers(errors: Tensor, norm: float) -> Tensor:
     return errors.square_() if norm == 2 else errors.pow_(norm)
 
 
-def _sweep(job: Job, x: Tensor, w: Tensor) -> Optimum:
+def _sweep(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
     """Look at the lowest point of every parabola between two changes of a code."""
     magnitude, w = x.double().abs(), w.double()
     total = (w * magnitude.square()).sum(1, keepdim=True)
-    keep = max(job.keep, _RESCORED)
+    keep = max(search.keep, _RESCORED)
     kept = _Kept(magnitude, keep)
-    for number, window in enumerate(job.windows):
-        for_positive, for_negative = (_steps(job.fmt, end) for end in window[1:3][::-1])
+    for number, window in enumerate(search.windows):
+        for_positive, for_negative = (_steps(search.fmt, end) for end in window[1:3][::-1])
         changes, linear, quadratic = _changes(x, magnitude, w, for_positive, for_negative)
         linear, quadratic = linear.cumsum(1), quadratic.cumsum(1)
         ends = torch.cat([changes[:, 1:], torch.zeros_like(changes[:, :1])], 1)
@@ -334,51 +324,55 @@ def _sweep(job: Job, x: Tensor, w: Tensor) -> Optimum:
         scales = lowest.clamp(ends, changes).to(x.dtype).double()
         errors = total - scales * (2 * linear - scales * quadratic)
         leave = ~(scales > 0) | ~(changes > 0)
-        leave |= _overflows(job, scales.to(x.dtype), *window[:3])
+        leave |= _overflows(search, scales.to(x.dtype), *window[:3])
         errors.masked_fill_(leave, torch.inf)
         errors, at = errors.topk(min(keep, errors.shape[1]), largest=False)
         kept.take(scales.gather(1, at), number, errors)
-    found = kept.result((job.low == 0) & (job.high == 0))
-    return _rescored(job, x.double(), w, found)
+    found = kept.result((search.low == 0) & (search.high == 0))
+    return _rescored(search, x.double(), w, found)
 
 
-def _polished(job: Job, found: Optimum) -> Optimum:
+def _polished(search: ScaleSearch, found: Optimum) -> Optimum:
     """Move each scale to the lowest point of its parabola, as long as that lowers the error."""
-    by_piece = _by_piece(job.pieces)
-    weights = None if job.weights is None else _by_piece(job.weights)
-    step = max(1, _TILE // (by_piece.shape[1] * job.keep))
+    by_piece = _by_piece(search.pieces)
+    weights = None if search.weights is None else _by_piece(search.weights)
     parts = []
-    for start in range(0, len(by_piece), step):
-        these = slice(start, start + step)
-        scales, windows, errors = (part[these].clone() for part in found)
+    for these in runs(len(by_piece), each=by_piece.shape[1] * search.keep):
         w = None if weights is None else weights[these]
-        lowest, errors = _lowest_points(job, by_piece[these], w, scales, windows)
-        for _ in range(_POLISHINGS):
-            further, new_errors = _lowest_points(job, by_piece[these], w, lowest, windows)
-            better = (new_errors < errors) & (lowest > 0)
-            if not bool(better.any()):
-                break
-            scales = torch.where(better, lowest, scales)
-            errors = torch.where(better, new_errors, errors)
-            lowest = torch.where(better, further, scales)
-        errors, order = errors.sort(dim=1, stable=True)
-        parts.append((scales.gather(1, order), windows.gather(1, order), errors))
+        few = Optimum(*(part[these] for part in found))
+        parts.append(_polished_part(search, by_piece[these], w, few))
     return Optimum(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
+def _polished_part(
+    search: ScaleSearch, by_piece: Tensor, weights: Tensor | None, found: Optimum
+) -> Optimum:
+    scales, windows, _ = found
+    lowest, errors = _lowest_points(search, by_piece, weights, scales, windows)
+    for _ in range(_POLISHINGS):
+        further, new_errors = _lowest_points(search, by_piece, weights, lowest, windows)
+        better = (new_errors < errors) & (lowest > 0)
+        if not bool(better.any()):
+            break
+        scales = torch.where(better, lowest, scales)
+        errors = torch.where(better, new_errors, errors)
+        lowest = torch.where(better, further, scales)
+    errors, order = errors.sort(dim=1, stable=True)
+    return Optimum(scales.gather(1, order), windows.gather(1, order), errors)
+
+
 def _lowest_points(
-    job: Job, by_piece: Tensor, weights: Tensor | None, scales: Tensor, windows: Tensor
+    search: ScaleSearch, by_piece: Tensor, weights: Tensor | None, scales: Tensor, windows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return where the codes of each scale err least, and how much they err at the scale itself."""
-    ends = torch.tensor(job.windows, dtype=torch.float64, device=by_piece.device)
+    ends = torch.tensor(search.windows, dtype=torch.float64, device=by_piece.device)
     zero, low, high = ends[windows.long()][..., :3, None].unbind(-2)
     divisors = scales.masked_fill(scales == 0, 1).double().unsqueeze(-1)
     linear, quadratic, errors = torch.zeros(3, *scales.shape, dtype=torch.float64).to(scales.device)
-    for start in range(0, by_piece.shape[1], _TILE):
-        these = slice(start, start + _TILE)
+    for these in runs(by_piece.shape[1]):
         x = by_piece[:, these].double().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1)
         w = 1.0 if weights is None else weights[:, these].double().unsqueeze(1)
-        codes = job.fmt.round_((x / divisors + zero).clamp_(low, high)).sub_(zero)
+        codes = search.fmt.round_((x / divisors + zero).clamp_(low, high)).sub_(zero)
         linear += (w * x * codes).sum(-1)
         quadratic += (w * codes * codes).sum(-1)
         errors += ((codes * divisors - x).square_() * w).sum(-1)
@@ -409,14 +403,14 @@ def _changes(
     return changes, linear.gather(1, at), quadratic.gather(1, at)
 
 
-def _rescored(job: Job, x: Tensor, w: Tensor, found: Optimum) -> Optimum:
+def _rescored(search: ScaleSearch, x: Tensor, w: Tensor, found: Optimum) -> Optimum:
     """Sum the errors of a few candidates anew: differences of large sums are not exact enough."""
     errors = torch.zeros_like(found.errors)
-    for number, window in enumerate(job.windows):
+    for number, window in enumerate(search.windows):
         scales = found.scales.masked_fill(found.scales == 0, 1).unsqueeze(-1)
-        of_window = (_errors(job, x, window, scales).square_() * w.unsqueeze(1)).sum(-1)
+        of_window = (_errors(search, x, window, scales).square_() * w.unsqueeze(1)).sum(-1)
         errors = torch.where(found.windows == number, of_window, errors)
     errors, at = errors.masked_fill_(found.scales == 0, 0).sort(dim=1, stable=True)
-    at = at[:, : job.keep]
-    scales = found.scales.gather(1, at).to(job.low.dtype)
-    return Optimum(scales, found.windows.gather(1, at), errors[:, : job.keep])
+    at = at[:, : search.keep]
+    scales = found.scales.gather(1, at).to(search.low.dtype)
+    return Optimum(scales, found.windows.gather(1, at), errors[:, : search.keep])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import NamedTuple
 
@@ -9,14 +10,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
+from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.tiles import TILE, runs
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 
-_TILE = 1 << 22  # numbers worked on at once
 
-
-class Job(NamedTuple):
+class Quantization(NamedTuple):
     """What is quantized, by what, and how its error counts; weights have the shape of pieces."""
 
     pieces: Tensor
@@ -47,13 +47,14 @@ def quantize_with_error(
     >>> quantize_with_error(x, torch.tensor([0.5]), None, args)
     (tensor([[[[ 1.0000, 2.0000, -3.5000]]]]), tensor([0.0400], dtype=torch.float64))
     """
-    job = _job(pieces, scale, zero_point, args, norm)
-    kernels = _kernels_for(job)
+    asked = _quantization(pieces, scale, zero_point, args, norm)
+    kernels = native_for(pieces, asked.fmt, norm)
     if kernels is None:
-        return _in_torch(job)
-    observations, rows, columns = pieces.shape[0], *pieces.shape[-2:]
-    by_piece = pieces.new_empty(pieces.shape[1:-2].numel(), observations, rows, columns)
-    errors = _natively(kernels, job, by_piece)
+        values, errors = _in_torch(asked)
+        return torch.where(torch.isfinite(pieces), values.to(pieces.dtype), pieces), errors
+    observations, *shape, rows, columns = pieces.shape
+    by_piece = pieces.new_empty(math.prod(shape), observations, rows, columns)
+    errors = _natively(kernels, asked, by_piece)
     return by_piece.movedim(1, 0).reshape(pieces.shape), errors
 
 
@@ -73,44 +74,39 @@ def quantization_errors(
     >>> quantization_errors(x, torch.tensor([0.5]), None, args, weights=torch.tensor(2.0))
     tensor([0.0800], dtype=torch.float64)
     """
-    job = _job(pieces, scale, zero_point, args, norm, weights)
-    kernels = _kernels_for(job)
-    return _errors_in_torch(job) if kernels is None else _natively(kernels, job)
+    asked = _quantization(pieces, scale, zero_point, args, norm, weights)
+    kernels = native_for(pieces, asked.fmt, norm)
+    return _errors_in_torch(asked) if kernels is None else _natively(kernels, asked)
 
 
-def _job(
+def _quantization(
     pieces: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
     args: QuantizationArgs,
     norm: float,
     weights: Tensor | None = None,
-) -> Job:
+) -> Quantization:
     if weights is not None:
         weights = weights.to(pieces.device, torch.promote_types(pieces.dtype, torch.float32))
         weights = weights.expand(pieces.shape)
-    return Job(
-        pieces, scale, None if args.symmetric else zero_point, Format.of(args), norm, weights
-    )
+    zero_point = None if args.symmetric else zero_point
+    return Quantization(pieces, scale, zero_point, Format.of(args), norm, weights)
 
 
-def _kernels_for(job: Job) -> ModuleType | None:
-    return native_for(job.pieces) if job.norm <= HIGHEST_NATIVE_NORM else None
-
-
-def _natively(kernels: ModuleType, job: Job, output: Tensor | None = None) -> Tensor:
-    grid, shape = as_grid(job.pieces, ordered=True), job.pieces.shape[1:-2]
-    count = shape.numel()
-    errors = job.pieces.new_empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
-    zero_point = job.zero_point
+def _natively(kernels: ModuleType, asked: Quantization, output: Tensor | None = None) -> Tensor:
+    """Return the errors; the quantized values go nowhere but into ``output``, if it is given."""
+    grid, shape = as_grid(asked.pieces, ordered=True), asked.pieces.shape[1:-2]
+    count, zero_point = shape.numel(), asked.zero_point
+    errors = asked.pieces.new_empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
     kernels.quantize(
         grid,
-        None if job.weights is None else as_grid(job.weights, ordered=True),
-        job.scale.detach().float().reshape(count).contiguous(),
+        None if asked.weights is None else as_grid(asked.weights, ordered=True),
+        asked.scale.detach().float().reshape(count).contiguous(),
         None if zero_point is None else zero_point.float().reshape(count).contiguous(),
-        grid_name(job.fmt),
-        *job.fmt.limits,
-        job.norm,
+        asked.fmt.grid.native_name,
+        *asked.fmt.limits,
+        asked.norm,
         output,
         errors,
         torch.get_num_threads(),
@@ -118,40 +114,48 @@ def _natively(kernels: ModuleType, job: Job, output: Tensor | None = None) -> Te
     return errors.sum(0).reshape(shape)
 
 
-def _in_torch(job: Job) -> tuple[Tensor, Tensor]:
-    working = torch.promote_types(job.pieces.dtype, torch.float32)
-    finite = torch.isfinite(job.pieces)
-    x = job.pieces.to(working).masked_fill(~finite, 0)
-    scale = job.scale.to(working)[..., None, None]
-    zero_point = None if job.zero_point is None else job.zero_point.to(working)[..., None, None]
-    values = quantize_dequantize(x, scale, zero_point, job.fmt)
-    error = (values - x).abs_().double().pow_(job.norm)
-    if job.weights is not None:
-        error *= job.weights
-    return torch.where(finite, values.to(job.pieces.dtype), job.pieces), error.sum((0, -2, -1))
-
-
-def _errors_in_torch(job: Job) -> Tensor:
-    """Work tile by tile: the values themselves are not kept."""
-    shape = job.pieces.shape[1:-2]
-    pieces, weights = (
-        None if part is None else part.movedim(0, -3).reshape(shape.numel(), -1)
-        for part in (job.pieces, job.weights)
+def _in_torch(asked: Quantization) -> tuple[Tensor, Tensor]:
+    """Return quantized values in the working precision, NaN and Inf as zero, and the errors."""
+    working = torch.promote_types(asked.pieces.dtype, torch.float32)
+    x = asked.pieces.to(working).nan_to_num(0.0, 0.0, 0.0)
+    scale, zero_point = (
+        None if part is None else part.to(working)[..., None, None]
+        for part in (asked.scale, asked.zero_point)
     )
-    assert pieces is not None
-    scale = job.scale.reshape(-1)
-    zero_point = None if job.zero_point is None else job.zero_point.reshape(-1)
-    errors = torch.zeros(len(pieces), dtype=torch.float64, device=pieces.device)
-    columns = min(pieces.shape[1], _TILE)
-    step = max(1, _TILE // columns)
-    for row in range(0, len(pieces), step):
-        for column in range(0, pieces.shape[1], columns):
-            these = slice(row, row + step), slice(column, column + columns)
-            part = job._replace(
-                pieces=pieces[these][None, :, None],
-                scale=scale[these[0]],
-                zero_point=None if zero_point is None else zero_point[these[0]],
-                weights=None if weights is None else weights[these][None, :, None],
-            )
-            errors[these[0]] += _in_torch(part)[1]
+    assert scale is not None
+    values = quantize_dequantize(x, scale, zero_point, asked.fmt)
+    error = (values - x).abs_().double().pow_(asked.norm)
+    if asked.weights is not None:
+        error *= asked.weights
+    return values, error.sum((0, -2, -1))
+
+
+def _errors_in_torch(asked: Quantization) -> Tensor:
+    """Work tile by tile: the values themselves are not kept."""
+    shape = asked.pieces.shape[1:-2]
+    by_piece = asked.pieces.movedim(0, -3).reshape(shape.numel(), -1)
+    errors = torch.zeros(len(by_piece), dtype=torch.float64, device=by_piece.device)
+    length = by_piece.shape[1]
+    flat = asked._replace(
+        pieces=by_piece,
+        scale=asked.scale.reshape(-1),
+        zero_point=None if asked.zero_point is None else asked.zero_point.reshape(-1),
+        weights=None
+        if asked.weights is None
+        else asked.weights.movedim(0, -3).reshape_as(by_piece),
+    )
+    for these in runs(len(by_piece), each=min(length, TILE)):
+        for columns in runs(length):
+            errors[these] += _in_torch(_part(flat, these, columns))[1]
     return errors.reshape(shape)
+
+
+def _part(flat: Quantization, these: slice, columns: slice) -> Quantization:
+    """Return some columns of some pieces, which come as the rows of a matrix."""
+    zero_point, weights = flat.zero_point, flat.weights
+    return flat._replace(
+        pieces=flat.pieces[these, columns][None, :, None],
+        scale=flat.scale[these],
+        zero_point=None if zero_point is None else zero_point[these],
+        weights=None if weights is None else weights[these, columns][None, :, None],
+    )

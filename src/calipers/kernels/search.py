@@ -11,12 +11,11 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import HIGHEST_NATIVE_NORM, as_grid, grid_name, native_for
+from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.tiles import runs, tile_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
-_TILE = {"cpu": 1 << 20}
-_DEFAULT_TILE = 1 << 24  # values worked on at once: the caches of a CPU, the cores of the others
 _TABLE = 1 << 22  # scales handed to the native kernel at once
 
 
@@ -76,7 +75,7 @@ def search_range(
         most = torch.finfo(pieces.dtype).max
         low, high = (bound.mul(expand).clamp_(-most, most) for bound in (low, high))
     search = Search(pieces, low, high, args, norm, weights)
-    kernels = native_for(pieces) if norm <= HIGHEST_NATIVE_NORM else None
+    kernels = native_for(pieces, Format.of(args), norm)
     if not factors:
         low, high = search.range_of(1.0)
     elif kernels:
@@ -113,51 +112,91 @@ def _best_natively(
 ) -> Tensor:
     if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
         search = _counted(search)
-    fmt, count = Format.of(search.args), search.low.numel()
     values = as_grid(search.pieces, ordered=search.weights is not None)
     weights = None if search.weights is None else _like(values, search.weights)
-    candidates = search.low.new_tensor(factors)
-    made = _scale_kind(search)
     stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
-    best = candidates.new_zeros(count, dtype=torch.int32)
-    done = candidates.new_zeros(count, dtype=torch.int32) if stop_after else None
-    least = candidates.new_empty(count, dtype=torch.float64) if stop_after else None
-    improved = candidates.new_zeros(len(factors), dtype=torch.uint8)
+    known = _Known.nothing(search.low.numel(), len(factors), stop_after)
+    source, candidates = _scale_source(search), search.low.new_tensor(factors)
+    work = _NativeSearch(kernels, search, values, weights, candidates, source, known)
+    parts = [slice(0, values.shape[1])]
+    if source == "given":  # tables of scales are made part by part
+        parts = list(runs(values.shape[1], values.shape[2] * len(factors), _TABLE))
+    work.run(parts)
+    # A later part may have shown that patience lasts longer than an earlier one knew.
+    while len(parts) > 1 and known.is_uneven():
+        work.run(parts)
+    return known.best
 
-    def run(rows: slice) -> None:
-        these = slice(rows.start * values.shape[2], rows.stop * values.shape[2])
-        kernels.search(
-            values[:, rows],
-            search.low[these],
-            search.high[these],
-            candidates,
-            grid_name(fmt),
-            *fmt.limits,
-            search.norm,
-            None if weights is None else weights[:, rows],
-            made,
-            not search.args.symmetric,
-            *(_tables(search, candidates, these) if made == "given" else (None, None)),
+
+class _Known(NamedTuple):
+    """What is known of each piece: the best of the candidates that are done, and its error.
+
+    The latter two are there only if patience can end; ``improved`` says which candidates were the
+    best so far of any piece.
+    """
+
+    stop_after: int
+    best: Tensor
+    done: Tensor | None
+    least: Tensor | None
+    improved: Tensor
+
+    @classmethod
+    def nothing(cls, pieces: int, candidates: int, stop_after: int) -> _Known:
+        """Begin."""
+        return cls(
             stop_after,
-            best[these],
-            None if done is None else done[these],
-            None if least is None else least[these],
-            improved,
-            torch.get_num_threads(),
+            torch.zeros(pieces, dtype=torch.int32),
+            torch.zeros(pieces, dtype=torch.int32) if stop_after else None,
+            torch.empty(pieces, dtype=torch.float64) if stop_after else None,
+            torch.zeros(candidates, dtype=torch.uint8),
         )
 
-    # Tables of scales are made part by part.
-    step = values.shape[1]
-    if made == "given":
-        step = max(1, _TABLE // (values.shape[2] * len(factors)))
-    parts = [slice(i, min(i + step, values.shape[1])) for i in range(0, values.shape[1], step)]
-    for rows in parts:
-        run(rows)
-    # A later part may have shown that patience lasts longer than an earlier one knew.
-    while len(parts) > 1 and done is not None and int(done.min()) < int(done.max()):
+    def of(self, these: slice) -> _Known:
+        """Return what is known of some pieces; what is learnt of them is learnt here."""
+        done, least = (None if part is None else part[these] for part in (self.done, self.least))
+        return self._replace(best=self.best[these], done=done, least=least)
+
+    def is_uneven(self) -> bool:
+        """Whether some pieces have been through more candidates than others."""
+        return self.done is not None and int(self.done.min()) < int(self.done.max())
+
+
+class _NativeSearch(NamedTuple):
+    """A search, with its pieces and weights as the native kernel takes them."""
+
+    kernels: ModuleType
+    search: Search
+    values: Tensor
+    weights: Tensor | None
+    candidates: Tensor
+    source: str
+    known: _Known
+
+    def run(self, parts: Sequence[slice]) -> None:
+        """Search rows of the grid of pieces, part by part."""
+        search, fmt = self.search, Format.of(self.search.args)
         for rows in parts:
-            run(rows)
-    return best
+            these = slice(rows.start * self.values.shape[2], rows.stop * self.values.shape[2])
+            self.kernels.search(
+                self.values[:, rows],
+                search.low[these],
+                search.high[these],
+                self.candidates,
+                fmt.grid.native_name,
+                *fmt.limits,
+                search.norm,
+                None if self.weights is None else self.weights[:, rows],
+                self.source,
+                not fmt.symmetric,
+                *(
+                    _tables(search, self.candidates, these)
+                    if self.source == "given"
+                    else (None,) * 2
+                ),
+                *self.known.of(these),
+                torch.get_num_threads(),
+            )
 
 
 def _counted(search: Search) -> Search:
@@ -167,7 +206,7 @@ def _counted(search: Search) -> Search:
     return search._replace(pieces=pieces, weights=_proportions(counts.flatten(0, -2).double()))
 
 
-def _scale_kind(search: Search) -> str:
+def _scale_source(search: Search) -> str:
     """Say whether the native kernel can work out the scales itself, and how."""
     fmt = Format.of(search.args)
     if fmt.scale is ScaleKind.POWER_OF_TWO:
@@ -210,7 +249,7 @@ def _best_in_torch(search: Search, factors: Sequence[float], patience: int | Non
     stalled = torch.zeros((), dtype=torch.int64, device=device)
     for index, factor in enumerate(factors):
         improved = torch.zeros((), dtype=torch.bool, device=device)
-        for these in _runs(view):
+        for these in runs(view.shape[1], view[:, :1].numel(), tile_for(device)):
             error = _error(view[:, these], search, factor, these, unit)
             better = error < best_error[these]
             if patience is not None:
@@ -249,21 +288,14 @@ def _error(
     return total
 
 
-def _runs(view: Tensor) -> Iterator[slice]:
-    """Cut the pieces into runs of about one tile; a piece larger than that stands alone."""
-    observations, count, group = view.shape
-    step = max(1, _tile_size(view) // (observations * group))
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
 def _tiles(view: Tensor) -> Iterator[tuple[slice, slice]]:
     """Cut a run of pieces into tiles along its observations and, if need be, its groups."""
     observations, count, group = view.shape
-    columns = min(group, max(1, _tile_size(view) // count))
-    rows = max(1, _tile_size(view) // (count * columns))
-    for row in range(0, observations, rows):
-        for column in range(0, group, columns):
-            yield slice(row, row + rows), slice(column, column + columns)
+    tile = tile_for(view.device)
+    columns = min(group, max(1, tile // count))
+    for rows in runs(observations, count * columns, tile):
+        for part in runs(group, count, tile):
+            yield rows, part
 
 
 def _asks_freely(device: torch.device) -> bool:
@@ -272,10 +304,6 @@ def _asks_freely(device: torch.device) -> bool:
     Where it cannot, the search runs on; candidates after the end of patience have no effect.
     """
     return device.type == "cpu"
-
-
-def _tile_size(view: Tensor) -> int:
-    return _TILE.get(view.device.type, _DEFAULT_TILE)
 
 
 def _rows(weights: Tensor, these: slice) -> Tensor:

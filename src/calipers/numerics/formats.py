@@ -1,9 +1,16 @@
-"""Number formats: which values a code can stand for, and which scales can be stored."""
+"""Number formats: which values a code can stand for, and which scales can be stored.
+
+A format is a row of ``GRIDS``. What it means to round to its numbers, which they are and where they
+end is read from the row; the native kernels have a row of the same name (``native/jobs.h``).
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from typing import ClassVar
 
 import torch
 from compressed_tensors.quantization import (
@@ -15,7 +22,6 @@ from torch import Tensor
 
 from calipers.errors import UnsupportedFormatError
 
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_DTYPE = torch.float8_e4m3fn
 MX_GROUP_SIZE = 32
 
@@ -29,6 +35,114 @@ class ScaleKind(Enum):
 
 
 @dataclass(frozen=True)
+class Integers:
+    """The whole numbers of so many bits, in two's complement.
+
+    >>> Integers(3).values().tolist()
+    [-4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]
+    """
+
+    bits: int
+
+    kind: ClassVar[str] = "int"
+    has_zero_points: ClassVar[bool] = True
+    is_uniform: ClassVar[bool] = True
+    """Whether all steps are alike, so that a zero point moves the codes, not the values."""
+    takes_powers_of_two: ClassVar[bool] = False
+    """Whether there are MX scales for it."""
+    native_name: ClassVar[str] = "int"
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The lowest and the highest number."""
+        return -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
+
+    def values(self) -> Tensor:
+        """Every number in ascending order."""
+        low, high = self.limits
+        return torch.arange(low, high + 1, dtype=torch.float32, device="cpu")
+
+    def round_(self, x: Tensor) -> Tensor:
+        """Round to the nearest numbers, in place, ties to the even one."""
+        return x.round_()
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Floats of a sign, so many bits of exponent and so many of mantissa.
+
+    ``smallest_exponent`` is that of the smallest normal number, below which steps no longer shrink;
+    ``largest`` is the last number before those codes that stand for NaN or infinity, if any do.
+    ``dtype`` is a type of torch that has exactly these numbers: then torch rounds to it.
+
+    >>> Floats(2, 1, 0, 6.0).values().tolist()[7:]
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    smallest_exponent: int
+    largest: float
+    dtype: torch.dtype | None = None
+    has_zero_points: bool = False
+
+    kind: ClassVar[str] = "float"
+    is_uniform: ClassVar[bool] = False
+    takes_powers_of_two: ClassVar[bool] = True
+
+    @property
+    def bits(self) -> int:
+        """How many a code has."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def native_name(self) -> str:
+        """What the native kernels call it: its bits of exponent and mantissa."""
+        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The lowest and the highest number."""
+        return -self.largest, self.largest
+
+    def values(self) -> Tensor:
+        """Every number in ascending order, without the second zero."""
+        beyond = math.frexp(self.largest)[1]
+        exponents = torch.arange(self.smallest_exponent, beyond, dtype=torch.float32, device="cpu")
+        mantissas = torch.arange(2**self.mantissa_bits, dtype=torch.float32, device="cpu")
+        steps = exponents.sub(self.mantissa_bits).exp2()
+        normal = (mantissas + 2**self.mantissa_bits) * steps[:, None]
+        positive = torch.cat([mantissas * steps[0], normal.flatten()])
+        positive = positive[positive <= self.largest]
+        return torch.cat([-positive[1:].flip(0), positive])
+
+    def round_(self, x: Tensor) -> Tensor:
+        """Round values within the limits to the nearest numbers, in place, ties to the even code.
+
+        >>> Floats(2, 3, 0, 7.5).round_(torch.tensor([0.07, 2.1, 2.125, 4.3]))
+        tensor([0.1250, 2.0000, 2.0000, 4.5000])
+        """
+        if self.dtype is not None:
+            return x.copy_(x.to(self.dtype))
+        # Without its sign and mantissa a float is the power of two below it.
+        integers, exponent = _exponent_bits(x.dtype)
+        below = x.view(integers).bitwise_and(exponent).view(x.dtype)
+        step = below.clamp_(min=2.0**self.smallest_exponent).mul_(2.0**-self.mantissa_bits)
+        return x.div_(step).round_().mul_(step)
+
+
+Grid = Integers | Floats
+"""The numbers that the codes of a format stand for."""
+
+GRIDS: dict[tuple[str, int], Grid] = {
+    **{("int", bits): Integers(bits) for bits in range(2, 9)},
+    ("float", 8): Floats(4, 3, -6, 448.0, dtype=FP8_DTYPE, has_zero_points=True),
+    ("float", 4): Floats(2, 1, 0, 6.0),
+}
+"""What compressed-tensors can store, by the ``type`` and ``num_bits`` of quantization arguments."""
+
+
+@dataclass(frozen=True)
 class Format:
     """The numbers that one code can represent, and how its scale is stored.
 
@@ -36,65 +150,81 @@ class Format:
     [-8.0, -7.0, -6.0]
     """
 
-    kind: str
-    bits: int
-    symmetric: bool
-    scale: ScaleKind
+    grid: Grid
+    symmetric: bool = True
+    scale: ScaleKind = ScaleKind.FLOAT
 
     @classmethod
     def of(cls, args: QuantizationArgs) -> Format:
         """Read the format from quantization arguments; refuse one that does not exist."""
         kind = QuantizationType(args.type).value
-        supported = {"int": range(2, 9), "float": (4, 8)}
-        if args.num_bits not in supported[kind]:
+        grid = GRIDS.get((kind, args.num_bits))
+        if grid is None:
             raise UnsupportedFormatError(f"{kind} with {args.num_bits} bits")
-        if kind == "float" and args.num_bits == 4 and not args.symmetric:
-            raise UnsupportedFormatError("Asymmetric fp4")
-        return cls(kind, args.num_bits, args.symmetric, _scale_kind(args, kind))
+        if not (args.symmetric or grid.has_zero_points):
+            raise UnsupportedFormatError(f"Asymmetric fp{args.num_bits}")
+        return cls(grid, args.symmetric, _scale_kind(args, grid))
+
+    @property
+    def name(self) -> str:
+        """What users are told, such as ``int4`` or ``float8``."""
+        return f"{self.kind}{self.bits}"
+
+    @property
+    def kind(self) -> str:
+        """The ``type`` of its quantization arguments."""
+        return self.grid.kind
+
+    @property
+    def bits(self) -> int:
+        """How many a code has."""
+        return self.grid.bits
 
     @property
     def limits(self) -> tuple[float, float]:
         """The lowest and the highest value of the grid."""
-        if self.kind == "int":
-            return -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
-        highest = FP4_VALUES[-1] if self.bits == 4 else torch.finfo(FP8_DTYPE).max
-        return -highest, highest
+        return self.grid.limits
+
+    @property
+    def largest_exponent(self) -> int:
+        """The exponent of the highest value, which MX scales bring others to."""
+        return math.frexp(self.limits[1])[1] - 1
+
+    @property
+    def takes_signed_scales(self) -> bool:
+        """Whether a negative scale gives other values: the lowest code has no counterpart."""
+        low, high = self.limits
+        return self.symmetric and low != -high
 
     def values(self) -> Tensor:
         """Every value of the grid in ascending order, without the second zero of floats."""
-        if self.kind == "int":
-            low, high = self.limits
-            return torch.arange(low, high + 1, dtype=torch.float32, device="cpu")
-        if self.bits == 4:
-            positive = torch.tensor(FP4_VALUES, dtype=torch.float32, device="cpu")
-        else:
-            codes = torch.arange(
-                0x7F, dtype=torch.uint8, device="cpu"
-            )  # 0x7F is NaN, the last one before is max
-            positive = codes.view(FP8_DTYPE).float()
-        return torch.cat([-positive[1:].flip(0), positive])
+        return self.grid.values()
 
     def round_(self, x: Tensor) -> Tensor:
         """Round values within the limits to the grid, in place, ties to the even code."""
-        if self.kind == "int":
-            return x.round_()
-        if self.bits == 8:
-            return x.copy_(x.to(FP8_DTYPE))
-        # The step of e2m1 is 1/2 below 2, 1 below 4 and 2 above: 2^exponent / 2, at least 1/2.
-        magnitude = x.abs()
-        step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)).to(x.dtype)
-        return x.div_(step).round_().mul_(step)
+        return self.grid.round_(x)
 
 
-def _scale_kind(args: QuantizationArgs, kind: str) -> ScaleKind:
+def _scale_kind(args: QuantizationArgs, grid: Grid) -> ScaleKind:
     if args.scale_dtype == FP8_DTYPE and args.strategy == QuantizationStrategy.TENSOR_GROUP:
         return ScaleKind.E4M3_GLOBAL
     if args.scale_dtype != torch.uint8:
         return ScaleKind.FLOAT
     grouped = args.strategy == QuantizationStrategy.GROUP and args.group_size == MX_GROUP_SIZE
-    if kind == "float" and args.symmetric and grouped:
+    if grid.takes_powers_of_two and args.symmetric and grouped:
         return ScaleKind.POWER_OF_TWO
     raise UnsupportedFormatError(
-        f"{kind} with {args.num_bits} bits, group_size {args.group_size} and uint8 scales "
+        f"{grid.kind} with {args.num_bits} bits, group_size {args.group_size} and uint8 scales "
         f"(MX scales: symmetric float, strategy group, group_size {MX_GROUP_SIZE})"
     )
+
+
+@cache
+def _exponent_bits(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """Return the integers of the same size, and the bits that an exponent has: those of infinity.
+
+    >>> hex(_exponent_bits(torch.float32)[1])
+    '0x7f800000'
+    """
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return integers, int(torch.tensor(torch.inf, dtype=dtype, device="cpu").view(integers))

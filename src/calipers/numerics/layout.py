@@ -16,6 +16,7 @@ from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_qua
 from torch import Tensor
 
 from calipers.errors import DivisibilityError, LayoutError, StrategyError, UnknownBaseNameError
+from calipers.numerics.tensors import checked_mask
 
 _WEIGHT = ("tensor", "channel", "group", "tensor_group", "block")
 _ACTIVATION = ("tensor", "group", "tensor_group", "token")
@@ -32,6 +33,51 @@ STRATEGIES = {
 """The strategies that each kind of tensor can be cut by."""
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+_RUNS = (QuantizationStrategy.CHANNEL, *_GROUPED)
+_FEW = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
+
+
+def granularity_name(args: QuantizationArgs) -> str:
+    """Return the strategy, with the size of its groups or blocks.
+
+    >>> granularity_name(QuantizationArgs(strategy="block", block_structure=[128, 64]))
+    'block 128x64'
+    """
+    if args.block_structure:
+        return f"{strategy_name(args)} " + "x".join(map(str, args.block_structure))
+    width = shared_columns(args)
+    return strategy_name(args) if width is None else f"{strategy_name(args)} {width}"
+
+
+def shared_columns(args: QuantizationArgs) -> int | None:
+    """Return how many neighbouring columns share a scale; ``None`` where all columns do.
+
+    >>> shared_columns(QuantizationArgs(strategy="group", group_size=128))
+    128
+    """
+    width = args.block_structure[1] if args.block_structure else args.group_size
+    return width if width is not None and width > 0 else None
+
+
+def indivisible_by(size: int, args: QuantizationArgs) -> int | None:
+    """Return the width of groups or blocks if it does not divide a dimension of this size.
+
+    >>> args = QuantizationArgs(strategy="group", group_size=128)
+    >>> indivisible_by(96, args), indivisible_by(256, args)
+    (128, None)
+    """
+    width = shared_columns(args)
+    return None if width is None or size % width == 0 else width
+
+
+def has_few_scales(args: QuantizationArgs) -> bool:
+    """Whether a tensor has so few scales, however large it is, that values are counted for each."""
+    return args.strategy in _FEW
+
+
+def has_global_scale(args: QuantizationArgs) -> bool:
+    """Whether local scales are stored under one scale of the whole tensor."""
+    return bool(args.strategy == QuantizationStrategy.TENSOR_GROUP)
 
 
 def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArgs) -> Tensor:
@@ -91,16 +137,20 @@ class Layout:
             return self._activation(value).unsqueeze(-2)
         return self._attention(value).unsqueeze(-2)
 
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether each piece is a run of columns of one row of a weight."""
+        return self.base_name == "weight" and self.args.strategy in _RUNS
+
     def columns(self, value: Tensor) -> Tensor | None:
         """Cut one value per input column as a row of a weight is cut: (pieces of a row, group).
 
         ``None`` where a piece is not a run of columns of one row.
         """
-        if self.base_name == "weight" and self.args.strategy == QuantizationStrategy.CHANNEL:
-            return value.reshape(1, -1)
-        if self.base_name == "weight" and self.args.strategy in _GROUPED:
-            return self._grouped(self._ordered(value))
-        return None
+        if not self.cuts_rows:
+            return None
+        grouped = self.args.strategy in _GROUPED
+        return self._grouped(self._ordered(value)) if grouped else value.reshape(1, -1)
 
     def over_columns(self, value: Tensor) -> Tensor:
         """Lay one value per input column over the pieces of a weight; it broadcasts with them."""
@@ -146,20 +196,9 @@ class Layout:
             raise LayoutError("A mask says which tokens count: it cannot be applied to a weight.")
         if self.args.strategy == QuantizationStrategy.TOKEN:
             raise LayoutError("With strategy 'token' each position has a scale: it takes no mask.")
-        if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
-            raise LayoutError(
-                "The mask must be 1 for tokens that count and 0 for others; this looks like one "
-                "that is added to attention scores."
-            )
         by_token = value.transpose(1, 2) if self.base_name in ("q", "k", "v") else value
         dims = 2 if self.base_name in ("q", "k", "v") else value.ndim - 1
-        leading = by_token.shape[:dims]
-        if mask.shape != leading:
-            raise LayoutError(
-                f"The mask must have one entry per token of '{self.base_name}', shape "
-                f"{tuple(leading)}, got {tuple(mask.shape)}."
-            )
-        kept = by_token[mask.to(device=value.device, dtype=torch.bool)]
+        kept = by_token[checked_mask(mask, by_token, self.base_name, dims)]
         return kept.unsqueeze(2) if self.base_name in ("q", "k", "v") else kept
 
     def _weight(self, value: Tensor) -> Tensor:
@@ -208,7 +247,7 @@ class Layout:
 
     def _grouped(self, value: Tensor) -> Tensor:
         size, group_size = value.shape[-1], self.args.group_size
-        if size % group_size:
+        if indivisible_by(size, self.args):
             raise DivisibilityError(strategy_name(self.args), self.base_name, size, group_size)
         return value.reshape(*value.shape[:-1], size // group_size, group_size)
 

@@ -1,23 +1,26 @@
 """From a range to scale, zero point and global scale, and what quantization makes of a tensor.
 
-The arithmetic is that of compressed-tensors, which loads and runs the result. It is called
-through here, because it turns some ranges into NaN.
+The arithmetic is that of compressed-tensors, which loads and runs the result, for any format; and
+ranges that it turns into NaN are repaired.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, round_to_quantized_type_dtype
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import generate_gparam, round_to_power_2
 from torch import Tensor
 
 from calipers.errors import NonFiniteRangeError
-from calipers.numerics.formats import Format, ScaleKind
+from calipers.numerics.formats import FP8_DTYPE, Format, ScaleKind
 
 __all__ = ["fake_quantize", "global_scale_of", "qparams_of", "quantize_dequantize", "safe_qparams"]
 
 _SMALLEST_FLOAT16 = 2.0**-24
+_MX_BIAS = 127  # of stored exponents
 
 
 def qparams_of(
@@ -52,24 +55,22 @@ def safe_qparams(
 
     Needs no answer from the device, so that a search can call it for every candidate.
     """
-    dtype = min_vals.dtype
-    if Format.of(args).scale is ScaleKind.POWER_OF_TWO:
-        return _powers_of_two(min_vals, max_vals, args)
+    fmt, dtype = Format.of(args), min_vals.dtype
+    if fmt.scale is ScaleKind.POWER_OF_TWO:
+        return _powers_of_two(min_vals, max_vals, fmt, args)
     if _has_wider_scales(args, dtype):
         min_vals, max_vals = min_vals.float(), max_vals.float()
-    scale: Tensor
-    zero_point: Tensor
-    scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale)
     if args.symmetric:
-        return scale, zero_point
+        return _symmetric(min_vals, max_vals, fmt, args, global_scale)
+    scale, zero_point = _asymmetric(min_vals, max_vals, fmt, args, global_scale)
     # max − min may be too wide for its own dtype; its scale is not.
-    wide_scale, wide_zero = calculate_qparams(
-        _widened(min_vals), _widened(max_vals), args, global_scale
+    wide_scale, wide_zero = _asymmetric(
+        _widened(min_vals), _widened(max_vals), fmt, args, global_scale
     )
     fits = torch.isfinite(scale)
     zero_point = _choose(fits, zero_point, wide_zero)
     # An empty range has zero point 0/0; any would do.
-    low, high = Format.of(args).limits
+    low, high = fmt.limits
     empty = (min_vals >= 0) & (max_vals.clamp(min=0) / (high - low) == 0)
     empty = empty.reshape(scale.shape)
     zero_point = _choose(empty, torch.zeros_like(zero_point), zero_point)
@@ -113,15 +114,84 @@ def _choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
     return torch.where(condition, this.view(torch.int8), other.view(torch.int8)).view(this.dtype)
 
 
+# The arithmetic of compressed-tensors
+
+
+def _symmetric(
+    min_vals: Tensor,
+    max_vals: Tensor,
+    fmt: Format,
+    args: QuantizationArgs,
+    global_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    low, high = _ends(fmt, min_vals.device)
+    half = (high - low).to(min_vals.dtype) / 2
+    scale = _stored(_absmax(min_vals, max_vals) / half, args, global_scale)
+    return scale, _stored_zero_point(torch.zeros_like(scale, dtype=min_vals.dtype), args)
+
+
+def _asymmetric(
+    min_vals: Tensor,
+    max_vals: Tensor,
+    fmt: Format,
+    args: QuantizationArgs,
+    global_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    low, high = _ends(fmt, min_vals.device)
+    min_vals, max_vals = min_vals.clamp(max=0), max_vals.clamp(min=0)
+    scale = (max_vals - min_vals) / (high - low).to(min_vals.dtype)
+    zero_point = (low - min_vals / scale).clamp(low, high)
+    return _stored(scale, args, global_scale), _stored_zero_point(zero_point, args)
+
+
 def _powers_of_two(
-    min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
+    min_vals: Tensor, max_vals: Tensor, fmt: Format, args: QuantizationArgs
 ) -> tuple[Tensor, Tensor]:
     """Return MX scales; at the ends of a dtype the library's exponents over- and underflow."""
-    scale, zero_point = calculate_qparams(_widened(min_vals), _widened(max_vals), args)
+    absmax = _absmax(_widened(min_vals), _widened(max_vals))
+    exponents = round_to_power_2(absmax).log2().floor() + (_MX_BIAS - fmt.largest_exponent)
+    stored = round_to_quantized_type_dtype(exponents, torch.uint8)
+    scale = (stored.float() - _MX_BIAS).exp2().reshape(stored.shape or (1,))
     if min_vals.dtype == torch.float16:
         empty = (min_vals >= 0) & (max_vals <= 0)
         scale = scale.clamp(min=_SMALLEST_FLOAT16).masked_fill_(empty, 1)
-    return scale.to(min_vals.dtype), zero_point
+    return scale.to(min_vals.dtype), _stored_zero_point(torch.zeros_like(scale), args)
+
+
+def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:
+    """Return the largest magnitude of each range, into which zero is taken."""
+    return torch.maximum(min_vals.clamp(max=0).abs(), max_vals.clamp(min=0))
+
+
+@cache
+def _ends(fmt: Format, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the limits of a format as tensors: devices divide by plain numbers less exactly."""
+    low, high = (torch.tensor(end, device=device) for end in fmt.limits)
+    return low, high
+
+
+def _stored(scale: Tensor, args: QuantizationArgs, global_scale: Tensor | None) -> Tensor:
+    """Return scales as they are stored; one of zero becomes a small one."""
+    if global_scale is not None:
+        scale = global_scale * scale
+    stored = args.scale_dtype or scale.dtype
+    if args.scale_dtype is not None:
+        scale = round_to_quantized_type_dtype(scale, stored)
+    return scale.masked_fill(scale == 0, _least_scale(stored)).reshape(scale.shape or (1,))
+
+
+def _stored_zero_point(zero_point: Tensor, args: QuantizationArgs) -> Tensor:
+    rounded: Tensor = round_to_quantized_type_dtype(
+        zero_point, args.zp_dtype, cast_to_original_dtype=False
+    )
+    return rounded.reshape(rounded.shape or (1,))
+
+
+def _least_scale(stored: torch.dtype) -> float:
+    """Return what stands for a scale of zero."""
+    if stored == FP8_DTYPE:
+        return 0.125
+    return torch.finfo(stored).eps if stored.is_floating_point else 1.0
 
 
 def _widened(value: Tensor) -> Tensor:

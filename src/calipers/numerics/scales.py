@@ -33,7 +33,8 @@ def windows_of(fmt: Format, signed: bool = False) -> tuple[Window, ...]:
 
     ``signed`` adds the window of negative scales, which is the mirror image.
 
-    >>> [window[1:3] for window in windows_of(Format("int", 4, True, ScaleKind.FLOAT), True)]
+    >>> from calipers.numerics.formats import Integers
+    >>> [window[1:3] for window in windows_of(Format(Integers(4)), signed=True)]
     [(-8.0, 7.0), (-7.0, 8.0)]
     """
     low, high = fmt.limits
@@ -41,7 +42,7 @@ def windows_of(fmt: Format, signed: bool = False) -> tuple[Window, ...]:
         mirrored = [_window(fmt, -high, -low)] if signed else []
         return (_window(fmt, low, high), *mirrored)
     zero_points = fmt.values().tolist()
-    if fmt.kind == "int":
+    if fmt.grid.is_uniform:
         return tuple(_window(fmt, low - zero, high - zero) for zero in zero_points)
     return tuple(_shifted_window(fmt, zero) for zero in zero_points)
 
@@ -49,10 +50,11 @@ def windows_of(fmt: Format, signed: bool = False) -> tuple[Window, ...]:
 def magnitudes_of(fmt: Format) -> Tensor:
     """Return every number of the grid without its sign, ascending from zero.
 
-    >>> magnitudes_of(Format("int", 3, True, ScaleKind.FLOAT))
+    >>> from calipers.numerics.formats import Integers
+    >>> magnitudes_of(Format(Integers(3)))
     tensor([0., 1., 2., 3., 4.])
     """
-    if fmt.kind == "int":
+    if fmt.grid.is_uniform:
         widest = -fmt.limits[0] if fmt.symmetric else fmt.limits[1] - fmt.limits[0]
         return torch.arange(widest + 1, dtype=torch.float32, device="cpu")
     return fmt.values()[fmt.values() >= 0]
@@ -99,7 +101,8 @@ def storable_scales(
     A plain scale is stored in ``dtype``, that of the weight; what was asked for as ``scale_dtype``
     it is rounded to before. Under a global scale the scales are what is left after dividing by it.
 
-    >>> len(storable_scales(Format("int", 4, True, ScaleKind.FLOAT), torch.bfloat16))
+    >>> from calipers.numerics.formats import Integers
+    >>> len(storable_scales(Format(Integers(4)), torch.bfloat16))
     32639
     """
     if fmt.scale is ScaleKind.POWER_OF_TWO:
@@ -118,8 +121,8 @@ def stored_scales(
 ) -> Tensor | None:
     """Return the positive numbers that stand in a checkpoint for scales that are no exponents.
 
-    >>> int4 = Format("int", 4, True, ScaleKind.FLOAT)
-    >>> float(stored_scales(int4, torch.bfloat16, torch.float16)[-1])
+    >>> from calipers.numerics.formats import Integers
+    >>> float(stored_scales(Format(Integers(4)), torch.bfloat16, torch.float16)[-1])
     65280.0
     """
     if fmt.scale is ScaleKind.E4M3_GLOBAL:

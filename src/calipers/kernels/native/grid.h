@@ -34,52 +34,71 @@ struct Quantizer {
   V scale, inverse, zero;
 };
 
-// Grids: the nearest number, ties to even, and the error of values. Unless codes are shifted by a
-// zero point, values come without their sign, which saves one end of the grid. Where the ends are
-// not alike, `limits` has for each value the end on its side.
+// Numbers: how codes become the nearest of them, ties to even. Codes come with an `offset`, which may
+// be all it takes. `mirrored`: each has its negative. `uniform`: all steps are alike.
 
 constexpr float kLarge = 12582912.f;  // 1.5 · 2²³: its last bit is worth 1
 
-template <bool shifted> struct IntegerGrid {
-  V lowest, highest;
-  IntegerGrid(float lowest, float highest) : lowest(all(lowest)), highest(all(highest)) {}
-  V round(V code) const { return (minimum(maximum(code, lowest), highest) + kLarge) - kLarge; }
-  static V limit(V x, float lowest, float highest) {
-    return x < 0 ? all(kLarge - lowest) : all(kLarge + highest);
+struct Integers {
+  static constexpr float offset = kLarge;
+  static constexpr bool mirrored = false, uniform = true;
+  static V round(V code) { return code; }
+};
+
+template <int mantissa, int smallest_exponent> struct Floats {
+  static constexpr float offset = 0;
+  static constexpr bool mirrored = true, uniform = false;
+  static V round(V code) { return round_to_float<mantissa, smallest_exponent>(code); }
+};
+
+// A grid: numbers between two ends, whose codes may be shifted by a zero point. Unless they are,
+// values come without their sign, which saves one end; where the ends are not alike, each value then
+// has a limit of its own, the end on its side.
+template <class Numbers, bool shifted_> struct Grid {
+  static constexpr bool shifted = shifted_, uniform = Numbers::uniform;
+  static constexpr bool has_limits = !shifted && !Numbers::mirrored;
+  static constexpr float offset = Numbers::offset;
+
+  static V round(V code, V lowest, V highest) {
+    const V held = minimum(maximum(code, lowest), highest);
+    if constexpr (offset == 0) return Numbers::round(held);
+    return Numbers::round(held + offset) - offset;
   }
-  void error(const Quantizer& by, const V* x, const V* limits, V (&error)[U]) const {
-    const V base = shifted ? kLarge + by.zero : all(kLarge);
-    const V least = kLarge + lowest, most = kLarge + highest;
-    V code[U];
-    each([&](int i) { code[i] = x[i] * by.inverse + base; });
-    if (shifted) each([&](int i) { code[i] = maximum(code[i], least); });
-    each([&](int i) { code[i] = minimum(code[i], shifted ? most : limits[i]); });
-    each([&](int i) { code[i] = code[i] - base; });
-    each([&](int i) { error[i] = x[i] - code[i] * by.scale; });
+
+  // x − q of N pairs of a value and a quantizer. Limits and ends come with the offset.
+  template <int N, class Values, class Quantizers, class Limits>
+  [[gnu::always_inline]] static void errors(Values x, Quantizers by, Limits limit, V zero, V lowest,
+                                            V (&error)[N]) {
+    constexpr bool moved = shifted || offset != 0;
+    const V base = shifted ? offset + zero : all(offset);
+    V code[N];
+    each<N>([&](int i) { code[i] = moved ? x(i) * by(i).inverse + base : x(i) * by(i).inverse; });
+    if (shifted) each<N>([&](int i) { code[i] = maximum(code[i], lowest); });
+    each<N>([&](int i) { code[i] = minimum(code[i], limit(i)); });
+    each<N>([&](int i) { code[i] = Numbers::round(code[i]); });
+    each<N>([&](int i) { error[i] = x(i) - (moved ? code[i] - base : code[i]) * by(i).scale; });
   }
 };
 
-template <int mantissa, int smallest_exponent, bool shifted> struct FloatGrid {
-  V lowest, highest;
-  FloatGrid(float lowest, float highest) : lowest(all(lowest)), highest(all(highest)) {}
-  V round(V code) const {
-    return round_to_float<mantissa, smallest_exponent>(minimum(maximum(code, lowest), highest));
-  }
-  void error(const Quantizer& by, const V* x, const V*, V (&error)[U]) const {
-    V code[U];
-    each([&](int i) { code[i] = shifted ? x[i] * by.inverse + by.zero : x[i] * by.inverse; });
-    if (shifted) each([&](int i) { code[i] = maximum(code[i], lowest); });
-    each([&](int i) { code[i] = minimum(code[i], highest); });
-    V large[U];
-    const V smallest = all(two_to(smallest_exponent)), step = all(1.5f * (1 << (23 - mantissa)));
-    each([&](int i) { large[i] = maximum((V)((I)code[i] & kExponent), smallest); });
-    each([&](int i) { code[i] = code[i] + large[i] * step; });
-    each([&](int i) { code[i] = code[i] - large[i] * step; });
-    each([&](int i) { error[i] = x[i] - (shifted ? code[i] - by.zero : code[i]) * by.scale; });
-  }
-};
-template <bool shifted> using Fp8Grid = FloatGrid<3, -6, shifted>;
-template <bool shifted> using Fp4Grid = FloatGrid<1, 0, shifted>;
+template <std::size_t row>
+using NumbersOf = std::conditional_t<kGrids[row].rounding == Rounding::to_integers, Integers,
+                                     Floats<kGrids[row].mantissa, kGrids[row].smallest_exponent>>;
+
+template <std::size_t row, class F> void with_row(bool shifted, F f) {
+  if constexpr (kGrids[row].has_zero_points)
+    if (shifted) return f(Grid<NumbersOf<row>, true>{});
+  f(Grid<NumbersOf<row>, false>{});
+}
+
+template <class F, std::size_t... row>
+void with_grid(std::size_t wanted, bool shifted, F f, std::index_sequence<row...>) {
+  ((wanted == row ? with_row<row>(shifted, f) : void()), ...);
+}
+
+// Call f with the grid of a row, as a type. Kernels ask nowhere else which format they work on.
+template <class F> void with_grid(std::size_t row, bool shifted, F f) {
+  with_grid(row, shifted, f, std::make_index_sequence<kGridCount>{});
+}
 
 // Norms: |error|^norm, in place.
 

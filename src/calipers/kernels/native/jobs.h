@@ -79,10 +79,29 @@ struct Power {
   int squares;
 };
 
-enum class Grid : std::int32_t { integer, fp8, fp4 };
+// The number formats, a row each: what grid.h is to make of it, and whether codes can be shifted by a
+// zero point. A job has the number of a row; where its numbers end, it is told.
+enum class Rounding : std::int32_t { to_integers, to_floats };
 
-// How scales are made from ranges: as a float of the dtype, or a power of two; or they are given.
-enum class ScaleKind : std::int32_t { plain, power_of_two, given };
+struct GridRow {
+  const char* name;
+  Rounding rounding;
+  int mantissa, smallest_exponent;  // bits, and the power of two of the smallest normal float
+  bool has_zero_points;
+};
+
+constexpr GridRow kGrids[] = {
+    {"int", Rounding::to_integers, 0, 0, true},
+    {"e4m3", Rounding::to_floats, 3, -6, true},
+    {"e3m2", Rounding::to_floats, 2, -2, false},
+    {"e2m3", Rounding::to_floats, 3, 0, false},
+    {"e2m1", Rounding::to_floats, 1, 0, false},
+};
+constexpr std::size_t kGridCount = sizeof kGrids / sizeof *kGrids;
+
+// Where scales come from: ranges make them, as a float of the dtype or as a power of two; or they
+// are given.
+enum class ScaleSource : std::int32_t { plain, power_of_two, given };
 
 struct SearchJob {
   Pieces values;
@@ -92,10 +111,10 @@ struct SearchJob {
   const float* factors;         // [candidates]
   std::int64_t candidates;
   std::int64_t patience;        // candidates in a row that improve nothing and end it; 0: endless
-  ScaleKind scale;
+  ScaleSource scale;
   bool shifted;                 // whether codes are shifted by a zero point
   const float *scales, *zero_points;  // [candidates][pieces], if they are given
-  Grid grid;
+  std::size_t grid;             // its row
   float lowest, highest;        // the ends of the grid
   float norm;
   Power power;                  // for norms other than 2 and 3
@@ -177,7 +196,7 @@ struct OptimumJob {
   std::int64_t window_count;
   bool windows_have_floor;      // they are parts of one endless grid
   bool shifted;                 // whether windows have zero points
-  Grid grid;
+  std::size_t grid;
   float norm;
   Power power;
   std::int64_t kept;
@@ -218,7 +237,7 @@ struct QuantizeJob {
   Pieces values, weights;       // weights.data is null if all errors count alike
   Cut cut;
   const float *scales, *zero_points;  // [pieces]; zero_points may be null
-  Grid grid;
+  std::size_t grid;
   float lowest, highest;
   float norm;
   Power power;

@@ -112,17 +112,26 @@ template <class T> T* data_or_null(std::optional<Array<T>>& array, std::int64_t 
   return array->data();
 }
 
-Grid grid_of(const std::string& name) {
-  if (name == "int") return Grid::integer;
-  if (name == "fp8") return Grid::fp8;
-  if (name == "fp4") return Grid::fp4;
-  throw nb::value_error("The grid must be int, fp8 or fp4.");
+std::vector<std::string> grids() {
+  std::vector<std::string> names;
+  for (const GridRow& row : kGrids) names.emplace_back(row.name);
+  return names;
 }
 
-ScaleKind scale_kind_of(const std::string& name) {
-  if (name == "plain") return ScaleKind::plain;
-  if (name == "power_of_two") return ScaleKind::power_of_two;
-  if (name == "given") return ScaleKind::given;
+std::size_t grid_of(const std::string& name, bool shifted = false) {
+  for (std::size_t row = 0; row < kGridCount; row++) {
+    if (kGrids[row].name != name) continue;
+    if (shifted && !kGrids[row].has_zero_points)
+      throw nb::value_error(("The grid " + name + " has no zero points.").c_str());
+    return row;
+  }
+  throw nb::value_error(("There is no grid " + name + ".").c_str());
+}
+
+ScaleSource scale_source_of(const std::string& name) {
+  if (name == "plain") return ScaleSource::plain;
+  if (name == "power_of_two") return ScaleSource::power_of_two;
+  if (name == "given") return ScaleSource::given;
   throw nb::value_error("The scale must be plain, power_of_two or given.");
 }
 
@@ -303,11 +312,11 @@ void search(const Tensor& values, Array<const float> low, Array<const float> hig
   job.factors = factors.data();
   job.scales = data_or_null(scales, job.candidates * pieces, "scales");
   job.zero_points = data_or_null(zero_points, job.candidates * pieces, "zero_points");
-  job.scale = scale_kind_of(scale);
+  job.scale = scale_source_of(scale);
   job.shifted = shifted;
-  if (job.scale == ScaleKind::given && (!job.scales || (shifted && !job.zero_points)))
+  if (job.scale == ScaleSource::given && (!job.scales || (shifted && !job.zero_points)))
     throw nb::value_error("scales, and zero_points if codes are shifted, must be given.");
-  job.grid = grid_of(grid);
+  job.grid = grid_of(grid, shifted);
   job.lowest = lowest;
   job.highest = highest;
   job.norm = static_cast<float>(norm);
@@ -380,8 +389,10 @@ void optimum(const Tensor& values, std::optional<Tensor> weights, Array<const fl
   if (!job.scales) throw nb::value_error("There must be a scale to choose.");
   job.halvable = halvable;
   job.shifted = shifted;
-  job.grid = grid_of(grid);
-  job.windows_have_floor = made.size() > 1 && job.grid == Grid::integer;
+  job.grid = grid_of(grid, shifted);
+  if (shifted && kGrids[job.grid].rounding == Rounding::to_integers)
+    throw nb::value_error("The zero points of integers move their windows.");
+  job.windows_have_floor = made.size() > 1 && !shifted;
   job.norm = static_cast<float>(norm);
   job.power = power_of(norm);
   run(chosen->optimum, job, threads, 256 * job.values.count() * job.values.length(),
@@ -494,6 +505,7 @@ NB_MODULE(_native, m) {
   m.def("instruction_sets", &instruction_sets);
   m.def("instruction_set", [] { return chosen->name; });
   m.def("use", &use, "name"_a);
+  m.def("grids", &grids);
   m.def("extrema_chunks", &extrema_chunks, "values"_a);
   m.def("extrema", &extrema, "values"_a, "low"_a.noconvert(), "high"_a.noconvert(),
         "any_finite"_a.noconvert().none(), "threads"_a);

@@ -29,34 +29,6 @@ constexpr double kRounding = 1 + 1e-5;    // more than sums in float32 are off
 constexpr float kEndless = 1e6f;          // a code that no value comes to
 constexpr std::int64_t kRefinement = 8;   // how much finer each level of a search is
 
-// How a value becomes a code of each candidate. Values come without their sign, `limit` is the
-// end of the window on their side; or with it, if codes are shifted by a zero point.
-
-struct IntegerCodes {
-  static constexpr float offset = kLarge;
-  template <int M>
-  static void errors(V x, V limit, const Window&, const Quantizer (&by)[M], V (&error)[M]) {
-    V code[M];
-    each<M>([&](int i) { code[i] = x * by[i].inverse + kLarge; });
-    each<M>([&](int i) { code[i] = minimum(code[i], limit); });
-    each<M>([&](int i) { code[i] = code[i] - kLarge; });
-    each<M>([&](int i) { error[i] = x - code[i] * by[i].scale; });
-  }
-};
-
-template <int mantissa, int smallest_exponent, bool shifted> struct FloatCodes {
-  static constexpr float offset = 0;
-  template <int M>
-  static void errors(V x, V limit, const Window& window, const Quantizer (&by)[M], V (&error)[M]) {
-    V code[M];
-    each<M>([&](int i) { code[i] = shifted ? x * by[i].inverse + window.zero : x * by[i].inverse; });
-    if (shifted) each<M>([&](int i) { code[i] = maximum(code[i], all(window.lowest)); });
-    each<M>([&](int i) { code[i] = minimum(code[i], shifted ? all(window.highest) : limit); });
-    each<M>([&](int i) { code[i] = round_to_float<mantissa, smallest_exponent>(code[i]); });
-    each<M>([&](int i) { error[i] = x - (shifted ? code[i] - window.zero : code[i]) * by[i].scale; });
-  }
-};
-
 // In the order and the sizes that `optimum_scratch_bytes` reckons with.
 struct OptimumScratch {
   float *values, *magnitudes, *limits, *weights;
@@ -68,7 +40,8 @@ struct OptimumScratch {
         merged(more + scales), roots((float*)(merged + scales)) {}
 };
 
-template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSearch {
+template <class Grid, class Norm, bool weighted> struct PieceSearch {
+  static constexpr bool shifted = Grid::shifted;
   const OptimumJob& job;
   const OptimumScratch scratch;
   const Norm norm;
@@ -103,7 +76,7 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
     const float above = window->highest - window->zero, below = window->zero - window->lowest;
     for (std::int64_t i = 0; i < count; i += W) {
       const V x = load_as<V>(scratch.values + i);
-      store(scratch.limits + i, (x < 0 ? all(below) : all(above)) + Codes::offset);
+      store(scratch.limits + i, (x < 0 ? all(below) : all(above)) + Grid::offset);
     }
   }
   template <class F> void each_tile(const Window& wanted, F f) {
@@ -123,6 +96,14 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
 
   // Sums of errors
 
+  // Of one value under several candidates.
+  template <int M>
+  static void errors_of(const Window& in, V x, V limit, const Quantizer (&by)[M], V (&error)[M]) {
+    const V end = Grid::has_limits ? limit : all(in.highest + Grid::offset);
+    Grid::template errors<M>(
+        [&](int) { return x; }, [&](int i) -> const Quantizer& { return by[i]; },
+        [&](int) { return end; }, all(in.zero), all(in.lowest + Grid::offset), error);
+  }
   template <int M> void sum_errors(const Window& in, const float* scales, double limit, double* sums) {
     Quantizer by[M];
     each<M>([&](int k) {
@@ -140,7 +121,7 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
           V part[M] = {};
           for (std::int64_t i = begin; i < end; i++) {
             V error[M];
-            Codes::template errors<M>(all(values[i]), all(scratch.limits[i]), in, by, error);
+            errors_of<M>(in, all(values[i]), all(scratch.limits[i]), by, error);
             norm.apply(error);
             each<M>([&](int k) { part[k] += weighted ? all(scratch.weights[i]) * error[k] : error[k]; });
           }
@@ -196,7 +177,7 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
       for (std::int64_t begin = 0; begin < count; begin += kBlock * W) {
         V part{};
         for (std::int64_t i = begin; i < count && i < begin + kBlock * W; i += W) {
-          const V limit = load_as<V>(scratch.limits + i) - Codes::offset;
+          const V limit = load_as<V>(scratch.limits + i) - Grid::offset;
           V beyond[1] = {maximum(load_as<V>(scratch.magnitudes + i) - limit * ends, V{})};
           norm.apply(beyond);
           part += weighted ? load_as<V>(scratch.weights + i) * beyond[0] : beyond[0];
@@ -214,12 +195,12 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
     V x{}, limit{}, error[1];
     x[0] = (shifted ? job.low[piece] : -job.low[piece]) * unit;
     x[1] = job.high[piece] * unit;
-    limit[0] = in.zero - in.lowest + Codes::offset;
-    limit[1] = in.highest - in.zero + Codes::offset;
+    limit[0] = in.zero - in.lowest + Grid::offset;
+    limit[1] = in.highest - in.zero + Grid::offset;
     Quantizer by[1];
     by[0].scale = maximum(all(scale * unit), all(1e-30f));
     by[0].inverse = reciprocal(by[0].scale);
-    Codes::template errors<1>(x, limit, in, by, error);
+    errors_of<1>(in, x, limit, by, error);
     const V value = absolute(x - error[0]);
     return !(value[0] <= job.most * unit && value[1] <= job.most * unit);
   }
@@ -409,28 +390,29 @@ template <class Codes, class Norm, bool weighted, bool shifted> struct PieceSear
   }
 };
 
-template <class Codes, class Norm, bool weighted, bool shifted>
+template <class Grid, class Norm, bool weighted>
 void search_pieces(const OptimumJob& job, const Task& task, std::byte* scratch) {
-  PieceSearch<Codes, Norm, weighted, shifted> search(job, scratch);
+  PieceSearch<Grid, Norm, weighted> search(job, scratch);
   for (std::int64_t piece = task.first; piece < task.end; piece++) search.search(piece);
 }
 
-template <class Codes, bool shifted = false>
+template <class Grid>
 void pick_norm(const OptimumJob& job, const Task& task, std::byte* scratch) {
   const bool weighted = job.weights.data;
   if (job.norm == 2)
-    return weighted ? search_pieces<Codes, Square, true, shifted>(job, task, scratch)
-                    : search_pieces<Codes, Square, false, shifted>(job, task, scratch);
-  return weighted ? search_pieces<Codes, AnyPower, true, shifted>(job, task, scratch)
-                  : search_pieces<Codes, AnyPower, false, shifted>(job, task, scratch);
+    return weighted ? search_pieces<Grid, Square, true>(job, task, scratch)
+                    : search_pieces<Grid, Square, false>(job, task, scratch);
+  return weighted ? search_pieces<Grid, AnyPower, true>(job, task, scratch)
+                  : search_pieces<Grid, AnyPower, false>(job, task, scratch);
 }
 
 inline void optimum_task(const OptimumJob& job, std::int64_t index, std::byte* scratch) {
   const Task task(job.cut, index, job.values.count(), job.values.length());
-  if (job.grid == Grid::integer) return pick_norm<IntegerCodes>(job, task, scratch);
-  if (job.grid == Grid::fp4) return pick_norm<FloatCodes<1, 0, false>>(job, task, scratch);
-  if (job.shifted) return pick_norm<FloatCodes<3, -6, true>, true>(job, task, scratch);
-  return pick_norm<FloatCodes<3, -6, false>>(job, task, scratch);
+  with_grid(job.grid, job.shifted, [&](auto grid) {
+    using Grid = decltype(grid);
+    // Of a uniform grid, a zero point has moved the window.
+    if constexpr (!(Grid::shifted && Grid::uniform)) pick_norm<Grid>(job, task, scratch);
+  });
 }
 
 }  // namespace

@@ -11,11 +11,11 @@ namespace {
 // Quantize `count` vectors in place, and leave the errors in `errors`. Returns the largest |error|.
 template <class Grid>
 V quantize_row(const QuantizeJob& job, const Quantizer& by, std::int64_t count, V* values, V* errors) {
-  const Grid grid(job.lowest, job.highest);
+  const V lowest = all(job.lowest), highest = all(job.highest);
   V largest{};
   for (std::int64_t i = 0; i < count; i++) {
     const V x = values[i], finite = finite_or_zero(x);
-    const V result = (grid.round(finite / by.scale + by.zero) - by.zero) * by.scale;
+    const V result = (Grid::round(finite / by.scale + by.zero, lowest, highest) - by.zero) * by.scale;
     errors[i] = nonfinite_lanes(x) ? V{} : absolute(result - finite);
     values[i] = nonfinite_lanes(x) ? x : result;
     largest = maximum(largest, errors[i]);
@@ -23,11 +23,11 @@ V quantize_row(const QuantizeJob& job, const Quantizer& by, std::int64_t count, 
   return largest;
 }
 
-inline V quantize_row(const QuantizeJob& job, const Quantizer& by, std::int64_t count, V* values,
-                      V* errors) {
-  if (job.grid == Grid::fp8) return quantize_row<Fp8Grid<true>>(job, by, count, values, errors);
-  if (job.grid == Grid::fp4) return quantize_row<Fp4Grid<true>>(job, by, count, values, errors);
-  return quantize_row<IntegerGrid<true>>(job, by, count, values, errors);
+// Rounding is the same with and without a zero point.
+inline auto quantize_row_of(const QuantizeJob& job) {
+  decltype(&quantize_row<Grid<Integers, false>>) found = nullptr;
+  with_grid(job.grid, false, [&](auto grid) { found = quantize_row<decltype(grid)>; });
+  return found;
 }
 
 // Σ w·error^norm, measured in a power of two near the largest, from which it is brought back.
@@ -63,6 +63,7 @@ inline double sum_powers(const QuantizeJob& job, const V* errors, const V* weigh
 }
 
 inline void quantize_task(const QuantizeJob& job, std::int64_t index, std::byte* scratch) {
+  const auto quantize_row = quantize_row_of(job);
   const Task task(job.cut, index, job.values.count(), job.values.length());
   const std::int64_t size = element_size(job.values.dtype);
   V* values = (V*)scratch;

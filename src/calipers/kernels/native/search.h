@@ -43,7 +43,7 @@ inline void lower_the_least(Tile& tile, V total, double before) {
 
 template <class Grid, class Norm, bool weighted>
 void sum_errors(const SearchJob& job, const Candidates& candidates, Tile tile) {
-  const Grid grid(job.lowest, job.highest);
+  const V lowest = all(job.lowest + Grid::offset), highest = all(job.highest + Grid::offset);
   const Norm norm(job.power);
   for (std::int64_t c = candidates.begin; c < candidates.end; c++) {
     const Quantizer by = candidates.by[c];
@@ -54,7 +54,10 @@ void sum_errors(const SearchJob& job, const Candidates& candidates, Tile tile) {
       V part[U] = {};
       for (std::int64_t i = begin; i < end; i += U) {
         V error[U];
-        grid.error(by, tile.values + i, tile.limits + i, error);
+        Grid::template errors<U>(
+            [&](int k) { return tile.values[i + k]; }, [&](int) -> const Quantizer& { return by; },
+            [&](int k) { return Grid::has_limits ? tile.limits[i + k] : highest; }, by.zero, lowest,
+            error);
         norm.apply(error);
         each([&](int k) { part[k] += weighted ? tile.weights[i + k] * error[k] : error[k]; });
       }
@@ -66,26 +69,37 @@ void sum_errors(const SearchJob& job, const Candidates& candidates, Tile tile) {
   }
 }
 
-using SumErrors = void (*)(const SearchJob&, const Candidates&, Tile);
+template <class Grid> void round_zero_points(const SearchJob& job, const Candidates& candidates) {
+  for (std::int64_t c = candidates.begin; c < candidates.end; c++)
+    candidates.by[c].zero = Grid::round(candidates.by[c].zero, all(job.lowest), all(job.highest));
+}
 
-template <class Grid, class Norm> SumErrors pick_weighted(const SearchJob& job) {
+// What a search asks of its grid.
+struct SearchGrid {
+  using SumErrors = void (*)(const SearchJob&, const Candidates&, Tile);
+  SumErrors sum_errors;
+  void (*round_zero_points)(const SearchJob&, const Candidates&);
+  bool has_limits;
+  float offset;
+};
+
+template <class Grid, class Norm> SearchGrid::SumErrors pick_weighted(const SearchJob& job) {
   return job.weights.data ? sum_errors<Grid, Norm, true> : sum_errors<Grid, Norm, false>;
 }
 
-template <class Grid> SumErrors pick_norm(const SearchJob& job) {
+template <class Grid> SearchGrid::SumErrors pick_norm(const SearchJob& job) {
   if (job.norm == 2) return pick_weighted<Grid, Square>(job);
   if (job.norm == 3) return pick_weighted<Grid, Cube>(job);
   return pick_weighted<Grid, AnyPower>(job);
 }
 
-template <bool shifted> SumErrors pick_grid(const SearchJob& job) {
-  if (job.grid == Grid::fp8) return pick_norm<Fp8Grid<shifted>>(job);
-  if (job.grid == Grid::fp4) return pick_norm<Fp4Grid<shifted>>(job);
-  return pick_norm<IntegerGrid<shifted>>(job);
-}
-
-inline SumErrors pick(const SearchJob& job) {
-  return job.shifted ? pick_grid<true>(job) : pick_grid<false>(job);
+inline SearchGrid grid_of(const SearchJob& job) {
+  SearchGrid found{};
+  with_grid(job.grid, job.shifted, [&](auto grid) {
+    using Grid = decltype(grid);
+    found = {pick_norm<Grid>(job), round_zero_points<Grid>, Grid::has_limits, Grid::offset};
+  });
+  return found;
 }
 
 // In the order and the sizes that `search_scratch_bytes` reckons with.
@@ -112,13 +126,13 @@ struct SearchScratch {
 };
 
 // Bring values into the form that the grids take, at `i` of the scratch memory, and note the largest.
-inline void prepare(const SearchJob& job, V x, V unit, const SearchScratch& scratch, std::int64_t i,
-                    V& largest) {
+inline void prepare(const SearchJob& job, const SearchGrid& grid, V x, V unit,
+                    const SearchScratch& scratch, std::int64_t i, V& largest) {
   const V finite = finite_or_zero(x), measured = finite * unit;
   largest = larger_magnitude(largest, finite);
   scratch.values[i] = job.shifted ? measured : absolute(measured);
-  if (job.grid == Grid::integer)
-    scratch.limits[i] = IntegerGrid<false>::limit(x, job.lowest, job.highest);
+  if (grid.has_limits)
+    scratch.limits[i] = x < 0 ? all(grid.offset - job.lowest) : all(grid.offset + job.highest);
 }
 
 // Scale and zero point as compressed-tensors makes them from a range, in the arithmetic of the dtype
@@ -139,13 +153,14 @@ inline V plain_scale(const SearchJob& job, V largest) {
 // The power of two below (from 1.75 on: above) the largest value, which then is that of the top
 // binade of the grid.
 inline V power_of_two_scale(const SearchJob& job, V largest) {
-  const I top_binade = all_bits(job.grid == Grid::fp4 ? 2 : 8);
+  const I top_binade = ((I)all(job.highest) >> 23) - 127;
   const I exponent = (I)(((U32)largest + 0x00200000) >> 23) - top_binade;
   const V scale = (V)(exponent > 0 ? (I)((U32)exponent << 23) : all_bits(0x00400000));
   if (job.values.dtype != DType::f16) return scale;
   return largest == 0 ? all(1) : maximum(scale, all(0x1p-24f));
 }
 
+// The zero point is not rounded yet.
 inline void shifted_by_zero_point(const SearchJob& job, V start, V end, Quantizer& by) {
   const DType dtype = job.values.dtype;
   start = minimum(start, V{}), end = maximum(end, V{});
@@ -153,8 +168,6 @@ inline void shifted_by_zero_point(const SearchJob& job, V start, V end, Quantize
   const V below = round_to(dtype, start / (scale == 0 ? all(1) : scale));
   V zero = round_to(dtype, job.lowest - below);
   zero = scale == 0 ? (start < 0 ? all(job.highest) : all(job.lowest)) : zero;
-  zero = minimum(maximum(zero, all(job.lowest)), all(job.highest));
-  zero = job.grid == Grid::integer ? (zero + kLarge) - kLarge : round_to_float<3, -6>(zero);
   by.zero = (scale == 0) & (start >= 0) ? V{} : zero;
   by.scale = or_epsilon(dtype, scale);
 }
@@ -164,7 +177,7 @@ inline void quantizer_of(const SearchJob& job, V low, V high, float factor, Quan
   const V end = round_to(job.values.dtype, high * factor);
   if (job.shifted) return shifted_by_zero_point(job, start, end, by);
   const V largest = absolute(maximum(maximum(-start, end), V{}));  // no −0, its bits are looked at
-  by.scale = job.scale == ScaleKind::plain ? plain_scale(job, largest) : power_of_two_scale(job, largest);
+  by.scale = job.scale == ScaleSource::plain ? plain_scale(job, largest) : power_of_two_scale(job, largest);
 }
 
 // Lanes from consecutive numbers (at most W of them), or all from the first.
@@ -193,11 +206,12 @@ struct Ranges {
   }
 };
 
-inline void fill_candidates(const SearchJob& job, const Ranges& ranges, const Candidates& candidates) {
+inline void fill_candidates(const SearchJob& job, const SearchGrid& grid, const Ranges& ranges,
+                            const Candidates& candidates) {
   for (std::int64_t c = candidates.begin; c < candidates.end; c++) {
     const std::int64_t at = c * job.values.count() + ranges.piece;
     Quantizer& by = candidates.by[c];
-    if (job.scale != ScaleKind::given) {
+    if (job.scale != ScaleSource::given) {
       quantizer_of(job, ranges.low, ranges.high, job.factors[c], by);
     } else {
       by.scale = take(job.scales + at, ranges.lanes, ranges.spread);
@@ -206,6 +220,7 @@ inline void fill_candidates(const SearchJob& job, const Ranges& ranges, const Ca
     by.scale = maximum(by.scale * ranges.unit, all(1e-30f));
     by.inverse = reciprocal(by.scale);
   }
+  if (job.shifted && job.scale != ScaleSource::given) grid.round_zero_points(job, candidates);
 }
 
 // Turn W rows of floats into one vector per position, up to a multiple of U of them.
@@ -254,7 +269,7 @@ struct BestOfLanes {
 
 // Short pieces: W of them side by side, one per lane.
 inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& scratch) {
-  const SumErrors sum_errors = pick(job);
+  const SearchGrid grid = grid_of(job);
   const bool packed = job.values.packed();
   const std::int64_t count = job.values.length(), pitch = round_up(count, W);
   Candidates& candidates = scratch.candidates;
@@ -272,7 +287,7 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
     }
     V largest{};
     const auto store = [&](std::int64_t i, V x) {
-      prepare(job, x, ranges.unit, scratch, i, largest);
+      prepare(job, grid, x, ranges.unit, scratch, i, largest);
     };
     const std::int64_t vectors = lanes_from_rows(rows, count, pitch, store);
     if (ranges.make_room_for(largest)) lanes_from_rows(rows, count, pitch, store);
@@ -284,9 +299,10 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
     BestOfLanes found(job, first, lanes);
     candidates.begin = done_of(job, first);
     while (candidates.begin < (candidates.end = reach(job))) {
-      fill_candidates(job, ranges, candidates);
-      sum_errors(job, candidates,
-                 {scratch.values, scratch.limits, scratch.weights, vectors, true, false, found.least, 0});
+      fill_candidates(job, grid, ranges, candidates);
+      grid.sum_errors(job, candidates,
+                      {scratch.values, scratch.limits, scratch.weights, vectors, true, false,
+                       found.least, 0});
       found.consider(job, candidates);
       candidates.begin = candidates.end;
     }
@@ -295,7 +311,7 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
 }
 
 // Add the errors of one tile of a piece, in a row of the scratch memory, to its sums.
-inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& scratch,
+inline void add_tile(const SearchJob& job, const SearchGrid& grid, SearchScratch& scratch,
                      const Candidates& candidates, std::int64_t piece, std::int64_t row,
                      std::int64_t pitch, std::int64_t begin, std::int64_t count, bool last) {
   const float* in_place = count % (U * W) ? nullptr : tile_in_place(job.values, piece, begin, count);
@@ -309,7 +325,7 @@ inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& 
     for (std::int64_t i = 0; i < vectors; i++) {
       const float* from = (in_place ? in_place : values) + i * W;
       prefetch(from, kTileBytes);
-      prepare(job, load_as<V>(from), ranges.unit, scratch, i, most);
+      prepare(job, grid, load_as<V>(from), ranges.unit, scratch, i, most);
     }
   };
   prepare_all();
@@ -319,13 +335,13 @@ inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& 
   const bool has_room = !ranges.make_room_for(all(largest));
   if (!has_room) prepare_all();
   const double bring_back = has_room ? 1 : __builtin_pow((double)unit / ranges.unit[0], job.norm);
-  fill_candidates(job, ranges, candidates);
+  fill_candidates(job, grid, ranges, candidates);
   // A piece that is cut does not know what its other chunks find, and sums in another unit cannot be
   // compared on the way.
   const bool comparable = has_room && !job.errors;
-  sum_errors(job, candidates,
-             {scratch.values, scratch.limits, (const V*)weights, vectors, last && comparable, true, V{},
-              comparable ? least_of(job, piece) : 1e300});
+  grid.sum_errors(job, candidates,
+                  {scratch.values, scratch.limits, (const V*)weights, vectors, last && comparable,
+                   true, V{}, comparable ? least_of(job, piece) : 1e300});
   for (std::int64_t c = candidates.begin; c < candidates.end; c++)
     candidates.sums[c] += sum(candidates.total[c]) * bring_back;
 }
@@ -333,7 +349,7 @@ inline void add_tile(const SearchJob& job, SumErrors sum_errors, SearchScratch& 
 // Long pieces: tile by tile, consecutive positions in the lanes. Pieces whose values lie side by
 // side in memory (a transposed matrix) are read together.
 inline void sum_rows(const SearchJob& job, const Task& task, std::int64_t first, std::int64_t pieces,
-                     SumErrors sum_errors, SearchScratch& scratch) {
+                     const SearchGrid& grid, SearchScratch& scratch) {
   const std::int64_t pitch = (std::int64_t)kTile / (pieces == 1 ? 1 : kLanes);
   for (std::int64_t i = 0; i < pieces * job.candidates; i++) scratch.candidates.sums[i] = 0;
   for (std::int64_t begin = task.begin; begin < task.stop; begin += pitch) {
@@ -345,21 +361,21 @@ inline void sum_rows(const SearchJob& job, const Task& task, std::int64_t first,
     for (std::int64_t row = 0; row < pieces; row++) {
       Candidates candidates = scratch.candidates;
       candidates.sums += row * job.candidates;
-      add_tile(job, sum_errors, scratch, candidates, first + row, row, pitch, begin, count,
+      add_tile(job, grid, scratch, candidates, first + row, row, pitch, begin, count,
                left <= pitch);
     }
   }
 }
 
 inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& scratch) {
-  const SumErrors sum_errors = pick(job);
+  const SearchGrid grid = grid_of(job);
   const std::int64_t together = job.values.column_stride == 1 ? 1 : kLanes;
   Candidates& candidates = scratch.candidates;
   for (std::int64_t first = task.first; first < task.end; first += together) {
     const std::int64_t pieces = task.end - first < together ? task.end - first : together;
     if (job.errors) {
       candidates.begin = job.begin, candidates.end = job.end;
-      sum_rows(job, task, first, pieces, sum_errors, scratch);
+      sum_rows(job, task, first, pieces, grid, scratch);
       for (std::int64_t row = 0; row < pieces; row++) {
         const std::int64_t at = task.chunk * job.values.count() + first + row;
         std::memcpy(job.errors + at * (job.end - job.begin),
@@ -370,7 +386,7 @@ inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& s
     }
     candidates.begin = done_of(job, first);
     while (candidates.begin < (candidates.end = reach(job))) {
-      sum_rows(job, task, first, pieces, sum_errors, scratch);
+      sum_rows(job, task, first, pieces, grid, scratch);
       for (std::int64_t row = 0; row < pieces; row++)
         choose(job, first + row, candidates.sums + row * job.candidates + candidates.begin,
                candidates.begin, candidates.end);
