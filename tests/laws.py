@@ -1,4 +1,7 @@
-"""The contract of every observer. A new one joins by a line in ``PROMISES``."""
+"""The contracts of observers and statistics.
+
+A new observer joins by a line in ``PROMISES``, a new statistic by one in ``STATISTICS``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ from torch import Tensor
 
 from calipers.errors import NotMergeableError
 from calipers.observers import Observer
+from calipers.statistics.base import Statistic
+from calipers.statistics.hessian import BlockHessians
+from calipers.statistics.moments import SquareSums, TokenSquares
+from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
+from calipers.statistics.value_counts import ValueCounts
 
 
 @dataclass(frozen=True)
@@ -193,6 +201,18 @@ def moves_keep_precision(name: str, base_name: str, args: QuantizationArgs, stre
     assert {value.device.type for value in observer.fields().values()} == {"meta"}
 
 
+def copies_know_the_same(name: str, base_name: str, args: QuantizationArgs, stream: Stream) -> None:
+    """Who takes over what another one knows goes on from there; the other one stays."""
+    half = len(stream) // 2
+    original = build(name, base_name, args, stream[:half])
+    copied = build(name, base_name, args, [tensor * 7 for tensor in stream])
+    copied.copy_from(original)
+    for tensor in stream[half:]:
+        copied.update(tensor)
+    assert_same(copied, build(name, base_name, args, stream))
+    assert_same(original, build(name, base_name, args, stream[:half]))
+
+
 def empty_changes_nothing(
     name: str, base_name: str, args: QuantizationArgs, stream: Stream
 ) -> None:
@@ -220,9 +240,98 @@ LAWS: tuple[Law, ...] = (
     nothing_is_shared,
     reset_forgets,
     state_dict_round_trips,
+    copies_know_the_same,
     reading_changes_nothing,
     order_and_batching,
     moves_keep_precision,
     empty_changes_nothing,
     args_stay_untouched,
+)
+
+
+# Statistics
+
+STATISTICS: dict[str, Callable[[], Statistic]] = {
+    "BlockHessians": lambda: BlockHessians(4),
+    "Extrema": Extrema,
+    "LastRange": LastRange,
+    "MovingAverage": MovingAverage,
+    "SquareSums": SquareSums,
+    "TokenSquares": TokenSquares,
+    "ValueCounts": ValueCounts,
+}
+FORGETFUL = ("LastRange", "MovingAverage")
+
+
+def measured(name: str, stream: Stream, mask: Tensor | None = None) -> Statistic:
+    """Return a statistic of a stream."""
+    statistic = STATISTICS[name]()
+    for tensor in stream:
+        statistic.update(tensor, mask)
+    return statistic
+
+
+def assert_same_statistic(one: Statistic, other: Statistic) -> None:
+    """Assert that two statistics know the same; sums of floats may be rounded in another order."""
+    assert one.fields().keys() == other.fields().keys() != set()
+    for name, value in one.fields().items():
+        torch.testing.assert_close(value, other.fields()[name], rtol=1e-12, atol=0)
+    assert one.num_tokens == other.num_tokens
+
+
+def merging_is_replaying(name: str, stream: Stream) -> None:
+    """Merging equals having seen both streams; a statistic that cannot do that refuses."""
+    first, second = measured(name, stream[:2]), measured(name, stream[2:])
+    if name in FORGETFUL:
+        with pytest.raises(NotMergeableError):
+            first.merge(second)
+    else:
+        assert_same_statistic(first.merge(second), measured(name, stream))
+    assert_same_statistic(STATISTICS[name]().merge(second), measured(name, stream[2:]))
+
+
+def tokens_are_counted(name: str, stream: Stream) -> None:
+    """Every token counts, but those that are masked, which might as well not be there."""
+    assert measured(name, stream).num_tokens == sum(x.shape[:-1].numel() for x in stream)
+    first = stream[0]
+    mask = torch.arange(first.shape[:-1].numel()).reshape(first.shape[:-1]) % 3 != 1
+    expected = measured(name, [first[mask]])
+    assert_same_statistic(measured(name, [first], mask), expected)
+    assert expected.num_tokens == int(mask.sum())
+
+
+def copies_go_apart(name: str, stream: Stream) -> None:
+    """Who knows what another one knew goes on alone, and so does the other one."""
+    for goes_on in (0, 1):
+        both = measured(name, stream[:2]), measured(name, stream[-1:])
+        both[1].copy_from(both[0])
+        assert_same_statistic(*both)
+        both[goes_on].update(stream[2])
+        assert_same_statistic(both[goes_on], measured(name, stream[:3]))
+        assert_same_statistic(both[1 - goes_on], measured(name, stream[:2]))
+
+
+def a_reset_forgets(name: str, stream: Stream) -> None:
+    """After a reset nothing is left of what was seen."""
+    statistic = measured(name, stream[:2])
+    statistic.reset()
+    assert not statistic.fields()
+    assert statistic.num_tokens == 0
+    statistic.update(stream[3])
+    assert_same_statistic(statistic, measured(name, stream[3:]))
+
+
+def configurations_tell_what_is_measured(name: str, stream: Stream) -> None:
+    """Two of a kind measure the same, whatever they have seen; those of other kinds do not."""
+    ours = measured(name, stream).configuration()
+    assert ours == STATISTICS[name]().configuration()
+    assert all(make().configuration() != ours for n, make in STATISTICS.items() if n != name)
+
+
+STATISTIC_LAWS: tuple[Callable[[str, Stream], None], ...] = (
+    merging_is_replaying,
+    tokens_are_counted,
+    copies_go_apart,
+    a_reset_forgets,
+    configurations_tell_what_is_measured,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import crews
 import pytest
+import rank_processes
 import ranks
 import torch
 from torch import multiprocessing
@@ -15,7 +15,7 @@ from torch import multiprocessing
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[str, Any]]:
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    crews.ready_context()
+    rank_processes.ready_context()
     multiprocessing.start_processes(
         ranks.run_rank, (world, str(folder)), world, start_method="forkserver"
     )

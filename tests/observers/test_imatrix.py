@@ -9,8 +9,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import nvfp4
 
-from calipers.errors import CalipersWarning, ImportanceError
+from calipers.errors import CalipersWarning, ImportanceError, NonFiniteError
 from calipers.observers import IMatrixMSEObserver, Observer
+from calipers.solvers.importance import Weights
 
 INT4 = QuantizationArgs(num_bits=4, group_size=8)
 NVFP4 = nvfp4(8)
@@ -49,10 +50,26 @@ class TestHook:
 
     def test_masked_tokens_are_not_counted(self) -> None:
         observer, x = build(), hot_inputs()
-        observer.gather_input(x.reshape(4, 16, 24), torch.arange(64).reshape(4, 16) < 40)
+        observer.inputs.update(x.reshape(4, 16, 24), torch.arange(64).reshape(4, 16) < 40)
         exact = x[:40].double().square().sum(0)
         torch.testing.assert_close(observer._imatrix_sum, exact, rtol=1e-6, atol=0)
         assert int(observer._imatrix_count) == 40
+
+    def test_inputs_that_are_not_finite_are_refused(self) -> None:
+        linear, x = torch.nn.Linear(24, 4), hot_inputs()
+        observer = build()
+        observer.module_name = "up_proj"
+        observer.attach(linear)
+        linear(x)
+        before = linear._imatrix_sum.clone()
+        x[3, 5] = torch.nan
+        with pytest.raises(NonFiniteError, match=r"\(weight of up_proj\) was given 1 non-finite"):
+            linear(x)
+        assert torch.equal(linear._imatrix_sum, before)
+        assert int(observer._imatrix_count) == int(linear._imatrix_count) == 64
+        observer.nonfinite = "ignore"
+        linear(x)
+        assert int(linear._imatrix_count) == 64 + 63
 
     def test_sums_take_no_part_in_gradients(self) -> None:
         linear, x = torch.nn.Linear(24, 4), hot_inputs().requires_grad_()
@@ -124,7 +141,7 @@ class TestHook:
         linear = torch.nn.Linear(24, 4, device="meta")
         observer = build()
         observer.attach(linear)
-        observer._see_input(linear, (hot_inputs(),), {})
+        next(iter(linear._forward_pre_hooks.values()))(linear, (hot_inputs(),), {})
         assert int(observer._imatrix_count) == 64
 
         class Bare(torch.nn.Module):
@@ -272,7 +289,7 @@ class TestFallback:
             observer(value)
         assert len(caught) == 1
         plain = build(observer.args, observer.base_name)
-        plain.importance = lambda _: None
+        plain.weights = lambda _: Weights()
         assert torch.equal(observer.max_vals, plain(value).max_vals)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

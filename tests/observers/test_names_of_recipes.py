@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import nvfp4
 
-from calipers.cli.portraits import Portrait
+from calipers.cli.observer_info import ObserverInfo
 from calipers.observers import (
     NVFP4ExpandedIMatrixObserver,
     NVFP4ExpandedMSEObserver,
@@ -35,9 +35,8 @@ def test_it_loads_and_observes(name: str) -> None:
 
 def test_fouroversix_is_the_expanded_search() -> None:
     assert Observer.get_value_from_registry("fouroversix") is NVFP4ExpandedMSEObserver
-    told = Portrait.of(NVFP4ExpandedMSEObserver)
+    told = ObserverInfo.of(NVFP4ExpandedMSEObserver)
     assert told.aliases == ("fouroversix",)
-    assert told.facts()["also called"] == "fouroversix"
     # A group that 4 fits and 6 does not: of the values that it holds, 4 is the largest code.
     weight = torch.tensor([[4.0, 3.0, 2.0, 1.5, 1.0, 0.5, -4.0, -3.0] * 2, [6.0, 4.0] * 8])
     qparams = Observer.load_from_registry("fouroversix", args=nvfp4(16))(weight).get_qparams()

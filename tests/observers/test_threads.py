@@ -75,10 +75,8 @@ def test_every_token_is_counted(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [BlockHessians, SquareSums])
 def test_every_token_is_in_the_sums(kind: Any) -> None:
-    sums = kind()
-    width = {"width": 16} if kind is BlockHessians else {}
-    take = sums.absorb_outer if kind is BlockHessians else sums.absorb_tokens
-    together(*[show(lambda x: take(x, **width))] * THREADS)
+    sums = kind(width=16) if kind is BlockHessians else kind()
+    together(*[show(sums.update)] * THREADS)
     total, count = sums.fields().values()
     assert int(count) == THREADS * BATCHES * TOKENS
     assert bool((total == int(count)).all())

@@ -20,7 +20,7 @@ INT8 = QuantizationArgs(num_bits=8)
 def counted(*tensors: torch.Tensor) -> ValueCounts:
     counts = ValueCounts()
     for tensor in tensors:
-        counts.count(tensor.reshape(1, 1, 1, -1))
+        counts.update(tensor.reshape(1, -1))
     return counts
 
 
@@ -50,8 +50,8 @@ def test_every_finite_value(dtype: torch.dtype) -> None:
 
 
 def test_each_piece_has_its_own() -> None:
-    counts = ValueCounts()
-    counts.count(torch.tensor([[1.0, 1.0], [2.0, 3.0]]).reshape(1, 2, 1, 1, 1, 2))
+    counts = ValueCounts("k", "attn_head")
+    counts.update(torch.tensor([[1.0, 1.0], [2.0, 3.0]]).reshape(1, 2, 1, 2))
     assert counts.counts_bfloat16.shape == (2, 1, 1, BINS)
     found = [[part.tolist() for part in piece] for piece in counts.distributions()]
     assert found == [[[1.0], [2]], [[2.0, 3.0], [1, 1]]]
@@ -63,7 +63,7 @@ class TestTables:
     def test_grows_in_place(self) -> None:
         counts = counted(torch.ones(3))
         table = counts.counts_bfloat16
-        counts.count(torch.ones(1, 1, 1, 2))
+        counts.update(torch.ones(1, 2))
         assert counts.counts_bfloat16 is table
         assert table.sum() == 5
 
@@ -72,7 +72,7 @@ class TestTables:
         counts = ValueCounts()
         counts.absorb(counts_bfloat16=mine)
         counts.synced["counts_bfloat16"] = mine
-        counts.count(torch.ones(1, 1, 1, 2))
+        counts.update(torch.ones(1, 2))
         assert not mine.any()
         assert counts.counts_bfloat16.sum() == 2
 
@@ -81,15 +81,15 @@ class TestTables:
         other = copy.deepcopy(counts)
         merged = ValueCounts().merge(counts)
         for one, length in ((other, 1), (merged, 2), (counts, 3)):
-            one.count(torch.ones(1, 1, 1, length))
+            one.update(torch.ones(1, length))
         assert [int(c.counts_bfloat16.sum()) for c in (other, merged, counts)] == [4, 5, 6]
 
     def test_inference_mode(self) -> None:
         counts = ValueCounts()
         for dtype in (torch.float64, torch.bfloat16):  # in torch, and natively
             with torch.inference_mode():
-                counts.count(torch.ones(1, 1, 1, 2, dtype=dtype))
-            counts.count(torch.ones(1, 1, 1, 2, dtype=dtype))
+                counts.update(torch.ones(1, 2, dtype=dtype))
+            counts.update(torch.ones(1, 2, dtype=dtype))
         assert counts.counts_bfloat16.sum() == 8
 
     def test_statistics_that_were_handed_out_stay(self) -> None:
@@ -147,5 +147,5 @@ class TestSaving:
 def test_many_counts_stay_exact() -> None:
     counts = counted(torch.ones(3))
     counts.counts_bfloat16 = counts.counts_bfloat16 * (2**60)
-    counts.count(torch.ones(1, 1, 1, 1))
+    counts.update(torch.ones(1, 1))
     assert int(next(counts.distributions()).counts) == 3 * 2**60 + 1

@@ -24,6 +24,7 @@ from calipers.observers.mse import (
     NVFP4ExpandedMSEObserver,
 )
 from calipers.observers.optimal import OptimalObserver
+from calipers.observers.spec import ObserverSpec
 from calipers.observers.tokens import get_observer_token_count
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "NVFP4ExpandedIMatrixObserver",
     "NVFP4ExpandedMSEObserver",
     "Observer",
+    "ObserverSpec",
     "OptimalObserver",
     "PercentileObserver",
     "QParamsDict",

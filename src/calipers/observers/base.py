@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -14,25 +15,30 @@ from torch import distributed as dist
 from typing_extensions import Self
 
 from calipers.errors import (
-    ComplexTensorError,
-    ConfigurationError,
+    CalipersWarning,
     FusedStatisticsError,
-    LayoutError,
+    ImportanceError,
     NonFiniteError,
     NoStatisticsError,
+    UnsuitableError,
 )
-from calipers.kernels.extrema import Extrema, extrema
+from calipers.kernels.extrema import extrema
 from calipers.numerics.formats import Format
-from calipers.numerics.layout import Layout, check_base_name, strategy_name
+from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
-from calipers.observers.first_generation import calculate_by_piece
-from calipers.observers.observation import Observation, takes_pieces
+from calipers.observers.compatibility import OlderGenerations, base_name_and_args
+from calipers.observers.inputs import InputHook, published
 from calipers.observers.options import ObserverOptions, OptionAttributes, parse_options
+from calipers.observers.pieces import takes_pieces
 from calipers.observers.registry import Registered, Registry
-from calipers.statistics.base import Reduction
-from calipers.statistics.guarding import Lock, guarded
+from calipers.solvers.importance import Importance, Weighed, Weights, importance_named
+from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.locking import Lock, guarded
 from calipers.statistics.module import StatisticModule
+from calipers.statistics.observation import Observation, observation_of
+from calipers.statistics.ranges import LastRange
 from calipers.statistics.sync import sync_statistics
+from calipers.statistics.value_counts import ValueCounts
 
 
 class QParamsDict(TypedDict):
@@ -43,13 +49,20 @@ class QParamsDict(TypedDict):
     global_scale: Tensor | None
 
 
-class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  # type: ignore[misc]
+class Observer(
+    Registered,
+    OptionAttributes,
+    OlderGenerations,
+    StatisticModule,
+    InternalModule,  # type: ignore[misc]
+):
     """Watches tensors and works out the parameters to quantize them with.
 
     A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
-    all it must do. It may declare what its fields remember (``reductions``) and which options it
-    has (``Options``; a class that declares none takes any, from ``self.args.observer_kwargs``).
-    The first line of its docstring, ``remembers`` and ``when`` tell people about it.
+    all it must do. It may say what is kept of them (``Range``, or ``reductions`` of single fields)
+    and which options it has (``Options``; a class that declares none takes any, from
+    ``self.args.observer_kwargs``). The first line of its docstring, ``remembers`` and ``when`` tell
+    people about it.
 
     :param base_name: what is observed: ``weight``, ``input``, ``output``, ``q``, ``k`` or ``v``
     :param args: how it will be quantized; never changed
@@ -64,22 +77,32 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
 
     registry: ClassVar[Registry[Observer]]
     Options: ClassVar[type[ObserverOptions] | None] = None
+    Range: ClassVar[type[LastRange]] = LastRange
+    counts_values: ClassVar[bool] = False
+    gathers_inputs: ClassVar[bool] = False
     remembers: ClassVar[str] = ""
     when: ClassVar[str] = ""
-    reductions: ClassVar[Mapping[str, Reduction]] = {
-        "min_vals": Reduction.LAST,
-        "max_vals": Reduction.LAST,
-        "observed_tokens": Reduction.SUM,
-        "observed_nonfinite": Reduction.SUM,
-        "observed_like": Reduction.SUM,
-    }
+    parts = ("range_statistic", "counts", "inputs")
 
     options: ObserverOptions
+    module_name: str = ""
+    range_statistic: LastRange
+    counts: ValueCounts | None = None
+    """The counts of an observer that counts values."""
+    inputs: Statistic | None = None
+    """What is known of the inputs of the module of a weight, if errors are weighed by them."""
+    weighing: Importance
+    """How errors count."""
+
     min_vals: Tensor
     max_vals: Tensor
     observed_tokens: Tensor
     observed_nonfinite: Tensor
-    observed_like: Tensor  # no elements, only the dtype; adding two of them promotes it
+    observed_like: Tensor
+
+    _hook: InputHook | None = None
+    _has_warned = False
+    _observation: Observation | None = None
 
     def __init__(
         self,
@@ -90,38 +113,96 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         **observer_kwargs: Any,
     ) -> None:
         super().__init__()
-        if isinstance(base_name, QuantizationArgs):
-            if args is not None:
-                raise ConfigurationError(
-                    f"Observer '{self.registered_name()}' takes one QuantizationArgs; give its "
-                    "options by keyword."
-                )
-            base_name, args = "weight", base_name
-        check_base_name(base_name)
-        both = [given for given in (args, quantization_args) if given is not None]
-        if len(both) != 1 or not isinstance(both[0], QuantizationArgs):
-            raise ConfigurationError(
-                f"Observer '{self.registered_name()}' needs QuantizationArgs, given once: "
-                "as args (or, in code of the first generation, as quantization_args)."
-            )
-        args = both[0]
-        Format.of(args)  # refuses what does not exist
+        name = self.registered_name()
+        base_name, args = base_name_and_args(name, base_name, args, quantization_args)
         given = {**(args.observer_kwargs or {}), **observer_kwargs}
+        options = self.checked_options(base_name, args, given)
         self.base_name = base_name
-        self.module_name = ""
         self.args = args.model_copy(update={"observer_kwargs": given}, deep=True)
         self.quantization_args = self.args
-        self.options = self._parse_options(given)
         self._fused_observers: set[Observer] = set()
-        self._observation: Observation | None = None
+        self.range_statistic = self.Range()
+        self._add_counts()
+        self.options = options
+        self.apply_options()
+
+    # What a class can do
 
     @classmethod
-    def all_reductions(cls) -> dict[str, Reduction]:
-        """Collect the declared fields; a class of the first generation also keeps its results."""
-        declared = super().all_reductions()
-        if cls.update_statistics_from_observed is Observer.update_statistics_from_observed:
-            declared |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
-        return declared
+    def checked_options(
+        cls, base_name: str, args: QuantizationArgs, given: Mapping[str, Any]
+    ) -> ObserverOptions:
+        """Return the options; refuse them, or a tensor that the observer is not made for."""
+        fmt = Format.of(args)  # refuses what does not exist
+        options = cls.parse_options(given)
+        cls.check(base_name, args, options, fmt)
+        return options
+
+    @classmethod
+    def parse_options(cls, given: Mapping[str, Any]) -> ObserverOptions:
+        """Return the options that were given; a class that declares none takes any."""
+        if cls.Options is not None:
+            return parse_options(cls.Options, given, cls.registered_name())
+        known = {key: value for key, value in given.items() if key in ObserverOptions.model_fields}
+        return parse_options(ObserverOptions, known, cls.registered_name())
+
+    @classmethod
+    def check(
+        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
+    ) -> None:
+        """Refuse what the observer is not made for, by an ``UnsuitableError``."""
+
+    @classmethod
+    def suits(cls, base_name: str, args: QuantizationArgs) -> bool:
+        """Whether the observer is made for such a tensor, with its options as they are at first."""
+        if cls.gathers_inputs and base_name != "weight":
+            return False
+        try:
+            cls.checked_options(base_name, args, {})
+        except UnsuitableError:
+            return False
+        return True
+
+    @classmethod
+    def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
+        """Return how errors count under some options."""
+        name = cls.importance_name(options) if base_name == "weight" else "none"
+        return importance_named(name, options.nonfinite)
+
+    @classmethod
+    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
+        """Return the name of the importance by which the errors of a weight are counted."""
+        return "none"
+
+    @classmethod
+    def kept(cls) -> Mapping[str, Reduction]:
+        """Return what is kept of a tensor, and how two of them become one."""
+        return {**cls.Range.all_reductions(), **cls.all_reductions()}
+
+    @classmethod
+    def label_of(cls, base_name: str, module_name: str = "") -> str:
+        """Return how messages call an observer of this class."""
+        of = f" of {module_name}" if module_name else ""
+        return f"Observer '{cls.registered_name()}' ({base_name}{of})"
+
+    # Its statistics
+
+    def _add_counts(self) -> None:
+        if self.counts_values:
+            self.counts = ValueCounts(self.base_name, strategy_name(self.args))
+
+    def apply_options(self) -> None:
+        """Tell the statistics the options that concern them; what they know stays."""
+        for name in self.range_statistic.settings:
+            setattr(self.range_statistic, name, getattr(self.options, name))
+        self.weighing = self.importance_under(self.base_name, self.options)
+        before, inputs = self.inputs, self.weighing.statistic(None, self.args)
+        if inputs is before:  # there are none
+            return
+        self.inputs = inputs
+        if before is not None and inputs is not None and before.declared() == inputs.declared():
+            inputs.owner = before.owner
+            inputs.copy_from(before)
 
     # Observing
 
@@ -137,64 +218,35 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         :param mask: for activations and attention states, which tokens count
         :return: the observer itself, which unpacks into scale and zero point
         """
-        if observed.numel() == 0:
+        seen = observation_of(
+            observed,
+            self.base_name,
+            self.args,
+            g_idx=g_idx,
+            mask=mask,
+            nonfinite=self.options.nonfinite,
+            label=self.label,
+        )
+        if seen is None:
             return self
-        if observed.is_complex():
-            raise ComplexTensorError(self.label(), observed.dtype)
-        try:
-            layout = Layout.of(self.base_name, self.args, g_idx)
-            if mask is not None:
-                observed = layout.select_tokens(observed, mask)
-                if observed.numel() == 0:
-                    return self
-            pieces = layout.pieces(_as_float(observed))
-        except LayoutError as error:
-            error.args = (f"{self.label()}: {error}",)
-            raise
-        found = extrema(pieces)
-        if found.nonfinite:
-            if self.options.nonfinite == "raise":
-                raise self._nonfinite_error(found, observed)
-            if found.nonfinite == pieces.numel():
-                self.absorb(observed_nonfinite=torch.tensor(found.nonfinite, device=pieces.device))
-                return self
-            found = self._without_missing(found)
-        handed = pieces
+        if seen.extrema.nonfinite and seen.is_finite_nowhere:
+            self.absorb(observed_nonfinite=seen.marks()["observed_nonfinite"])
+            return self
+        if seen.extrema.nonfinite and self.has_statistics:
+            seen = seen.without_missing(self.min_vals, self.max_vals)
         if not self._takes_pieces():
-            handed = pieces.flatten(-2)
-            if found.nonfinite:
-                # Zero is in every range and quantizes without error: it adds nothing to a result.
-                handed = handed.nan_to_num(0.0, 0.0, 0.0)
-        self._observation = Observation(handed, pieces, layout, found)
+            seen = seen._replace(observed=seen.canonical_view())
+        self._observation = seen
         try:
-            self.update_statistics_from_observed(handed)
+            self.update_statistics_from_observed(seen.observed)
         finally:
             self._observation = None
-        self.absorb(
-            observed_tokens=torch.tensor(layout.tokens(observed), device=pieces.device),
-            observed_nonfinite=torch.tensor(found.nonfinite, device=pieces.device),
-            observed_like=pieces.new_empty(0),
-        )
+        self.absorb(**seen.marks())
         return self
 
-    def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Set ``min_vals`` and ``max_vals`` from a canonical view. Subclasses write this.
-
-        :param observed: shape ``(observations, *qparam_shape, group)``
-        """
-        low, high = self.extrema(observed)
-        global_scale = None
-        if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
-            global_scale = global_scale_of(_absmax(low, high))
-        scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
-        self.absorb(min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point)
-
-    def calculate_qparams(self, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and zero point. What a subclass of the first generation writes instead."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__} must implement update_statistics_from_observed(observed), "
-            "or calculate_qparams(observed) as in the first generation of the API."
-        )
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in a tensor, as every statistic does: see ``forward``."""
+        self(x, mask=mask)
 
     def extrema(self, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value of each piece.
@@ -206,7 +258,9 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         else:
             found = extrema(observed.unsqueeze(-2))
             if found.nonfinite:
-                raise self._nonfinite_error(found, observed)
+                raise NonFiniteError(
+                    self.label(), found.nonfinite, observed.numel(), observed.shape
+                )
         return found.min_vals, found.max_vals
 
     def pieces(self, observed: Tensor) -> Tensor:
@@ -221,34 +275,20 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         ours = own.extrema is Observer.extrema and own.pieces is Observer.pieces
         return ours and takes_pieces(own.update_statistics_from_observed)
 
-    def _nonfinite_error(self, found: Extrema, observed: Tensor) -> NonFiniteError:
-        return NonFiniteError(self.label(), found.nonfinite, observed.numel(), observed.shape)
-
-    def _without_missing(self, found: Extrema) -> Extrema:
-        """Let pieces without any finite value stay as they were."""
-        if found.missing is None or not self.has_statistics:
-            return found
-        low, high = (v.to(found.min_vals) for v in (self.min_vals, self.max_vals))
-        if low.shape != found.min_vals.shape:
-            return found
-        low = torch.where(found.missing, low, found.min_vals)
-        return found._replace(
-            min_vals=low, max_vals=torch.where(found.missing, high, found.max_vals)
-        )
-
     # Results
 
     @property
     def has_statistics(self) -> bool:
         """Whether anything was observed."""
-        return {"min_vals", "max_vals"} <= self.fields().keys()
+        return all(isinstance(getattr(self, e, None), Tensor) for e in ("min_vals", "max_vals"))
 
     @guarded
     def get_statistics(self) -> dict[str, Tensor]:
-        """Return everything the observer remembers, by name."""
+        """Return everything the observer remembers, by name; further data does not change it."""
         if not self.has_statistics:
             raise NoStatisticsError(self.module_name)
-        return {k: v for k, v in self.fields().items() if not k.startswith("observed_")}
+        fields = self.fields_to_share()
+        return {k: v for k, v in fields.items() if not k.startswith("observed_")}
 
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
@@ -258,8 +298,9 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         """
         if not self.has_statistics:
             raise NoStatisticsError(self.module_name)
-        dtype = self.observed_like.dtype if hasattr(self, "observed_like") else self.min_vals.dtype
-        return self.min_vals.to(dtype), self.max_vals.to(dtype)
+        low, high = self.min_vals, self.max_vals
+        dtype = getattr(self, "observed_like", low).dtype
+        return low.to(dtype), high.to(dtype)
 
     @torch.no_grad()
     @guarded
@@ -267,15 +308,8 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         """Work out the parameters from what was observed; changes nothing."""
         low, high = self.get_range()
         global_scale = self.get_global_scale()
-        if "_scale" in self.fields():
-            if global_scale is not None and self._fused_observers:
-                raise ConfigurationError(
-                    f"{self.label()} works out its scale alone (calculate_qparams) and cannot "
-                    "share a global_scale. Implement update_statistics_from_observed instead."
-                )
-            scale, zero_point = self._scale.clone(), self._zero_point.clone()
-        else:
-            scale, zero_point = qparams_of(low, high, self.args, global_scale, self.label())
+        found = self.calculated_qparams(global_scale is not None and bool(self._fused_observers))
+        scale, zero_point = found or qparams_of(low, high, self.args, global_scale, self.label())
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
     @torch.no_grad()
@@ -292,15 +326,15 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
             absmax = torch.maximum(absmax, _absmax(*other.get_range()).to(absmax.device))
         return global_scale_of(absmax)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Unpack into scale and zero point, as the first generation of the API did."""
-        qparams = self.get_qparams()
-        return iter((qparams["scale"], qparams["zero_point"]))
-
     @property
     def num_observed_tokens(self) -> int:
         """How many tokens were observed; 0 for weights."""
         return int(getattr(self, "observed_tokens", 0))
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were taken in, as every statistic tells it."""
+        return self.num_observed_tokens
 
     @property
     def num_nonfinite(self) -> int:
@@ -316,20 +350,94 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         lock = Lock()  # in common: each asks the others for their ranges
         for observer in group:
             observer._fused_observers = group - {observer}
-            observer.__dict__["_lock"] = lock
+            observer.share_lock(lock)
 
     @property
     def fused_with(self) -> frozenset[Observer]:
         """The others that share its global scale."""
         return frozenset(self._fused_observers)
 
-    # Life in a model
+    # What is known of inputs
 
+    @guarded
     def attach(self, module: torch.nn.Module) -> None:
-        """Prepare for observing ``module``: a subclass may register hooks."""
+        """Take over the sums of inputs that were left on a module, or start summing them.
 
+        Nothing happens where the observer has no use for them, or there are no ``in_features``.
+        """
+        if self.inputs is None or self.take_over(module) or not hasattr(module, "in_features"):
+            return
+        self.begin_inputs(module.in_features)
+        self.inputs.owner = self.label()
+        self._remove_hook()
+        self._hook = InputHook(self, module)
+
+    @guarded
     def detach(self, module: torch.nn.Module) -> None:
-        """Undo what ``attach`` did."""
+        """Stop summing, and leave the sums on ``module``."""
+        hook = self._hook
+        if hook is not None and hook.is_on(module):
+            self._remove_hook()
+            hook.publish(module)
+
+    @guarded
+    def take_over(self, module: torch.nn.Module) -> bool:
+        """Take the sums that another observer left on ``module``, if it did."""
+        left = published(module, self.weighing.fields)
+        if left is None:
+            return False
+        for name, value in left.items():
+            setattr(self, name, value)
+            delattr(module, name)
+        return True
+
+    @guarded
+    def begin_inputs(self, columns: Any) -> None:
+        """Begin to sum up inputs of so many channels, unless there are sums already."""
+        if self.inputs is None or self.inputs.fields():
+            return
+        inputs = self.weighing.statistic(columns, self.args)
+        if inputs is not None:
+            self.inputs = inputs
+            inputs.owner = self.label()
+            inputs.update(torch.zeros(0, columns))  # sums of zero
+
+    def weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
+        """Return what the errors of the weight that is being observed are weighed by.
+
+        Where that cannot be, all errors count alike and one warning says so; or it is an error, if
+        the options say ``strict``.
+
+        :param least: the least that a column counts, where the mean is 1
+        """
+        try:
+            return self.possible_weights(pieces, least)
+        except ImportanceError as error:
+            if getattr(self.options, "strict", False):
+                raise
+            if not self._has_warned:
+                self.fall_back_silently()
+                warnings.warn(f"{error.reason} Falls back to plain error.", CalipersWarning, 3)
+            return Weights()
+
+    def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
+        """Return what errors are weighed by; raise where that cannot be."""
+        if not self.weighing.fields:
+            return Weights()
+        seen = self._observation
+        layout = Layout.of(self.base_name, self.args) if seen is None else seen.layout
+        return self.weighing.weights(self.inputs, Weighed(pieces, layout, self.label(), least))
+
+    def fall_back_silently(self) -> None:
+        """Let importance that cannot be used be no news: somebody has told of it."""
+        self._has_warned = True
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    # Over ranks
 
     def sync_activation_stats(self) -> list[dist.Work]:
         """Start reducing the statistics over all ranks; wait for what is returned.
@@ -355,8 +463,7 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
 
     def label(self) -> str:
         """Return how messages call this observer."""
-        of = f" of {self.module_name}" if self.module_name else ""
-        return f"Observer '{self.registered_name()}' ({self.base_name}{of})"
+        return self.label_of(self.base_name, self.module_name)
 
     def extra_repr(self) -> str:
         """Describe the observer in a printed model."""
@@ -365,21 +472,8 @@ class Observer(Registered, OptionAttributes, StatisticModule, InternalModule):  
         cut = strategy_name(self.args)
         return f"{self.base_name}, {fmt.kind}{fmt.bits} per {cut}, {settings}"
 
-    def _parse_options(self, given: Mapping[str, Any]) -> ObserverOptions:
-        if self.Options is not None:
-            return parse_options(self.Options, given, self.registered_name())
-        known = {key: value for key, value in given.items() if key in ObserverOptions.model_fields}
-        return parse_options(ObserverOptions, known, self.registered_name())
-
 
 Observer.registry = Registry(Observer)
-
-
-def _as_float(observed: Tensor) -> Tensor:
-    """Convert integers and 8-bit floats into a float type that holds all their values."""
-    if observed.is_floating_point():
-        return observed.float() if observed.dtype.itemsize == 1 else observed
-    return observed.double() if observed.dtype.itemsize > 2 else observed.float()
 
 
 def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from pydantic import Field
 from torch import Tensor
 from typing_extensions import Self
@@ -19,26 +18,21 @@ from calipers.errors import (
     MergeError,
     UncountableError,
 )
-from calipers.numerics.entropy import entropy_range
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import strategy_name
-from calipers.numerics.percentile import bfloat16_upper_edge, percentile_range
-from calipers.numerics.qparams import qparams_of
 from calipers.observers.base import Observer, QParamsDict
-from calipers.observers.observation import in_pieces
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
-from calipers.observers.solving import Problem, solve
-from calipers.statistics.base import Reduction
-from calipers.statistics.guarding import guarded
-from calipers.statistics.value_counts import Distribution, ValueCounts
+from calipers.observers.pieces import in_pieces
+from calipers.solvers.distribution import Counted, entropy, least_error, percentile
+from calipers.statistics.locking import guarded
+from calipers.statistics.ranges import Extrema
+from calipers.statistics.value_counts import ValueCounts
 
 _COUNTED = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
-Solver = Callable[[Distribution, Tensor, Tensor], tuple[Tensor, Tensor]]
-
 
 @Observer.register("value_counts")
-class ValueCountsObserver(ValueCounts, Observer):
+class ValueCountsObserver(Observer):
     """Counts every value, per tensor or per head; its own range are the extrema of all data.
 
     What it has counted serves every solver and format: ``adopt`` hands it on.
@@ -54,15 +48,18 @@ class ValueCountsObserver(ValueCounts, Observer):
     remembers = "how often each value occurred, and extrema"
     when = "activations: measure once, then `adopt` by `histogram_mse`, `percentile` or `entropy`"
     Options = ObserverOptions
-    reductions: ClassVar[Mapping[str, Reduction]] = {
-        "min_vals": Reduction.MIN,
-        "max_vals": Reduction.MAX,
-    }
+    Range = Extrema
+    counts_values = True
+    counts: ValueCounts
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.args.strategy not in _COUNTED:
-            raise CountedStrategyError(self.label(), strategy_name(self.args))
+    @classmethod
+    def check(
+        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
+    ) -> None:
+        """Refuse strategies with many pieces, for each of which all values would be counted."""
+        super().check(base_name, args, options, fmt)
+        if args.strategy not in _COUNTED:
+            raise CountedStrategyError(cls.label_of(base_name), strategy_name(args))
 
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
@@ -72,13 +69,7 @@ class ValueCountsObserver(ValueCounts, Observer):
         if pieces.dtype != torch.float16 and _overflows(low, high):
             raise UncountableError(self.label(), float(low.min()), float(high.max()), pieces.dtype)
         self.absorb(min_vals=low, max_vals=high)
-        self.count(pieces)
-
-    @guarded
-    def get_statistics(self) -> dict[str, Tensor]:
-        """Return everything the observer remembers, by name; further data does not change it."""
-        self._own.clear()
-        return super().get_statistics()
+        self.counts.count(pieces, self._observation.tokens if self._observation else 0)
 
     def adopt(self, other: ValueCountsObserver) -> Self:
         """Take over a copy of what ``other`` has counted, in place of what is here.
@@ -107,23 +98,10 @@ class ValueCountsObserver(ValueCounts, Observer):
     def _measured(self) -> dict[str, Any]:
         return {"base_name": self.base_name, "strategy": strategy_name(self.args)}
 
-    def _solve(self, solver: Solver) -> tuple[Tensor, Tensor]:
-        """Let ``solver`` work out the range of each piece from its distribution and exact extrema.
-
-        What it returns is cut to the extrema; a piece without any value keeps them.
-        """
+    def _counted(self) -> Counted:
+        """Return what solvers ask for."""
         low, high = Observer.get_range(self)
-        ends = [
-            solver(distribution, *extrema) if len(distribution.values) else extrema
-            for distribution, *extrema in zip(
-                self.distributions(), low.flatten().cpu(), high.flatten().cpu(), strict=True
-            )
-        ]
-        lows, highs = (
-            torch.stack([end.to(low) for end in side]).reshape(low.shape)
-            for side in zip(*ends, strict=True)
-        )
-        return torch.maximum(lows, low), torch.minimum(highs, high)
+        return Counted(self.counts.distributions(), low, high, self.args)
 
 
 class HistogramMSEOptions(ObserverOptions):
@@ -150,20 +128,8 @@ class HistogramMSEObserver(ValueCountsObserver):
     @guarded
     def get_qparams(self) -> QParamsDict:
         """Work out the parameters from what was observed; changes nothing."""
-        low, high = Observer.get_range(self)
-        scale, zero_point = qparams_of(low, high, self.args, None, self.label())
-        shape = scale.shape
-        scale, zero_point = scale.flatten(), zero_point.flatten()
-        for piece, seen in enumerate(self.distributions()):
-            if len(seen.values):
-                extremes = low.flatten()[piece], high.flatten()[piece]
-                best = solve(self._problem(seen, *extremes))
-                scale[piece], zero_point[piece] = best.scale, best.zero_point
-        return {
-            "scale": scale.reshape(shape),
-            "zero_point": zero_point.reshape(shape),
-            "global_scale": None,
-        }
+        scale, zero_point = least_error(self._counted(), self.options.norm, self.label())
+        return {"scale": scale, "zero_point": zero_point, "global_scale": None}
 
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
@@ -175,13 +141,6 @@ class HistogramMSEObserver(ValueCountsObserver):
         ends = ((end - zero_point) * scale for end in (low, high))
         lows, highs = (end.reshape(self.min_vals.shape).to(qparams["scale"]) for end in ends)
         return lows, highs
-
-    def _problem(self, seen: Distribution, *extremes: Tensor) -> Problem:
-        values = seen.values.to(extremes[0].dtype).reshape(1, 1, 1, -1)
-        low, high = (end.reshape(1) for end in (values.min(), values.max()))
-        weights = seen.counts.double().reshape(values.shape)
-        of_data = extremes[0].reshape(1).cpu(), extremes[1].reshape(1).cpu()
-        return Problem(values, low, high, self.args, self.options.norm, weights, extremes=of_data)
 
 
 class PercentileOptions(ObserverOptions):
@@ -211,15 +170,7 @@ class PercentileObserver(ValueCountsObserver):
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range that keeps the asked share of the values of each piece."""
-        return self._solve(self._keep_share)
-
-    def _keep_share(self, seen: Distribution, low: Tensor, _high: Tensor) -> tuple[Tensor, Tensor]:
-        ends = percentile_range(*seen, self.options.percentile, self.args.symmetric)
-        if low.dtype.itemsize == 2:
-            return ends
-        # float64 is rounded to float32 on its way, up to half a float32 further.
-        slack = int(low.dtype == torch.float64)
-        return -bfloat16_upper_edge(-ends[0], slack), bfloat16_upper_edge(ends[1], slack)
+        return percentile(self._counted(), self.options.percentile)
 
 
 class EntropyOptions(ObserverOptions):
@@ -232,7 +183,7 @@ class EntropyOptions(ObserverOptions):
 class EntropyObserver(ValueCountsObserver):
     """Takes the range whose quantized distribution diverges least from that of the values.
 
-    For int8 and fp8. ``calipers.numerics.entropy.entropy_range`` defines it; the whole range is
+    For int8 and fp8. ``calipers.solvers.entropy.entropy_range`` defines it; the whole range is
     [−absmax, absmax] for symmetric formats, and from minimum to maximum, and to zero, for others.
     """
 
@@ -240,27 +191,19 @@ class EntropyObserver(ValueCountsObserver):
     Options = EntropyOptions
     options: EntropyOptions
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        fmt = Format.of(self.args)
+    @classmethod
+    def check(
+        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
+    ) -> None:
+        """Refuse formats of few codes."""
+        super().check(base_name, args, options, fmt)
         if fmt.bits != 8:
-            raise EntropyFormatError(self.label(), f"{fmt.kind}{fmt.bits}")
+            raise EntropyFormatError(cls.label_of(base_name), f"{fmt.kind}{fmt.bits}")
 
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range of least divergence of each piece."""
-        return self._solve(self._least_divergence)
-
-    def _least_divergence(
-        self, seen: Distribution, low: Tensor, high: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        if self.args.symmetric:
-            high = torch.maximum(-low, high)
-            low = -high
-        if low == high:
-            return low, high
-        return entropy_range(*seen, low, high, self.args, self.options.bins)
+        return entropy(self._counted(), self.options.bins)
 
 
 def _overflows(low: Tensor, high: Tensor) -> bool:

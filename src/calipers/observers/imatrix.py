@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
-from calipers.errors import ImportanceError, ImportanceUnsupportedError
-from calipers.numerics.layout import Layout, strategy_name
+from calipers.errors import ImportanceUnsupportedError
+from calipers.numerics.layout import strategy_name
 from calipers.observers.base import Observer
-from calipers.observers.gathering import GathersInputs, ImportanceOptions
 from calipers.observers.mse import MemorylessMSEObserver
-from calipers.observers.options import Expand, Grid, Norm, Patience, SearchOptions, Shrink
-from calipers.statistics.moments import SquareSums
+from calipers.observers.options import (
+    Expand,
+    Grid,
+    ImportanceOptions,
+    Norm,
+    ObserverOptions,
+    Patience,
+    SearchOptions,
+    Shrink,
+)
+from calipers.solvers.importance import Weights
 
 _SUPPORTED = (
     QuantizationStrategy.CHANNEL,
@@ -42,7 +47,7 @@ class IMatrixOptions(SearchOptions, ImportanceOptions):
 
 
 @Observer.register("imatrix_mse")
-class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
+class IMatrixMSEObserver(MemorylessMSEObserver):
     """Weighs the error of each weight by E[x²] of its input channel.
 
     ``attach`` it to a Linear, run data through the model, ``detach`` it, observe the weight. The
@@ -51,40 +56,24 @@ class IMatrixMSEObserver(GathersInputs, SquareSums, MemorylessMSEObserver):
 
     remembers = "best shrunk range under importance, Σx² and tokens"
     when = "weights at 4 bits and below"
+    gathers_inputs = True
     Options = IMatrixOptions
     options: IMatrixOptions
 
-    def gathered_fields(self) -> Iterable[str]:
-        """Name the sums."""
-        return SquareSums.reductions
+    @classmethod
+    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
+        """Return the name of the importance by which the errors of a weight are counted."""
+        return "imatrix"
 
-    def begin_gathering(self, channels: int) -> None:
-        """Begin with sums of zero."""
-        self._imatrix_sum = torch.zeros(channels, dtype=torch.float64)
-        self._imatrix_count = torch.zeros((), dtype=torch.int64)
-
-    def gather(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Add the squares of an input."""
-        self.absorb_tokens(x, mask)
-
-    def importance(self, pieces: Tensor) -> Tensor | None:
-        """Return E[x²] of each column over its mean, or None where it cannot be used."""
-        return self.or_plain(self._usable_importance, pieces)
-
-    def _usable_importance(self, pieces: Tensor) -> Tensor | None:
+    def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
+        """Return E[x²] of each column over its mean; refuse pieces of more than one row."""
         if self.base_name != "weight" or self.args.strategy not in _SUPPORTED:
             raise ImportanceUnsupportedError(
                 self.label(),
                 f"importance has no meaning for '{self.base_name}' with strategy "
                 f"'{strategy_name(self.args)}' (only for weights: channel, group, tensor_group)",
             )
-        layout = self._observation.layout if self._observation else Layout.of("weight", self.args)
-        return layout.columns(self._checked_importance(pieces.shape[-3] * pieces.shape[-1]))
-
-    def _checked_importance(self, columns: int) -> Tensor:
-        if not int(getattr(self, "_imatrix_count", 0)):
-            raise ImportanceError(self.label(), "no importance was gathered")
-        return checked_importance(self._imatrix_sum / self._imatrix_count, columns, self.label())
+        return super().possible_weights(pieces, least)
 
 
 class ExpandedIMatrixOptions(IMatrixOptions):
@@ -104,19 +93,3 @@ class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     remembers = "best of wider and narrower ranges under importance, Σx² and tokens"
     when = "weights in NVFP4, as llm-compressor does it"
     Options = ExpandedIMatrixOptions
-
-
-def checked_importance(importance: Tensor, columns: int, owner: str) -> Tensor:
-    """Return importance over its mean; refuse what cannot be one."""
-    if importance.numel() != columns:
-        raise ImportanceError(
-            owner,
-            f"importance has {importance.numel()} channels for {columns} columns of the weight",
-        )
-    if not bool(torch.isfinite(importance).all()):
-        raise ImportanceError(owner, "importance has NaN or Inf in it")
-    if bool((importance < 0).any()):
-        raise ImportanceError(owner, "importance has negative values")
-    if not bool(importance.any()):
-        raise ImportanceError(owner, "importance is zero for every channel")
-    return importance / importance.mean()

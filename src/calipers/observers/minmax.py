@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor
 
 from calipers.observers.base import Observer
-from calipers.observers.observation import in_pieces
 from calipers.observers.options import MovingAverageOptions, ObserverOptions
-from calipers.statistics.base import Reduction
-from calipers.statistics.moving_average import MovingAverage
+from calipers.observers.pieces import in_pieces
+from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
 
 
 @Observer.register("memoryless_minmax")
@@ -21,10 +17,11 @@ class MemorylessMinMaxObserver(Observer):
     remembers = "extrema of the last tensor"
     when = "weights, fast"
     Options = ObserverOptions
+    Range = LastRange
 
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Reduce the extrema as the class declares it."""
+        """Keep the extrema as the statistic does."""
         low, high = self.extrema(observed)
         self.absorb(min_vals=low, max_vals=high)
 
@@ -35,16 +32,14 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
     remembers = "extrema of all tensors"
     when = "static activations"
-    reductions: ClassVar[Mapping[str, Reduction]] = {
-        "min_vals": Reduction.MIN,
-        "max_vals": Reduction.MAX,
-    }
+    Range = Extrema
 
 
 @Observer.register("minmax")
-class MinMaxObserver(MovingAverage, MemorylessMinMaxObserver):
+class MinMaxObserver(MemorylessMinMaxObserver):
     """Takes a moving average of the extrema of each tensor."""
 
     remembers = "moving average of extrema"
     when = "static activations whose extremes differ from batch to batch; it clips rare spikes"
     Options = MovingAverageOptions
+    Range = MovingAverage

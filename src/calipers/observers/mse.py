@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from calipers.kernels.search import search_range
 from calipers.observers.base import Observer
-from calipers.observers.observation import in_pieces
 from calipers.observers.options import (
     Expand,
     Grid,
@@ -15,7 +13,10 @@ from calipers.observers.options import (
     SearchOptions,
     Shrink,
 )
-from calipers.statistics.moving_average import MovingAverage
+from calipers.observers.pieces import in_pieces
+from calipers.solvers.grid_search import best_range
+from calipers.solvers.problem import Problem
+from calipers.statistics.ranges import MovingAverage
 
 
 @Observer.register("memoryless_mse")
@@ -32,31 +33,20 @@ class MemorylessMSEObserver(Observer):
         """Search, and reduce what was found as the class declares it."""
         low, high = self.extrema(observed)
         pieces = self.pieces(observed)
-        low, high = search_range(
-            pieces,
-            low,
-            high,
-            self.args,
-            factors=self.options.factors,
-            norm=self.options.norm,
-            expand=self.options.expand,
-            patience=self.options.stop_after,
-            weights=self.importance(pieces),
-        )
+        weights = self.weights(pieces)
+        problem = Problem(pieces, low, high, self.args, self.options.norm, weights)
+        low, high = best_range(problem, self.options.tried)
         self.absorb(min_vals=low, max_vals=high)
-
-    def importance(self, pieces: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Return a weight for the error of each value of a row of pieces, or None for all alike."""
-        return None
 
 
 @Observer.register("mse")
-class MovingAverageMSEObserver(MovingAverage, MemorylessMSEObserver):
+class MovingAverageMSEObserver(MemorylessMSEObserver):
     """Takes a moving average of the best ranges of each tensor."""
 
     remembers = "moving average of the best shrunk ranges"
     when = "activations"
     Options = MovingAverageSearchOptions
+    Range = MovingAverage
 
 
 class ExpandedSearchOptions(SearchOptions):

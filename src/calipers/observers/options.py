@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from calipers.errors import InvalidOptionError, UnknownOptionError
+from calipers.observers.compatibility import ALIASES
+from calipers.solvers.grid_search import SearchedParts
 
 Options = TypeVar("Options", bound="ObserverOptions")
 
@@ -45,6 +47,12 @@ class ObserverOptions(BaseModel):
     )
 
 
+class ImportanceOptions(ObserverOptions):
+    """Options of an observer that needs to know the inputs."""
+
+    strict: bool = Field(default=False, description="unusable importance is an error")
+
+
 class MovingAverageOptions(ObserverOptions):
     """Options of an observer that follows a stream."""
 
@@ -71,6 +79,11 @@ class SearchOptions(ObserverOptions):
     def factors(self) -> list[float]:
         """The shrink factors, from the whole range downwards."""
         return [1 - i / self.grid for i in range(self.steps)]
+
+    @property
+    def tried(self) -> SearchedParts:
+        """What is searched."""
+        return SearchedParts(self.factors, self.expand, self.stop_after)
 
     @property
     def stop_after(self) -> int | None:
@@ -108,18 +121,25 @@ class OptionAttributes:
         """Return how messages call the owner of the options."""
         return cls.__name__
 
+    def apply_options(self) -> None:
+        """Take note that options have changed."""
+
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("options")
-        if options is not None and name in type(options).model_fields:
-            return getattr(options, name)
+        option = ALIASES.get(name, name)
+        if options is not None and option in type(options).model_fields:
+            return getattr(options, option)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         options = self.__dict__.get("options")
-        if options is not None and name in type(options).model_fields:
-            given = {**options.model_dump(), name: value}
-            name, value = "options", parse_options(type(options), given, self.registered_name())
-        super().__setattr__(name, value)
+        option = ALIASES.get(name, name)
+        if options is None or option not in type(options).model_fields:
+            super().__setattr__(name, value)
+            return
+        given = {**options.model_dump(), option: value}
+        self.__dict__["options"] = parse_options(type(options), given, self.registered_name())
+        self.apply_options()
 
 
 def _problem(error: Any) -> str:

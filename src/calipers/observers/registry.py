@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from typing_extensions import Self
 
 from calipers.errors import CodeNotAllowedError, RegistrationError, UnknownObserverError
-from calipers.observers.first_generation import construct
+from calipers.observers.compatibility import construct
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)

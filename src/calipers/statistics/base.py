@@ -22,7 +22,7 @@ from calipers.errors import (
     NotMergeableError,
     ShapeChangedError,
 )
-from calipers.statistics.guarding import Lock, guarded
+from calipers.statistics.locking import Lock, guarded
 
 
 class Reduction(Enum):
@@ -90,6 +90,9 @@ class Statistic:
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {}
+    owner: str = ""
+    """What messages call it, if not by its class: whose tensors it measures."""
+
     _declared: ClassVar[Mapping[str, Reduction]]
 
     @property
@@ -101,8 +104,8 @@ class Statistic:
     @property
     def lock(self) -> Lock:
         """The lock that whoever reads or writes the fields holds."""
-        lock: Lock = self.__dict__.setdefault("_lock", Lock())
-        return lock
+        lock: Lock | None = self.__dict__.get("_lock")
+        return self.__dict__.setdefault("_lock", Lock()) if lock is None else lock
 
     @classmethod
     def all_reductions(cls) -> dict[str, Reduction]:
@@ -110,26 +113,36 @@ class Statistic:
         collected: dict[str, Reduction] = {}
         for base in reversed(cls.__mro__):
             collected.update(base.__dict__.get("reductions", {}))
-            for name, reduce_op in base.__dict__.get("_act_sync_dict", {}).items():
-                collected[name] = Reduction.of(reduce_op)
         return collected
 
-    @classmethod
-    def declared(cls) -> Mapping[str, Reduction]:
-        """Return ``all_reductions()``, collected once: what is declared later does not count."""
-        known: Mapping[str, Reduction] | None = cls.__dict__.get("_declared")
+    def declared(self) -> Mapping[str, Reduction]:
+        """Return the fields and their reductions, collected once for each class."""
+        known: Mapping[str, Reduction] | None = type(self).__dict__.get("_declared")
         if known is None:
-            known = MappingProxyType(cls.all_reductions())
-            cls._declared = known
+            known = MappingProxyType(self.all_reductions())
+            type(self)._declared = known
         return known
 
+    # What a statistic of a stream writes
+
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
+        raise NotImplementedError(f"{type(self).__qualname__} takes in no tensors.")
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were taken in."""
+        return 0
+
     def configuration(self) -> dict[str, Any]:
-        """Return what two statistics must have in common to be merged."""
+        """Return what two statistics have in common that measure the same of a tensor."""
         return {"class": type(self).__qualname__}
+
+    # What follows from it
 
     def label(self) -> str:
         """Return how messages call this statistic."""
-        return type(self).__qualname__
+        return self.owner or type(self).__qualname__
 
     def fields(self) -> dict[str, Tensor]:
         """Return the fields that hold data."""
@@ -197,6 +210,31 @@ class Statistic:
         for name in self.declared():
             if name in fields:
                 setattr(self, name, fields[name].detach().clone())
+
+    def copy_from(self, other: Self) -> None:
+        """Know what another statistic of the same configuration knows, in place of what is here.
+
+        Tensors are shared until one of the two goes on.
+        """
+        self._replace_fields(other.fields_to_share())  # never both locks at once
+
+    def fields_to_share(self) -> dict[str, Tensor]:
+        """Return the fields for somebody else to keep: none is changed in place afterwards."""
+        return self.fields()
+
+    @guarded
+    def _replace_fields(self, fields: Mapping[str, Tensor]) -> None:
+        self.reset()
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def packed(self, name: str, value: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the form in which a field is saved."""
+        return value
+
+    def unpacked(self, name: str, saved: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002
+        """Return a saved field in the form it is kept in, where it had this shape."""
+        return saved
 
     @guarded
     def move(self, device: torch.device) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.guarding import full_precision
+from calipers.statistics.base import Reduction
+from calipers.statistics.moments import NonFinite, TokenSums
 
 WIDEST = 512
 _TOKENS = 256  # multiplied in float32 at a time, and added up in float64
@@ -33,12 +33,14 @@ def block_width(columns: int, piece: int) -> int:
     return max(width for width in range(piece, WIDEST + 1, piece) if columns % width == 0)
 
 
-class BlockHessians(Statistic):
+class BlockHessians(TokenSums):
     """Sums x xᵀ of each block of channels, and counts tokens. Sums are kept in float64.
 
-    >>> sums = BlockHessians()
-    >>> sums.absorb_outer(torch.tensor([[1.0, 2.0, 3.0, 0.0]]), width=2)
-    >>> sums._hessian_sum.tolist(), int(sums._hessian_count)
+    :param width: channels of a block; None for that of sums which are loaded or taken over
+
+    >>> sums = BlockHessians(width=2)
+    >>> sums.update(torch.tensor([[1.0, 2.0, 3.0, 0.0]]))
+    >>> sums._hessian_sum.tolist(), sums.num_tokens
     ([[[1.0, 2.0], [2.0, 4.0]], [[9.0, 0.0], [0.0, 0.0]]], 1)
     """
 
@@ -49,21 +51,35 @@ class BlockHessians(Statistic):
     _hessian_sum: Tensor
     _hessian_count: Tensor
 
-    @full_precision()
-    def absorb_outer(self, x: Tensor, width: int, mask: Tensor | None = None) -> None:
-        """Take in activations of shape (…, channels); ``mask``, shape (…), says which count."""
-        tokens = x.detach().reshape(-1, x.shape[-1])
-        if mask is not None:
-            tokens = tokens[mask.reshape(-1).to(x.device, torch.bool)]
+    def __init__(self, width: int | None = None, *, nonfinite: NonFinite = "raise") -> None:
+        super().__init__(nonfinite=nonfinite)
+        self._width = width
+
+    @property
+    def width(self) -> int | None:
+        """How many channels a block has: of those that are summed, or of those that will be."""
+        held = self.fields().get("_hessian_sum")
+        return self._width if held is None else held.shape[-1]
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two statistics have in common that measure the same of a tensor."""
+        return {**super().configuration(), "width": self.width}
+
+    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        width, channels = self.width, tokens.shape[-1]
+        assert width is not None, "the width of blocks is not known"
+        tokens = tokens if marks is None else tokens[marks]
         total = torch.zeros(
-            x.shape[-1] // width, width, width, dtype=torch.float64, device=x.device
+            channels // width, width, width, dtype=torch.float64, device=tokens.device
         )
         working = torch.promote_types(tokens.dtype, torch.float32)
         for part in torch.split(tokens, _TOKENS):
             blocks = part.to(working).reshape(len(part), len(total), width).transpose(0, 1)
             total += torch.bmm(blocks.transpose(1, 2), blocks)
-        count = torch.tensor(len(tokens), device=x.device)
-        self.absorb(_hessian_sum=total, _hessian_count=count)
+        return total, torch.tensor(len(tokens), device=tokens.device)
+
+    def _squares(self, total: Tensor) -> Tensor:
+        return total.diagonal(dim1=-2, dim2=-1)
 
 
 def shrunk(hessian: Tensor, tokens: int, damping: float = 0.01) -> Tensor:

@@ -1,47 +1,140 @@
-"""A statistic inside a model: saved, loaded and moved with it."""
+"""Statistics inside a model: saved, loaded and moved with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import ConfigurationMismatchError
-from calipers.statistics.base import Statistic
-from calipers.statistics.guarding import guarded
+from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.locking import Lock, guarded
 
 
 class StatisticModule(Statistic, torch.nn.Module):
-    """A module whose state are the fields of a statistic.
+    """A module that holds statistics, whose fields are visible as its own.
 
+    It is a statistic itself: of the fields it declares, and of those of its ``parts``. A part is
+    given by setting the attribute of that name; one that is new takes the lock of the module.
     A state_dict holds the fields that have data and the configuration they were gathered under,
     all of it as tensors. Casting the model leaves the precision of its statistics alone.
-    A field may be saved in another form than it is kept in: see ``packed`` and ``unpacked``.
     """
 
+    parts: ClassVar[tuple[str, ...]] = ()
+    """The attributes that may hold a statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holders: Mapping[str, str]  # field → the part that has it
+        self._all_declared: Mapping[str, Reduction]
+        self._arrange()
+
+    # Parts
+
+    def held(self) -> Iterator[Statistic]:
+        """Give the parts that there are."""
+        found = (self.__dict__.get(name) for name in self.parts)
+        return (part for part in found if isinstance(part, Statistic))
+
+    def declared(self) -> Mapping[str, Reduction]:
+        """Return the fields of the module and of its parts, and their reductions."""
+        return self._all_declared
+
+    def share_lock(self, lock: Lock) -> None:
+        """Take a lock that others have too, with all parts that had the one before."""
+        before = self.lock
+        for each in (self, *self.held()):
+            if each.lock is before:
+                each.__dict__["_lock"] = lock
+
+    def _arrange(self) -> None:
+        """Note which field is where."""
+        named = ((name, self.__dict__.get(name)) for name in self.parts)
+        kinds = [(name, type(part)) for name, part in named if isinstance(part, Statistic)]
+        holders, declared = _arrangement(cast("Any", type(self)), tuple(kinds))
+        self.__dict__.update(_holders=holders, _all_declared=declared)
+
+    def __getattr__(self, name: str) -> Any:
+        holder = self.__dict__.get("_holders", {}).get(name)
+        if holder is not None:
+            fields = self.__dict__[holder].__dict__
+            if name in fields:
+                return fields[name]
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is None and name in self.declared():
-            self.__dict__.setdefault("_none_at_first", set()).add(name)
-        super().__setattr__(name, value)
+        holder = self.__dict__.get("_holders", {}).get(name)
+        if holder is not None:
+            setattr(self.__dict__[holder], name, value)
+        elif name in self.parts:
+            if isinstance(value, Statistic):  # a subclass may use the name for something else
+                value.__dict__.setdefault("_lock", self.lock)
+            self.__dict__[name] = value
+            self._arrange()
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        holder = self._holders.get(name)
+        if holder is not None:
+            delattr(self.__dict__[holder], name)
+        else:
+            super().__delattr__(name)
+
+    # A statistic of all of them
+
+    def fields(self) -> dict[str, Tensor]:
+        """Return the fields that hold data."""
+        found = {}
+        with self.lock:
+            for name in self._all_declared:
+                holder = self._holders.get(name)
+                held = self if holder is None else self.__dict__[holder]
+                value = getattr(held, name, None)
+                if isinstance(value, Tensor):
+                    found[name] = value
+        return found
+
+    def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
+        """Reduce two values of one field to one, as the part that has it does."""
+        part: Statistic | None = self.__dict__.get(self._holders.get(name, ""))
+        if part is None or part.declared()[name] is not self._all_declared[name]:
+            return super().combine(name, mine, new)
+        return part.combine(name, mine, new)
 
     @guarded
     def reset(self) -> None:
-        """Forget everything; fields that a subclass began as None are None again."""
+        """Forget everything."""
+        for part in self.held():
+            part.reset()
         super().reset()
-        for name in self.__dict__.get("_none_at_first", ()):
-            setattr(self, name, None)
 
-    def packed(self, name: str, value: Tensor) -> Tensor:  # noqa: ARG002
+    @guarded
+    def fields_to_share(self) -> dict[str, Tensor]:
+        """Return the fields for somebody else to keep: none is changed in place afterwards."""
+        for part in self.held():
+            part.fields_to_share()
+        return self.fields()
+
+    def packed(self, name: str, value: Tensor) -> Tensor:
         """Return the form in which a field is saved."""
-        return value
+        part: Statistic | None = self.__dict__.get(self._holders.get(name, ""))
+        return value if part is None else part.packed(name, value)
 
-    def unpacked(self, name: str, saved: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002
+    def unpacked(self, name: str, saved: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a saved field in the form it is kept in, where it had this shape."""
-        return saved
+        part: Statistic | None = self.__dict__.get(self._holders.get(name, ""))
+        if part is None:
+            return saved
+        part.owner = self.label()
+        return part.unpacked(name, saved, shape)
+
+    # In a model
 
     @guarded
     def get_extra_state(self) -> Tensor:
@@ -108,6 +201,25 @@ class StatisticModule(Statistic, torch.nn.Module):
         if fields:
             self.move(fn(fields[0].new_empty(0)).device)
         return self
+
+
+@cache
+def _arrangement(
+    module: type[StatisticModule], kinds: tuple[tuple[str, type[Statistic]], ...]
+) -> tuple[Mapping[str, str], Mapping[str, Reduction]]:
+    """Return which part has which field, and the reductions of all fields.
+
+    What the class of the module declares of a field wins over its part.
+    """
+    own = module.all_reductions()
+    holders: dict[str, str] = {}
+    declared: dict[str, Reduction] = {}
+    for name, kind in kinds:
+        for field, reduction in kind.all_reductions().items():
+            if not hasattr(module, field):
+                holders[field] = name
+            declared[field] = own.pop(field, reduction)
+    return holders, {**declared, **own}
 
 
 def _read(state: Tensor | None) -> dict[str, Any]:

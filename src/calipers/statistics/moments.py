@@ -1,27 +1,85 @@
-"""How strongly each input channel is used: Σx² and the number of tokens."""
+"""How strong a stream is: Σx² of each channel, or of whole tokens, and the number of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from calipers.errors import NonFiniteError
 from calipers.kernels.moments import sum_of_squares
+from calipers.numerics.tensors import checked_mask
 from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.guarding import full_precision
+from calipers.statistics.locking import full_precision
+
+NonFinite = Literal["raise", "ignore", "keep"]
 
 
-class SquareSums(Statistic):
+class TokenSums(Statistic):
+    """A sum over the tokens of a stream, and their number: the first two fields of a subclass.
+
+    :param nonfinite: NaN and Inf are an error, and nothing is recorded (``raise``); the tokens that
+        have any are left out (``ignore``); or they are summed up as they are (``keep``)
+    """
+
+    def __init__(self, *, nonfinite: NonFinite = "raise") -> None:
+        self.nonfinite: NonFinite = nonfinite
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two statistics have in common that measure the same of a tensor."""
+        return {**super().configuration(), "nonfinite": self.nonfinite}
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were taken in."""
+        return int(getattr(self, self._names()[1], 0))
+
+    @full_precision()
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in activations of shape (…, channels); ``mask``, shape (…), says which count."""
+        if not x.shape[-1]:
+            return
+        marks = None if mask is None else checked_mask(mask, x, "input", x.ndim - 1).reshape(-1)
+        tokens = x.detach().reshape(-1, x.shape[-1])
+        if self.nonfinite == "ignore":
+            finite = torch.isfinite(tokens).all(-1)
+            if not bool(finite.all()):
+                tokens, marks = tokens[finite], None if marks is None else marks[finite]
+        total, count = self._summed(tokens, marks)
+        if self.nonfinite == "raise" and not bool(torch.isfinite(self._squares(total)).all()):
+            self._refuse(tokens, marks, x)
+        self.absorb(**dict(zip(self._names(), (total, count), strict=True)))
+
+    def _names(self) -> list[str]:
+        return list(self.declared())[:2]
+
+    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum over the tokens that are marked, (tokens, channels), and their number."""
+        raise NotImplementedError
+
+    def _squares(self, total: Tensor) -> Tensor:
+        """Return the sums of squares, which are finite only if all values are."""
+        return total
+
+    def _refuse(self, tokens: Tensor, marks: Tensor | None, x: Tensor) -> None:
+        """Raise if a value is not finite, and not only a sum of such as are."""
+        kept = tokens if marks is None else tokens[marks]
+        count = int((~torch.isfinite(kept)).sum())
+        if count:
+            raise NonFiniteError(self.label(), count, x.numel(), x.shape)
+
+
+class SquareSums(TokenSums):
     """Sums x² of each channel in float64, so that the order of the data hardly rounds.
 
     >>> sums = SquareSums()
-    >>> sums.absorb_tokens(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
-    >>> sums._imatrix_sum.tolist(), int(sums._imatrix_count)
+    >>> sums.update(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    >>> sums._imatrix_sum.tolist(), sums.num_tokens
     ([10.0, 4.0], 2)
-    >>> sums.absorb_tokens(torch.tensor([[1.0, 1.0], [9.0, 9.0]]), torch.tensor([True, False]))
-    >>> sums._imatrix_sum.tolist(), int(sums._imatrix_count)
+    >>> sums.update(torch.tensor([[1.0, 1.0], [9.0, 9.0]]), torch.tensor([True, False]))
+    >>> sums._imatrix_sum.tolist(), sums.num_tokens
     ([11.0, 5.0], 3)
     """
 
@@ -32,10 +90,36 @@ class SquareSums(Statistic):
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
 
-    @full_precision()
-    def absorb_tokens(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Take in activations of shape (…, channels); ``mask``, shape (…), says which count."""
-        tokens = x.detach().reshape(-1, x.shape[-1])
-        marks = None if mask is None else mask.reshape(-1).to(x.device, torch.bool)
-        count = torch.tensor(len(tokens), device=x.device) if marks is None else marks.sum()
-        self.absorb(_imatrix_sum=sum_of_squares(tokens, marks), _imatrix_count=count)
+    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        return sum_of_squares(tokens, marks), number_of(tokens, marks)
+
+
+class TokenSquares(TokenSums):
+    """Sums ‖x‖² of whole tokens; several times faster than by channel. NaN and Inf are kept.
+
+    >>> sums = TokenSquares()
+    >>> sums.update(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+    >>> float(sums.square_sum), sums.num_tokens
+    (29.0, 2)
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "square_sum": Reduction.SUM,
+        "square_count": Reduction.SUM,
+    }
+    square_sum: Tensor
+    square_count: Tensor
+
+    def __init__(self, *, nonfinite: NonFinite = "keep") -> None:
+        super().__init__(nonfinite=nonfinite)
+
+    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        working = torch.promote_types(tokens.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=working)
+        norms = norms if marks is None else norms[marks]
+        return norms.double().square().sum().reshape(1), number_of(tokens, marks)
+
+
+def number_of(tokens: Tensor, marks: Tensor | None) -> Tensor:
+    """Return how many tokens are marked."""
+    return torch.tensor(len(tokens), device=tokens.device) if marks is None else marks.sum()

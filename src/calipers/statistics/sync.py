@@ -12,8 +12,8 @@ from torch import distributed as dist
 
 from calipers.errors import ConfigurationMismatchError, SyncError
 from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.exchange import communication_device, gather
-from calipers.statistics.guarding import full_precision
+from calipers.statistics.communication import communication_device, gather
+from calipers.statistics.locking import full_precision
 
 
 def sync_statistics(

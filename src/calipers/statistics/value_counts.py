@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import SavedStateError
 from calipers.kernels.counts import BINS, count_values
+from calipers.numerics.layout import Layout, strategy_name
+from calipers.numerics.tensors import as_float
 from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.guarding import guarded
+from calipers.statistics.locking import guarded
 
 TABLES = {"counts_bfloat16": torch.bfloat16, "counts_float16": torch.float16}
 
@@ -31,21 +34,68 @@ class ValueCounts(Statistic):
     any value, but no place in a distribution. A table grows in place if this statistic made it;
     one that came by merging, loading or synchronisation is copied first.
 
+    :param base_name: what is counted: ``input``, ``output``, ``q``, ``k`` or ``v``
+    :param strategy: whether the values of the whole tensor are counted together, or of each head
+
     >>> seen = ValueCounts()
-    >>> seen.count(torch.tensor([[[[1.0, -0.0, 0.0, 3.14159]]]]))
+    >>> seen.update(torch.tensor([[1.0, -0.0, 0.0, 3.14159]]))
     >>> [part.tolist() for part in next(seen.distributions())]
     [[0.0, 1.0, 3.140625], [2, 1, 1]]
+    >>> seen.num_tokens, seen.is_exact
+    (1, False)
     """
 
-    reductions: ClassVar[Mapping[str, Reduction]] = dict.fromkeys(TABLES, Reduction.SUM)
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        **dict.fromkeys(TABLES, Reduction.SUM),
+        "observed_counted": Reduction.SUM,
+        "observed_counted_like": Reduction.SUM,
+    }
     counts_bfloat16: Tensor
     counts_float16: Tensor
+    observed_counted: Tensor  # tokens
+    observed_counted_like: Tensor  # no elements, only the dtype; adding two promotes it
+
+    def __init__(self, base_name: str = "input", strategy: str = "tensor") -> None:
+        self._base_name = base_name
+        self._args = QuantizationArgs(num_bits=8, strategy=strategy)
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two statistics have in common that measure the same of a tensor."""
+        return {
+            **super().configuration(),
+            "base_name": self._base_name,
+            "strategy": strategy_name(self._args),
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were taken in."""
+        return int(getattr(self, "observed_counted", 0))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values were counted as they are, not rounded to bfloat16."""
+        like: Tensor | None = self.fields().get("observed_counted_like")
+        return like is not None and like.dtype.itemsize == 2
+
+    @torch.no_grad()
+    @guarded
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
+        layout = Layout.of(self._base_name, self._args)
+        x = x if mask is None else layout.select_tokens(x, mask)
+        if x.numel():
+            self.count(layout.pieces(as_float(x)), layout.tokens(x))
 
     @guarded
-    def count(self, pieces: Tensor) -> None:
+    def count(self, pieces: Tensor, tokens: int) -> None:
         """Count the values of pieces, (observations, *qparam_shape, rows, columns)."""
         name = "counts_float16" if pieces.dtype == torch.float16 else "counts_bfloat16"
         count_values(pieces, into=self._own_table(name, pieces))
+        self.absorb(
+            observed_counted=torch.tensor(tokens, device=pieces.device),
+            observed_counted_like=pieces.new_empty(0),
+        )
 
     @guarded
     def distributions(self) -> Iterator[Distribution]:
@@ -66,6 +116,12 @@ class ValueCounts(Statistic):
         """Forget everything."""
         super().reset()
         self._own.clear()
+
+    @guarded
+    def fields_to_share(self) -> dict[str, Tensor]:
+        """Return the fields for somebody else to keep: tables are copied before they grow again."""
+        self._own.clear()
+        return super().fields_to_share()
 
     def packed(self, name: str, value: Tensor) -> Tensor:
         """Save a table as the bins that are not empty and their counts, int64 of shape (2, n)."""

@@ -3,22 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
-
-from torch import Tensor
-
-from calipers.kernels.extrema import Extrema
-from calipers.numerics.layout import Layout
-
-
-class Observation(NamedTuple):
-    """The tensor being observed right now, as handed to the observer, and cut into pieces."""
-
-    observed: Tensor
-    pieces: Tensor
-    layout: Layout
-    extrema: Extrema
-
+from typing import TypeVar
 
 Update = TypeVar("Update", bound=Callable[..., None])
 

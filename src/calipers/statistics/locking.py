@@ -49,8 +49,11 @@ def guarded(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[
 
     @wraps(method)
     def alone(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.lock, full_precision():
-            return method(self, *args, **kwargs)
+        with self.lock:
+            if not _is_autocast():
+                return method(self, *args, **kwargs)
+            with full_precision():
+                return method(self, *args, **kwargs)
 
     return alone
 
@@ -68,6 +71,10 @@ def full_precision() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def _is_autocast() -> bool:
+    return any(map(torch.is_autocast_enabled, _devices()))
 
 
 @cache

@@ -1,15 +1,13 @@
-"""From a weight, or a distribution, to the scale and zero point that err least."""
+"""The best of all scales and zero points that can be stored."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.optimum import best_scales
-from calipers.kernels.quantize import quantization_errors
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 from calipers.numerics.scales import (
@@ -18,43 +16,8 @@ from calipers.numerics.scales import (
     stored_scales,
     windows_of,
 )
-from calipers.observers.descent import choose_together, quadratic_error
-
-
-class Problem(NamedTuple):
-    """What is to be quantized, and how its error counts.
-
-    ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``low`` and ``high`` are its
-    extrema, ``weights`` broadcasts with it: the error is Σ w·|q−x|^norm. If there is a ``hessian``,
-    blocks of shape (blocks, width, width) along the columns, the ``shortlist`` best candidates by
-    that error are judged by Δᵀ H Δ instead, Δ the difference q−x of each row. ``extremes`` are what
-    min-max goes by, where the pieces are rounded.
-    """
-
-    pieces: Tensor
-    low: Tensor
-    high: Tensor
-    args: QuantizationArgs
-    norm: float = 2.0
-    weights: Tensor | None = None
-    hessian: Tensor | None = None
-    signed: bool = False
-    shortlist: int = 1
-    extremes: tuple[Tensor, Tensor] | None = None
-
-    def sample(self, most: int) -> Problem:
-        """Return at most about ``most`` of the pieces, evenly spread."""
-        step = -(-self.low.numel() // most)
-        low, high = (end.flatten(0, -2)[::step] for end in (self.low, self.high))
-        return self._replace(pieces=self.pieces.flatten(1, -4)[:, ::step], low=low, high=high)
-
-
-class Solution(NamedTuple):
-    """The parameters to store, and the error Σ w·|q−x|^norm of the whole tensor under them."""
-
-    scale: Tensor
-    zero_point: Tensor
-    error: float
+from calipers.solvers.hessian import choose_together
+from calipers.solvers.problem import Problem, Solution, effective, errors_of
 
 
 class _Candidates(NamedTuple):
@@ -72,11 +35,18 @@ class _Candidates(NamedTuple):
 
 
 @torch.no_grad()
-def solve(problem: Problem, global_scale: Tensor | None = None) -> Solution:
+def exact(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     """Find the best of all parameters that can be stored. Min-max is always tried, too.
 
     Candidates are judged as compressed-tensors stores them, a plain scale in the dtype of the
-    pieces, and by its arithmetic.
+    pieces, and by its arithmetic. The error that is told is Σ w·|q−x|^norm, also under a Hessian.
+
+    >>> from compressed_tensors.quantization import QuantizationArgs
+    >>> values = torch.tensor([[[[-2.0, 1.0, 0.9]]]])
+    >>> args = QuantizationArgs(num_bits=2)
+    >>> found = exact(Problem(values, torch.tensor([-2.0]), torch.tensor([1.0]), args))
+    >>> round(found.scale.item(), 4), round(found.error, 4)
+    (0.9833, 0.0083)
     """
     extremes = problem.extremes or (problem.low, problem.high)
     minmax = safe_qparams(*extremes, problem.args, global_scale)
@@ -87,17 +57,6 @@ def solve(problem: Problem, global_scale: Tensor | None = None) -> Solution:
         part.reshape(like.shape).to(like) for part, like in zip(chosen, minmax, strict=True)
     )
     return Solution(scale, zero_point, float(errors.sum()))
-
-
-@torch.no_grad()
-def error_of(
-    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None = None
-) -> float:
-    """Return the error of the whole tensor under given parameters."""
-    if problem.hessian is not None:
-        scale = _effective(scale, global_scale)
-        return quadratic_error(problem.pieces, scale, zero_point, problem.hessian, problem.args)
-    return float(_errors(problem, scale, zero_point, global_scale).sum())
 
 
 def _searched(problem: Problem, global_scale: Tensor | None) -> _Candidates:
@@ -116,7 +75,7 @@ def _searched(problem: Problem, global_scale: Tensor | None) -> _Candidates:
         windows=windows_of(fmt, problem.signed),
         storable=storable,
         norm=problem.norm,
-        weights=problem.weights,
+        weights=problem.factors,
         keep=problem.shortlist,
         most=torch.finfo(dtype).max,
     )
@@ -157,14 +116,15 @@ def _judged(
     problem: Problem, candidates: _Candidates, global_scale: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return the best candidate of each piece, and its plain error."""
-    if problem.hessian is not None:
-        scales, zeros = _effective(candidates.scales, global_scale), candidates.zeros
-        at = choose_together(problem.pieces, scales, zeros, problem.hessian, problem.args)
+    hessian = problem.weights.hessian
+    if hessian is not None:
+        scales, zeros = effective(candidates.scales, global_scale), candidates.zeros
+        at = choose_together(problem.pieces, scales, zeros, hessian, problem.args)
         chosen = candidates.at(at)
-        return chosen, _errors(problem, *chosen, global_scale)
+        return chosen, errors_of(problem, *chosen, global_scale)
     best, minmax = candidates.at(0), candidates.at(-1)
     errors, of_minmax = (
-        _errors(problem, *each, global_scale).masked_fill_(
+        errors_of(problem, *each, global_scale).masked_fill_(
             _overflows(problem, *each, global_scale), torch.inf
         )
         for each in (best, minmax)
@@ -176,32 +136,11 @@ def _judged(
     return (scale, zero_point), torch.where(keep, errors, of_minmax)
 
 
-def _errors(
-    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None
-) -> Tensor:
-    return quantization_errors(
-        problem.pieces,
-        _effective(scale, global_scale),
-        zero_point,
-        problem.args,
-        problem.norm,
-        problem.weights,
-    )
-
-
-def _effective(scale: Tensor, global_scale: Tensor | None) -> Tensor:
-    """Return what codes are multiplied by."""
-    if global_scale is None:
-        return scale
-    wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
-    return wide / global_scale.to(scale.device)
-
-
 def _overflows(
     problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None
 ) -> Tensor:
     """Whether what becomes of the extrema, hence of any value, leaves the dtype of the pieces."""
-    fmt, scale = Format.of(problem.args), _effective(scale, global_scale)
+    fmt, scale = Format.of(problem.args), effective(scale, global_scale)
     zeros = None if fmt.symmetric else zero_point
     ends = (
         quantize_dequantize(end.to(scale), scale, zeros, fmt).abs()

@@ -1,0 +1,202 @@
+"""What is here only for observers of older generations of the API.
+
+Their constructors take other keywords, or the arguments first. They write ``calculate_qparams``,
+declare their fields in an ``_act_sync_dict``, begin them as None, and unpack into their results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import Tensor
+
+from calipers.errors import ConfigurationError
+from calipers.numerics.layout import check_base_name
+from calipers.numerics.qparams import global_scale_of
+from calipers.statistics.base import Reduction
+
+if TYPE_CHECKING:
+    from calipers.observers.base import QParamsDict
+
+Calculate = Callable[..., tuple[Tensor, Tensor]]
+
+ALIASES = {"avg_constant": "averaging_constant"}
+"""Other names of options, as attributes of an observer."""
+
+
+class OlderGenerations:
+    """The part of an observer that older code asks for, or writes."""
+
+    _act_sync_dict: ClassVar[Mapping[str, Any]]
+    args: QuantizationArgs
+    _scale: Tensor
+    _zero_point: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Unpack into scale and zero point."""
+        qparams: QParamsDict = self.get_qparams()  # type: ignore[attr-defined]
+        return iter((qparams["scale"], qparams["zero_point"]))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Remember which fields begin as None: they do so again after a reset."""
+        if value is None and name in self.__dict__.get("_all_declared", ()):
+            self.__dict__.setdefault("_none_at_first", set()).add(name)
+        super().__setattr__(name, value)
+
+    def reset(self) -> None:
+        """Forget everything; fields that a subclass began as None are None again."""
+        super().reset()  # type: ignore[misc]
+        for name in self.__dict__.get("_none_at_first", ()):
+            setattr(self, name, None)
+
+    @classmethod
+    def all_reductions(cls) -> dict[str, Reduction]:
+        """Collect the fields that classes declare, in either way, the nearest winning.
+
+        A class of the first generation keeps its results, too.
+        """
+        collected: dict[str, Reduction] = {}
+        for base in reversed(cls.__mro__):
+            collected.update(base.__dict__.get("reductions", {}))
+            for name, reduce_op in base.__dict__.get("_act_sync_dict", {}).items():
+                collected[name] = Reduction.of(reduce_op)
+        if not cls.writes_update():
+            collected |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
+        return collected
+
+    @classmethod
+    def writes_update(cls) -> bool:
+        """Whether a class is of the current generation: it writes its own update."""
+        update: Any = cls.update_statistics_from_observed
+        return update is not OlderGenerations.update_statistics_from_observed
+
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """Set ``min_vals`` and ``max_vals`` from a canonical view. Subclasses write this.
+
+        :param observed: shape ``(observations, *qparam_shape, group)``
+        """
+        low, high = self.extrema(observed)  # type: ignore[attr-defined]
+        global_scale = None
+        if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
+            global_scale = global_scale_of(torch.maximum(-low.min(), high.max()))
+        scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
+        self.absorb(  # type: ignore[attr-defined]
+            min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point
+        )
+
+    def calculate_qparams(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point. What a subclass of the first generation writes instead."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__} must implement update_statistics_from_observed(observed), "
+            "or calculate_qparams(observed) as in the first generation of the API."
+        )
+
+    def calculated_qparams(self, is_shared: bool) -> tuple[Tensor, Tensor] | None:
+        """Return what ``calculate_qparams`` found; None for an observer that does not write it.
+
+        :param is_shared: whether the global scale is that of other observers too
+        """
+        if self.writes_update():
+            return None
+        if is_shared:
+            raise ConfigurationError(
+                f"{self.label()} works out its scale alone (calculate_qparams) and cannot "  # type: ignore[attr-defined]
+                "share a global_scale. Implement update_statistics_from_observed instead."
+            )
+        return self._scale.clone(), self._zero_point.clone()
+
+
+def base_name_and_args(
+    owner: str, base_name: Any, args: Any, quantization_args: Any
+) -> tuple[str, QuantizationArgs]:
+    """Return what a constructor was given, in whichever order and under whichever name."""
+    if isinstance(base_name, QuantizationArgs):
+        if args is not None:
+            raise ConfigurationError(
+                f"Observer '{owner}' takes one QuantizationArgs; give its options by keyword."
+            )
+        base_name, args = "weight", base_name
+    check_base_name(base_name)
+    both = [given for given in (args, quantization_args) if given is not None]
+    if len(both) != 1 or not isinstance(both[0], QuantizationArgs):
+        raise ConfigurationError(
+            f"Observer '{owner}' needs QuantizationArgs, given once: "
+            "as args (or, in code of the first generation, as quantization_args)."
+        )
+    return base_name, both[0]
+
+
+def construct(kind: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+    """Build an observer, whichever generation its constructor was written for.
+
+    Options in ``args.observer_kwargs`` reach a constructor that names them. One that knows only
+    ``quantization_args`` is given that, and its ``base_name`` afterwards.
+    """
+    takes = constructor_parameters(kind)
+    args = keywords.get("args", keywords.get("quantization_args"))
+    options = getattr(args, "observer_kwargs", None) or {}
+    keywords = {**{key: value for key, value in options.items() if key in takes}, **keywords}
+    if "quantization_args" not in takes or "args" in takes:
+        return kind(**keywords)
+    base_name = keywords.pop("base_name", "weight")
+    check_base_name(base_name)
+    keywords.pop("args", None)
+    observer = kind(**{**keywords, "quantization_args": args})
+    observer.base_name = base_name
+    return observer
+
+
+def constructor_parameters(kind: Any) -> frozenset[str]:
+    """Return the names of what a constructor takes."""
+    return _parameters(kind)
+
+
+@lru_cache
+def _parameters(kind: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind).parameters)
+
+
+def calculate_by_piece(
+    calculate: Calculate, view: Tensor, global_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point of every piece of a canonical view.
+
+    A method with ``reduce_dims`` is called once for all pieces, others piece by piece, and told
+    which one by ``tensor_id`` if they take it.
+    """
+    shape = view.shape[1:-1]
+    options = {"global_scale": global_scale} if _takes(calculate, "global_scale") else {}
+    if shape.numel() == 1:
+        results = [calculate(view, **options)]
+    elif _takes(calculate, "reduce_dims"):
+        results = [calculate(view, reduce_dims=(0, view.ndim - 1), **options)]
+    else:
+        results = _each(calculate, view.flatten(1, -2), options)
+    scale = torch.cat([torch.as_tensor(scale).reshape(-1) for scale, _ in results])
+    zero_point = torch.cat([torch.as_tensor(zero).reshape(-1) for _, zero in results])
+    shape = shape or torch.Size([1])
+    if not scale.numel() == zero_point.numel() == shape.numel():
+        raise ConfigurationError(
+            f"calculate_qparams returned {scale.numel()} scales and {zero_point.numel()} zero "
+            f"points where {shape.numel()} are needed."
+        )
+    return scale.reshape(shape), zero_point.reshape(shape)
+
+
+def _each(
+    calculate: Calculate, pieces: Tensor, options: dict[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    named = _takes(calculate, "tensor_id")
+    return [
+        calculate(piece, **options, **({"tensor_id": index} if named else {}))
+        for index, piece in enumerate(pieces.unbind(1))
+    ]
+
+
+def _takes(calculate: Calculate, name: str) -> bool:
+    return name in inspect.signature(calculate).parameters

@@ -1,0 +1,62 @@
+"""What an observer of a weight knows of the inputs of its module, and how it comes to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from calipers.numerics.tensors import first_tensor
+
+if TYPE_CHECKING:
+    from calipers.observers.base import Observer
+
+
+class InputHook:
+    """Shows the inputs of a module to an observer, and publishes what it knows on the module."""
+
+    def __init__(self, observer: Observer, module: Any) -> None:
+        self.observer = observer
+        self._handle: RemovableHandle = module.register_forward_pre_hook(self.see, with_kwargs=True)
+        self.publish(module)
+
+    def see(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take in the input of a call: the first tensor of it."""
+        x, inputs = first_tensor((args, kwargs)), self.observer.inputs
+        if x is not None and x.numel() and inputs is not None:
+            with torch.no_grad():
+                inputs.update(x)
+            self.publish(module)
+
+    def publish(self, module: torch.nn.Module) -> None:
+        """Let the module have the sums, as they are now."""
+        with self.observer.lock:
+            inputs = self.observer.inputs
+            known = {} if inputs is None else inputs.fields()
+            for name in self.observer.weighing.fields:
+                if name in known:
+                    setattr(module, name, known[name])
+                elif hasattr(module, name):  # forgotten meanwhile
+                    delattr(module, name)
+
+    def is_on(self, module: torch.nn.Module) -> bool:
+        """Whether the hook is this one, not the one of an observer that this one was copied of."""
+        hook = module._forward_pre_hooks.get(self._handle.id)
+        return getattr(hook, "__self__", None) is self
+
+    def remove(self) -> None:
+        """Look no longer."""
+        self._handle.remove()
+
+
+def published(module: torch.nn.Module, fields: Iterable[str]) -> dict[str, torch.Tensor] | None:
+    """Return the sums that somebody left on a module; None if any of them is missing, or in use."""
+    names = set(fields)
+    if not names or not all(hasattr(module, name) for name in names):
+        return None
+    hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    if any(isinstance(h, InputHook) and names <= {*h.observer.weighing.fields} for h in hooks):
+        return None  # somebody who gathers the same is at work
+    return {name: getattr(module, name) for name in fields}

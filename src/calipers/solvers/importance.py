@@ -1,0 +1,195 @@
+"""How errors of a weight count: alike, by E[x²] of its inputs, or by E[x xᵀ].
+
+An importance names the statistic of the inputs that it needs, and turns it into the weights of a
+problem. A new one is a class and a line in ``IMPORTANCES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import Tensor
+
+from calipers.errors import ImportanceError, ImportanceUnsupportedError
+from calipers.numerics.layout import Layout, strategy_name
+from calipers.statistics.base import Statistic
+from calipers.statistics.hessian import BlockHessians, block_width, shrunk
+from calipers.statistics.moments import NonFinite, SquareSums
+
+
+class Weights(NamedTuple):
+    """What the errors of a problem are weighed by.
+
+    :param diagonal: over their mean; broadcasts with the pieces. None: all errors count alike
+    :param hessian: blocks of shape (blocks, width, width) along the columns; None: no block
+    """
+
+    diagonal: Tensor | None = None
+    hessian: Tensor | None = None
+
+
+class Weighed(NamedTuple):
+    """The weight whose errors are weighed.
+
+    :param label: what messages call it
+    :param least: the least that a column counts, where the mean is 1
+    """
+
+    pieces: Tensor
+    layout: Layout
+    label: str
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class Importance:
+    """All errors count alike; nothing is needed.
+
+    :param nonfinite: what becomes of NaN and Inf among the inputs
+    """
+
+    nonfinite: NonFinite = "raise"
+    name: ClassVar[str] = "none"
+    kind: ClassVar[type[Statistic] | None] = None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of the statistic, which are published on the module of the weight."""
+        return () if self.kind is None else tuple(self.kind.all_reductions())
+
+    def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
+        """Return an empty statistic of the inputs; None where none is needed.
+
+        :param columns: of the weight; None where they are not known before it is filled
+        """
+        return None
+
+    def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:  # noqa: ARG002
+        """Return what errors are weighed by; raise where that cannot be."""
+        return Weights()
+
+
+@dataclass(frozen=True)
+class DiagonalImportance(Importance):
+    """The error of a column counts by E[x²] of its input."""
+
+    name: ClassVar[str] = "imatrix"
+    kind: ClassVar[type[Statistic] | None] = SquareSums
+
+    def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
+        """Return empty sums of x²."""
+        return SquareSums(nonfinite=self.nonfinite)
+
+    def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
+        """Return E[x²] of each column over its mean."""
+        total, count = _gathered(inputs, self.fields, of.label)
+        return Weights(_diagonal(total / count, of))
+
+
+@dataclass(frozen=True)
+class HessianImportance(Importance):
+    """The errors of a row count by E[x xᵀ] of their inputs, within blocks of neighbours."""
+
+    name: ClassVar[str] = "hessian"
+    kind: ClassVar[type[Statistic] | None] = BlockHessians
+
+    def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:
+        """Return empty sums of x xᵀ, in blocks that fit the pieces."""
+        width = None if columns is None else block_width(columns, _piece_width(columns, args))
+        return BlockHessians(width, nonfinite=self.nonfinite)
+
+    def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
+        """Return the diagonal of E[x xᵀ] over its mean, and its blocks over the same."""
+        blocks, count = _gathered(inputs, self.fields, of.label)
+        sums = blocks.diagonal(dim1=1, dim2=2).flatten()
+        diagonal = _diagonal(sums / count, of)
+        mean = float((sums / count).mean())
+        return Weights(diagonal, _fitted(blocks / count / mean, int(count), of))
+
+
+IMPORTANCES: Mapping[str, type[Importance]] = {
+    each.name: each for each in (Importance, DiagonalImportance, HessianImportance)
+}
+"""All of them, by the name they have in options."""
+
+if TYPE_CHECKING:
+    ImportanceName = str
+else:
+    ImportanceName = Literal[tuple(IMPORTANCES)]
+
+
+def importance_named(name: str, nonfinite: NonFinite = "raise") -> Importance:
+    """Return an importance by its name.
+
+    >>> importance_named("imatrix").fields
+    ('_imatrix_sum', '_imatrix_count')
+    """
+    return IMPORTANCES[name](nonfinite)
+
+
+def _gathered(inputs: Statistic | None, fields: tuple[str, ...], label: str) -> tuple[Tensor, ...]:
+    """Return a sum and the number of its tokens."""
+    held = {} if inputs is None else inputs.fields()
+    total, count = (held.get(name) for name in fields)
+    if total is None or count is None or not int(count):
+        raise ImportanceError(label, "no importance was gathered")
+    return total, count
+
+
+def _diagonal(mean: Tensor, of: Weighed) -> Tensor:
+    columns = of.layout.columns_of(of.pieces, mean.numel())
+    if columns is None:
+        raise ImportanceUnsupportedError(
+            of.label,
+            f"importance has no meaning for a weight without columns, cut by strategy "
+            f"'{strategy_name(of.layout.args)}'",
+        )
+    diagonal = _over_mean(mean, columns, of.label)
+    return of.layout.over_columns(diagonal.clamp(min=of.least) if of.least else diagonal)
+
+
+def _over_mean(importance: Tensor, columns: int, label: str) -> Tensor:
+    """Return importance over its mean; refuse what cannot be one."""
+    if importance.numel() != columns:
+        raise ImportanceError(
+            label,
+            f"importance has {importance.numel()} channels for {columns} columns of the weight",
+        )
+    if not bool(torch.isfinite(importance).all()):
+        raise ImportanceError(label, "importance has NaN or Inf in it")
+    if bool((importance < 0).any()):
+        raise ImportanceError(label, "importance has negative values")
+    if not bool(importance.any()):
+        raise ImportanceError(label, "importance is zero for every channel")
+    return importance / importance.mean()
+
+
+def _fitted(blocks: Tensor, tokens: int, of: Weighed) -> Tensor:
+    """Return blocks that fit the pieces, shrunk as far as tokens are few."""
+    width, piece = blocks.shape[-1], of.pieces.shape[-1]
+    if of.layout.order is not None:
+        raise ImportanceError(
+            of.label, "a Hessian is of neighbouring columns, which g_idx tears apart"
+        )
+    if not bool(torch.isfinite(blocks).all()):
+        raise ImportanceError(of.label, "the Hessian has NaN or Inf in it")
+    padded = -blocks.shape[0] * width % piece  # columns of a block that the matrix does not fill
+    if (width % piece and piece % width) or padded % width:
+        raise ImportanceError(
+            of.label,
+            f"the Hessian has blocks of {width} columns, which do not fit pieces of {piece} "
+            "columns. Gather it with this observer",
+        )
+    return torch.cat([shrunk(blocks, tokens), blocks.new_zeros(padded // width, width, width)])
+
+
+def _piece_width(columns: int, args: QuantizationArgs) -> int:
+    """Return how many columns a piece has."""
+    if args.strategy == QuantizationStrategy.BLOCK:
+        return int(args.block_structure[1])
+    group_size = args.group_size or 0
+    return group_size if group_size > 0 else columns

@@ -1,0 +1,132 @@
+"""The range of each piece of a stream: of the last tensor, of all, or a moving average."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.locking import guarded
+from calipers.statistics.observation import observation_of
+
+_WHOLE = QuantizationArgs(num_bits=8, strategy="tensor")
+
+
+class LastRange(Statistic):
+    """The extrema of the last tensor, and how much was seen.
+
+    :param base_name: what is measured: ``weight``, ``input``, ``output``, ``q``, ``k`` or ``v``
+    :param args: how it is cut into pieces
+    :param nonfinite: whether NaN and Inf are an error (``raise``), or left out (``ignore``)
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "min_vals": Reduction.LAST,
+        "max_vals": Reduction.LAST,
+        "observed_tokens": Reduction.SUM,
+        "observed_nonfinite": Reduction.SUM,
+        "observed_like": Reduction.SUM,
+    }
+    min_vals: Tensor
+    max_vals: Tensor
+    observed_tokens: Tensor
+    observed_nonfinite: Tensor
+    observed_like: Tensor  # no elements, only the dtype; adding two of them promotes it
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    """What it is told beside: names of options of an observer that holds it."""
+
+    def __init__(
+        self,
+        base_name: str = "input",
+        args: QuantizationArgs = _WHOLE,
+        *,
+        nonfinite: str = "raise",
+    ) -> None:
+        self.base_name, self.args, self.nonfinite = base_name, args, nonfinite
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two statistics have in common that measure the same of a tensor."""
+        cut = json.loads(
+            self.args.model_dump_json(include={"strategy", "group_size", "block_structure"})
+        )
+        return {
+            **super().configuration(),
+            "base_name": self.base_name,
+            **cut,
+            "nonfinite": self.nonfinite,
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were taken in."""
+        return int(getattr(self, "observed_tokens", 0))
+
+    @torch.no_grad()
+    @guarded
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
+        seen = observation_of(
+            x, self.base_name, self.args, mask=mask, nonfinite=self.nonfinite, label=self.label
+        )
+        if seen is None:
+            return
+        marks = seen.marks()
+        if seen.is_finite_nowhere:
+            self.absorb(observed_nonfinite=marks["observed_nonfinite"])
+            return
+        if "min_vals" in self.fields():
+            seen = seen.without_missing(self.min_vals, self.max_vals)
+        self.absorb(min_vals=seen.extrema.min_vals, max_vals=seen.extrema.max_vals, **marks)
+
+
+class Extrema(LastRange):
+    """The extrema of all tensors.
+
+    >>> seen = Extrema()
+    >>> seen.update(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    >>> seen.update(torch.tensor([[-1.0, 2.0], [9.0, 0.0]]), torch.tensor([True, False]))
+    >>> float(seen.min_vals), float(seen.max_vals), seen.num_tokens
+    (-1.0, 3.0, 3)
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "min_vals": Reduction.MIN,
+        "max_vals": Reduction.MAX,
+    }
+
+
+class MovingAverage(LastRange):
+    """Averages ranges with exponentially falling weights; the first one is taken whole.
+
+    What it keeps depends on the order of the batches, so it cannot merge. Ranks average theirs.
+
+    :param averaging_constant: the weight of the newest range
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "min_vals": Reduction.MEAN,
+        "max_vals": Reduction.MEAN,
+    }
+    settings = ("averaging_constant",)
+
+    def __init__(self, *args: Any, averaging_constant: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.averaging_constant = averaging_constant
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two statistics have in common that measure the same of a tensor."""
+        return {**super().configuration(), "averaging_constant": self.averaging_constant}
+
+    def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
+        """Move an averaged field towards its new value, in float32 or better."""
+        if self.declared()[name] is not Reduction.MEAN:
+            return super().combine(name, mine, new)
+        precise = torch.promote_types(new.dtype, torch.float32)
+        weight = self.averaging_constant
+        return mine.to(precise) * (1 - weight) + new.to(precise) * weight
