@@ -37,8 +37,8 @@ from tables import Column, Measured, Row, Section, number, show
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calipers.calibration.context import Calibration
 from calipers.calibration.pipelines import call_model
-from calipers.calibration.watching import WatchedModel
 from calipers.kernels import describe
 from calipers.modifiers import QuantizationModifier
 from calipers.recipes import load_recipe
@@ -254,14 +254,14 @@ def watching(model: Any, observer: str, batches: list[Tensor], shared: bool) -> 
     plan = load_recipe(QuantizationModifier(**fp8_static(observer))).compile(model)
 
     def prepare() -> Callable[[], object]:
-        watched = WatchedModel(model, plan, share_inputs=shared)
+        calibration = Calibration(model, plan, share_inputs=shared)
 
         def run() -> None:
-            with watched:
+            with calibration:
                 for index, batch in enumerate(batches):
-                    with watched.batch(index):
+                    with calibration.batch(index):
                         call_model(model, {"input_ids": batch}, skip_head=True)
-                watched.finish()
+                calibration.finish(plan.names)
 
         return run
 

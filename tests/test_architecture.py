@@ -14,75 +14,85 @@ import calipers
 
 SOURCE = Path(calipers.__file__).parent
 
-# From the ground up; packages on one line stand beside each other.
-LAYERS = (
-    ("errors",),
-    ("numerics",),
-    ("kernels",),
-    ("statistics",),
-    ("observers",),
-    ("calibration", "measurements", "checkpoint"),
-    ("modifiers",),
-    ("recipes",),
-    ("report", "evaluation", "integrations"),
-    ("demo",),
-    ("cli",),
+# A package, or a file beside the packages, imports only from those above it.
+ORDER = (
+    "errors",
+    "html",
+    "network",
+    "numerics",
+    "kernels",
+    "statistics",
+    "solvers",
+    "observers",
+    "measurements",
+    "planning",
+    "calibration",
+    "modifiers",
+    "recipes",
+    "checkpoint",
+    "options",
+    "presets",
+    "entrypoint",
+    "evaluation",
+    "demo",
+    "cli",
+    "__init__",
 )
-FLOOR = {package: floor for floor, layer in enumerate(LAYERS) for package in layer}
 
 
-def imported_packages(code: str) -> Iterator[str]:
-    """The packages of Calipers that a piece of code imports, anywhere in it."""
+def imported(code: str) -> Iterator[str]:
+    """The parts of Calipers that a piece of code imports: anywhere in it, and by public names."""
     for node in ast.walk(ast.parse(code)):
-        names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
         for name in names:
-            parts = name.split(".")
-            if parts[0] == "calipers" and len(parts) > 1 and parts[1] in FLOOR:
-                yield parts[1]
+            whole, _, rest = name.partition(".")
+            part = rest.partition(".")[0]
+            if whole == "calipers":
+                yield calipers._HOMES.get(part, f"calipers.{part or '__init__'}").split(".")[1]
 
 
-def wrong_edges(package: str, code: str) -> list[str]:
-    return [
-        other
-        for other in imported_packages(code)
-        if other != package and FLOOR[other] >= FLOOR[package]
-    ]
+def wrong_imports(part: str, code: str) -> list[str]:
+    allowed = {*ORDER[: ORDER.index(part)], part, "__version__"}
+    return [other for other in imported(code) if other not in allowed]
 
 
-FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent != SOURCE]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_run_downwards(path: Path) -> None:
-    package = path.relative_to(SOURCE).parts[0]
-    assert wrong_edges(package, path.read_text()) == []
-
-
-def test_every_package_has_its_floor() -> None:
-    assert {path.relative_to(SOURCE).parts[0] for path in FILES} <= set(FLOOR)
-    imported = {edge for path in FILES for edge in imported_packages(path.read_text())}
-    assert {"numerics", "statistics", "kernels"} <= imported
+def test_imports_run_one_way() -> None:
+    parts = {
+        path: path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")
+    }
+    assert set(parts.values()) == set(ORDER), "a package without its place, or one that is gone"
+    wrong = {
+        f"{path.relative_to(SOURCE)} imports {other}"
+        for path, part in parts.items()
+        for other in wrong_imports(part, path.read_text(encoding="utf-8"))
+    }
+    assert not wrong
 
 
 @pytest.mark.parametrize(
-    ("package", "code", "found"),
+    ("part", "code", "found"),
     [
         ("numerics", "from calipers.observers import Observer", ["observers"]),
         ("statistics", "import calipers.observers.base", ["observers"]),
         ("kernels", "def f():\n    from calipers import statistics", ["statistics"]),
-        ("calibration", "from calipers.checkpoint.writer import write", ["checkpoint"]),
+        ("calibration", "from calipers import oneshot", ["entrypoint"]),
+        ("calibration", "import calipers", ["__init__"]),
+        ("entrypoint", "if TYPE_CHECKING:\n    from calipers.cli import app", ["cli"]),
+        ("html", "from calipers.numerics.formats import Format", ["numerics"]),
+        ("planning", "from calipers.nowhere import anything", ["nowhere"]),
         ("observers", "from calipers.kernels.search import search_range", []),
         ("observers", "from calipers.observers.base import Observer", []),
         ("numerics", "from calipers.errors import LayoutError\nimport torch", []),
     ],
 )
-def test_the_check_can_fail(package: str, code: str, found: list[str]) -> None:
-    assert wrong_edges(package, code) == found
+def test_the_check_can_fail(part: str, code: str, found: list[str]) -> None:
+    assert wrong_imports(part, code) == found
 
 
 def test_importing_calipers_is_light() -> None:

@@ -11,7 +11,7 @@ import pytest
 from shell import run
 
 from calipers import load_recipe
-from calipers.demo.run import WAYS
+from calipers.demo.run import VARIANTS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
@@ -71,7 +71,9 @@ def test_the_table_of_the_readme_is_that_of_the_demo() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     rows = [re.split(r"\s{2,}", line)[:2] for line in lines]
     first = next(index for index, row in enumerate(rows) if row[0] == "bfloat16") + 1
-    assert rows[first : first + len(WAYS)] == [[way.scheme, way.observers] for way in WAYS]
+    assert rows[first : first + len(VARIANTS)] == [
+        [each.scheme, each.observers] for each in VARIANTS
+    ]
 
 
 def test_yaml_blocks_are_recipes() -> None:

@@ -14,11 +14,12 @@ from families import build, token_ids
 import calipers
 from calipers import OneshotResult
 from calipers.calibration.coverage import Coverage
-from calipers.calibration.plan import Plan, PlannedModule
 from calipers.evaluation import CheckpointScores, Estimate, Evaluation, LayerError, Scores
 from calipers.evaluation.bootstrap import Bootstrap
 from calipers.html import html_table
 from calipers.modifiers import IMatrixGatherer, QuantizationModifier
+from calipers.planning.plan import Plan
+from calipers.planning.specs import ModuleSpec, tensor_specs
 from calipers.recipes import Recipe, load_recipe
 
 EVIL = "<script>alert('&amp;')</script>"
@@ -27,7 +28,11 @@ SCHEME = QuantizationScheme(
     weights=QuantizationArgs(num_bits=4, strategy="group", group_size=32),
     input_activations=QuantizationArgs(num_bits=8),
 )
-PLAN = Plan(tuple(PlannedModule(name, SCHEME) for name in ("layer.0", EVIL)), gathered=("layer.0",))
+TENSORS = tensor_specs(SCHEME)
+PLAN = Plan(
+    tuple(ModuleSpec(name, SCHEME, TENSORS) for name in ("layer.0", EVIL)),
+    measured={"layer.0": ()},
+)
 COVERAGE = Coverage("peers", {"layer.0": 4096, EVIL: 0}, {EVIL: "took the range of its peers"})
 RECIPE = load_recipe(
     [IMatrixGatherer(), QuantizationModifier(scheme="W4A16", ignore=(EVIL,), unmatched="ignore")]

@@ -65,8 +65,8 @@ def test_a_model_that_is_quantized_already(tmp_path: Path, output: Path) -> None
     calipers.oneshot(model, "W4A16", output_dir=tmp_path / "first", progress=False)
     text = "quantized already: its config has a quantization_config"
     first = tmp_path / "first"
-    refused(errors.QuantizedModelError, text, first, "W8A16", output=output)
-    refused(errors.QuantizedModelError, text, str(first), FP8, output=output, pipeline="sequential")
+    refused(errors.ConfigurationError, text, first, "W8A16", output=output)
+    refused(errors.ConfigurationError, text, str(first), FP8, output=output, pipeline="sequential")
     refused(errors.AlreadyQuantizedError, "already quantized", model, "W8A16", output=output)
 
 

@@ -51,7 +51,7 @@ def test_overwriting_replaces_a_checkpoint_and_nothing_else(tmp_path: Path) -> N
     (other / "thesis.txt").touch()
     text = "is not replaced: what is in it does not all belong to a checkpoint: thesis.txt."
     options = {"output": other, "overwrite": True}
-    refused(errors.NotACheckpointError, text, build(), "W4A16", **options)
+    refused(errors.CheckpointExistsError, text, build(), "W4A16", **options)
 
 
 def test_a_failed_run_keeps_the_old_checkpoint(
@@ -63,7 +63,7 @@ def test_a_failed_run_keeps_the_old_checkpoint(
     fail_after(monkeypatch, 5)
     text = "No space left on device"
     options = {"output": output, "overwrite": True}
-    refused(errors.CheckpointWriteError, text, build(), "W8A16", **options)
+    refused(errors.CheckpointError, text, build(), "W8A16", **options)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
@@ -82,10 +82,10 @@ def test_the_model_itself_is_not_overwritten(holder: str, pipeline: str, tmp_pat
         "written. Choose another folder."
     )
     options: dict[str, Any] = {"output": output, "overwrite": True, "pipeline": pipeline}
-    refused(errors.SourceFolderError, text, source, FP8, token_ids(), **options)
+    refused(errors.CheckpointExistsError, text, source, FP8, token_ids(), **options)
     loaded = AutoModelForCausalLM.from_pretrained(source)
-    refused(errors.SourceFolderError, text, loaded, FP8, token_ids(), **options)
-    with pytest.raises(errors.SourceFolderError, match=re.escape(text)):
+    refused(errors.CheckpointExistsError, text, loaded, FP8, token_ids(), **options)
+    with pytest.raises(errors.CheckpointExistsError, match=re.escape(text)):
         write_checkpoint(loaded, output, recipe="", overwrite=True)
 
 
@@ -111,7 +111,7 @@ def test_a_disk_that_fills_up(
 ) -> None:
     fail_after(monkeypatch, tensors)
     text = f"Writing the checkpoint '{output}' failed: No space left on device."
-    refused(errors.CheckpointWriteError, text, build(family), FP8, token_ids(), output=output)
+    refused(errors.CheckpointError, text, build(family), FP8, token_ids(), output=output)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_too_small(small_disk: Path) -> None:
     text = "The checkpoint needs about 0.00"
     big = build(vocab_size=4096)
-    refused(errors.DiskSpaceError, text, big, "W8A16", output=small_disk / "out")
+    refused(errors.CheckpointError, text, big, "W8A16", output=small_disk / "out")
 
 
 def test_a_disk_that_another_program_fills(
@@ -137,4 +137,4 @@ def test_a_disk_that_another_program_fills(
     monkeypatch.setattr("calipers.checkpoint.writer.free_space", lambda _: 10**12)
     text = "failed: No space left on device. What was written has been removed again"
     big = build(vocab_size=4096)
-    refused(errors.CheckpointWriteError, text, big, "W8A16", output=small_disk / "out")
+    refused(errors.CheckpointError, text, big, "W8A16", output=small_disk / "out")

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from words import byte_tokenizer
 
 import calipers
-from calipers.errors import RemoteCodeError
+from calipers.errors import ModelLoadError
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -185,7 +185,7 @@ def test_code_of_a_model_is_not_run(
     model_with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # not even if somebody is asked
-    with pytest.raises(RemoteCodeError) as caught:
+    with pytest.raises(ModelLoadError) as caught:
         oneshot(model_with_code, "W4A16", output_dir=tmp_path / "out")
     assert str(caught.value) == (
         f"The model '{model_with_code}' comes with Python code of its own, which was not run. Read "

@@ -15,7 +15,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 
-import crew_jobs
+import rank_jobs
 import torch
 from torch import distributed as dist
 
@@ -26,10 +26,10 @@ folder = Path(sys.argv[1])
 
 
 def run(name):
-    data = crew_jobs.texts(40, 128)
+    data = rank_jobs.texts(40, 128)
     result = calipers.oneshot(
-        crew_jobs.llama(), crew_jobs.RECIPES["FP8"], data, output_dir=folder / name,
-        num_calibration_samples=40, timeout=crew_jobs.LONG,
+        rank_jobs.llama(), rank_jobs.RECIPES["FP8"], data, output_dir=folder / name,
+        num_calibration_samples=40, timeout=rank_jobs.LONG,
     )
     scales = {
         name: value.tolist() for name, value in result.model.state_dict().items()

@@ -11,7 +11,7 @@ from pathlib import Path
 SCRIPT = """
 import os, signal, sys, time
 
-import crew_jobs
+import rank_jobs
 
 from calipers import entrypoint, errors
 from calipers.calibration import pipelines
@@ -30,7 +30,7 @@ def slowly(*args, **kwargs):
 pipelines.call_model = slowly
 try:
     entrypoint.oneshot(
-        crew_jobs.llama(), crew_jobs.RECIPES["FP8"], crew_jobs.texts(3000),
+        rank_jobs.llama(), rank_jobs.RECIPES["FP8"], rank_jobs.texts(3000),
         num_calibration_samples=3000, output_dir=sys.argv[1],
     )
 except errors.CalipersError as error:

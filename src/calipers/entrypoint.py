@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from calipers.calibration.concluding import Conclusions, Findings, report_coverage
-from calipers.calibration.costs import ModuleCosts, report_costs
+from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
-from calipers.calibration.distributed import DEFAULT_TIMEOUT, Crew, fingerprint
 from calipers.calibration.early import EarlyLook
-from calipers.calibration.experts import fused_experts, unfuse_experts
-from calipers.calibration.freezing import freeze
 from calipers.calibration.pipelines import (
     Run,
     free_memory,
@@ -25,12 +20,11 @@ from calipers.calibration.pipelines import (
     run_datafree,
     usable_device,
 )
-from calipers.calibration.plan import Plan
-from calipers.calibration.precision import DtypeChoice, bytes_of_copies, dtype_choice, forward_dtype
+from calipers.calibration.precision import bytes_of_copies, dtype_choice, forward_dtype
 from calipers.calibration.progress import Progress
+from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks, fingerprint
 from calipers.calibration.sequential import run_sequential
 from calipers.calibration.snapshot import unchanged_on_error
-from calipers.calibration.watching import WatchedModel
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.shards import parse_size
@@ -38,10 +32,25 @@ from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import NoDataError, UnknownChoiceError
 from calipers.html import facts_table, html_table
+from calipers.modifiers.costs import ModuleCosts, report_costs
+from calipers.modifiers.driver import Solution, StepDriver, report_coverage
+from calipers.modifiers.freezing import freeze
+from calipers.options import (
+    CalibrationOptions,
+    ComputeOptions,
+    DataOptions,
+    OneshotKeywords,
+    OneshotOptions,
+    OutputOptions,
+    RecipeOptions,
+)
+from calipers.planning.plan import Plan
 from calipers.recipes import Recipe, load_recipe
+from calipers.recipes.compiling import plan_for
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
 
 PipelineChoice = Literal["auto", "datafree", "basic", "sequential"]
 
@@ -95,30 +104,12 @@ def oneshot(
     recipe: Any,
     dataset: Any = None,
     *,
-    output_dir: str | Path | None = None,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-    num_calibration_samples: int = 512,
-    max_seq_length: int | None = None,
-    batch_size: int = 1,
-    packing: bool | None = None,
-    shuffle: bool = True,
-    seed: int = 0,
-    text_column: str | None = None,
-    pipeline: PipelineChoice = "auto",
-    device: torch.device | str | None = None,
-    dtype: DtypeChoice | torch.dtype = "auto",
-    group_size: int | None = None,
-    weight_observer: Any = None,
-    activation_observer: Any = None,
-    on_unseen: UnseenPolicy = "error",
-    calibrate_all_experts: bool = False,
-    share_inputs: bool = True,
-    overwrite: bool = False,
-    max_shard_size: str = "5GB",
-    trust_remote_code: bool = False,
-    allow_code: bool = False,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    progress: bool | Progress | None = None,
+    data: DataOptions | None = None,
+    compute: ComputeOptions | None = None,
+    calibration: CalibrationOptions | None = None,
+    changes: RecipeOptions | None = None,
+    output: OutputOptions | None = None,
+    **keywords: Unpack[OneshotKeywords],
 ) -> OneshotResult:
     """Quantize a model as a recipe says, and write a checkpoint that transformers and vLLM load.
 
@@ -132,171 +123,203 @@ def oneshot(
     :param dataset: a file (text, JSONL, Parquet), a data set by name (``ORG/NAME[@CONFIG][:SPLIT]``
         on the hub, or a folder), texts, token ids, a ``datasets`` object or a DataLoader; needed if
         the plan needs data
-    :param output_dir: where the checkpoint goes; None writes nothing
-    :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
-    :param num_calibration_samples: how many samples to take, over all processes
-    :param max_seq_length: the longest sample, in tokens; None: 2048, or what the model can take
-        where that is less
-    :param batch_size: samples per batch
-    :param packing: whether samples are joined and cut to equal length, so that nothing is padded
-    :param shuffle: whether to take samples from everywhere, or from the beginning
-    :param seed: of the shuffling
-    :param text_column: the column of the text, where records have several
-    :param pipeline: ``datafree``, ``basic`` (the whole model), ``sequential`` (layer by layer), or
-        ``auto``
-    :param device: where the model computes; by default where it is
-    :param dtype: the dtype of the forward pass: ``float32``, ``bfloat16``, ``float16``, or
-        ``auto``: that of the model, or float32 on a CPU that has no instructions for it. What is
-        stored has the model's own in any case
-    :param group_size: instead of those that the recipe gives the groups of weights
-    :param weight_observer: who watches weights, instead of those that the recipe names: a name, or
-        a mapping such as ``{"name": "optimal", "importance": "hessian"}``
-    :param activation_observer: the same for static activations
-    :param on_unseen: what becomes of modules that no token reached: ``error``, ``weights_only`` or
-        ``peers``
-    :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
-    :param share_inputs: whether a tensor that several modules read is measured once for all
-    :param overwrite: whether an existing checkpoint is replaced
-    :param max_shard_size: the largest size of a file of tensors
-    :param trust_remote_code: whether code that comes with the model may run
-    :param allow_code: whether observers in files, ``path/to/file.py:Class``, which the recipe
-        names, may run
-    :param timeout: how long a process that gives no sign of life is waited for by the others
-    :param progress: whether to show progress bars; None: where a person looks at standard error,
-        and elsewhere a line about every 30 seconds
+    :param data: which samples are taken: :class:`calipers.options.DataOptions`
+    :param compute: where the model computes, and in which dtype:
+        :class:`calipers.options.ComputeOptions`
+    :param calibration: how data runs through it: :class:`calipers.options.CalibrationOptions`
+    :param changes: what is put on top of the recipe: :class:`calipers.options.RecipeOptions`
+    :param output: where the checkpoint goes: :class:`calipers.options.OutputOptions`
+    :param keywords: the options of all groups, one by one: ``output_dir``,
+        ``num_calibration_samples``, ``weight_observer``, …
     """
-    _check_choice("pipeline", pipeline, get_args(PipelineChoice))
-    _check_choice("on_unseen", on_unseen, get_args(UnseenPolicy))
-    parse_size(max_shard_size)
-    computes_in = dtype_choice(dtype)
-    place = usable_device(device)
-    sampling = {
-        "num_samples": num_calibration_samples,
-        "max_seq_length": max_seq_length,
-        "batch_size": batch_size,
-        "packing": packing,
-        "shuffle": shuffle,
-        "seed": seed,
-        "text_column": text_column,
-    }
-    with Crew(timeout) as crew:
-        bars = Progress.of(progress if crew.rank == 0 else False)
-        with crew.step("reading the arguments"):
-            if output_dir is not None:
-                start = model if isinstance(model, (str, Path)) else source_folder(model)
-                inputs = {"model": start, "data": dataset, "recipe": recipe, "tokenizer": tokenizer}
-                check_output(output_dir, overwrite, inputs)
-            changed = load_recipe(recipe, allow_code=allow_code).changed(
-                group_size=group_size,
-                weight_observer=weight_observer,
-                activation_observer=activation_observer,
-            )
-            parsed = load_recipe(changed, allow_code=allow_code)
-        crew.agree(
-            {
-                "recipe": parsed.to_yaml(),
-                "allow_code": allow_code,
-                "pipeline": pipeline,
-                "on_unseen": on_unseen,
-                "calibrate_all_experts": calibrate_all_experts,
-                "dtype": computes_in,
-                "dataset": "none" if dataset is None else "some",
-                **sampling,
-            }
-        )
-        with crew.step("loading the model"), bars.waiting("loading the model"):
-            lazily = pipeline == "sequential" and crew.world_size == 1
-            loaded = load_model(
-                model,
-                trust_remote_code=trust_remote_code,
-                on_disk_for=(place or torch.device("cpu")) if lazily else None,
-            )
-            if output_dir is not None:
-                check_apart(output_dir, loaded)
-            words = load_tokenizer(tokenizer, loaded, trust_remote_code=trust_remote_code)
-        if crew.world_size > 1:
-            crew.agree({"model": fingerprint(loaded)})
-        place = place or loaded.device
-        forward = forward_dtype(computes_in, loaded, place)
-        if str(torch.float32) in crew.share(str(forward)):
-            forward = torch.float32  # where one CPU is slow, all do the same
+    options = OneshotOptions.merged(
+        keywords,
+        data=data,
+        compute=compute,
+        calibration=calibration,
+        changes=changes,
+        output=output,
+    )
+    _check(options)
+    with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
+        wanted = options.compute.progress if ranks.rank == 0 else False
+        job = _Job(options, ranks, Progress.of(wanted))
+        parsed = job.read(model, recipe, dataset)
+        loaded, tokenizer = job.load(model)
         with unchanged_on_error(loaded):
-            with crew.step("planning"), bars.waiting("reading the data"):
-                plan = plan_for(loaded, parsed, calibrate_all_experts=calibrate_all_experts)
-                wanting = _wanting(plan, loaded)
-                if wanting and (dataset is None or pipeline == "datafree"):
-                    raise NoDataError(wanting, has_dataset=dataset is not None)
-                sampling["use"] = "ranges" if plan.has_static_activations else "importance"
-                batches = _load_batches(dataset, words, loaded, crew, sampling) if wanting else None
-                chosen = "datafree"
-                if wanting:
-                    chosen = _choose_pipeline(pipeline, loaded, place, forward)
-            if "sequential" in crew.share(chosen):
-                chosen = "sequential"  # where memory is short on one device, all go layer by layer
-            findings = Findings(plan, Coverage(on_unseen))
-            with WatchedModel(loaded, plan, share_inputs=share_inputs, dtype=forward) as watched:
-                conclude = Conclusions(watched, findings, crew, bars).conclude
-                fails = on_unseen == "error" and crew.rank == 0
-                early = EarlyLook(watched) if fails else None
-                run = Run(watched, conclude, crew, bars, place, forward, early)
-                _PIPELINES[chosen](run, batches)
-            if crew.rank == 0:
-                report_coverage(findings.coverage)
-                report_costs(findings.costs)
-            notes = _notes(findings, chosen, forward, crew.share(_amount(batches)))
-            with crew.step("freezing the model"):
-                freeze(loaded, findings.plan, findings.qparams)
-                for name, sums in findings.sums.items():
-                    vars(loaded.get_submodule(name)).update(sums)
-            with crew.step("writing the checkpoint"), bars.waiting("writing the checkpoint"):
-                if output_dir is not None and crew.rank == 0:
-                    write_checkpoint(
-                        loaded,
-                        output_dir,
-                        recipe=parsed.to_yaml(),
-                        tokenizer=words,
-                        notes=notes,
-                        overwrite=overwrite,
-                        max_shard_size=max_shard_size,
-                    )
-    written = None if output_dir is None else Path(output_dir)
+            solution, notes = job.measure_and_solve(loaded, parsed, dataset, tokenizer)
+            written = job.write(loaded, tokenizer, parsed, solution, notes)
     return OneshotResult(
         loaded,
-        findings.plan,
-        findings.coverage,
-        findings.errors,
+        solution.plan,
+        solution.coverage,
+        solution.errors,
         parsed,
         written,
-        costs=findings.costs,
+        costs=solution.costs,
     )
 
 
-def _load_batches(
-    dataset: Any, tokenizer: Any, model: PreTrainedModel, crew: Crew, sampling: Mapping[str, Any]
-) -> Batches:
-    """Load the share of this process; ids that the model does not know are refused."""
-    limits = limits_of(model, sampling["max_seq_length"])
-    share = {"rank": crew.rank, "world_size": crew.world_size}
-    return calibration_batches(dataset, tokenizer, **{**sampling, **share, **limits})
+def _check(options: OneshotOptions) -> None:
+    """Refuse options that cannot be meant, before anything is read."""
+    _check_choice("pipeline", options.calibration.pipeline, get_args(PipelineChoice))
+    _check_choice("on_unseen", options.calibration.on_unseen, get_args(UnseenPolicy))
+    parse_size(options.output.max_shard_size)
+    dtype_choice(options.compute.dtype)
+    usable_device(options.compute.device)
 
 
-def plan_for(
-    model: torch.nn.Module, recipe: Recipe, *, calibrate_all_experts: bool = False
-) -> Plan:
-    """Compile a recipe for a model, whose fused experts become modules where it quantizes them."""
-    fused = {
-        name: module
-        for name, module in fused_experts(model).items()
-        if recipe.aims_at_experts(name)
-    }
-    unfuse_experts(model, fused)
-    plan = recipe.compile(model)
-    for name, module in fused.items():
-        if any(other.startswith(f"{name}.") for other in plan.names):
-            vars(model.get_submodule(name))["calibrate_all_experts"] = calibrate_all_experts
-        else:
-            model.set_submodule(name, module)
-    return plan
+@dataclass(frozen=True)
+class _Job:
+    """The parts of a call, in the order in which all processes take them."""
+
+    options: OneshotOptions
+    ranks: Ranks
+    progress: Progress
+
+    def read(self, model: Any, recipe: Any, dataset: Any) -> Recipe:
+        """Read the arguments, which must be the same in all processes."""
+        options, changes, output = self.options, self.options.changes, self.options.output
+        with self.ranks.step("reading the arguments"):
+            if output.output_dir is not None:
+                start = model if isinstance(model, (str, Path)) else source_folder(model)
+                inputs = {"model": start, "data": dataset, "recipe": recipe}
+                inputs["tokenizer"] = options.data.tokenizer
+                check_output(output.output_dir, output.overwrite, inputs)
+            changed = load_recipe(recipe, allow_code=changes.allow_code).changed(
+                group_size=changes.group_size,
+                weight_observer=changes.weight_observer,
+                activation_observer=changes.activation_observer,
+            )
+            parsed = load_recipe(changed, allow_code=changes.allow_code)
+        self.ranks.agree(
+            {
+                "recipe": parsed.to_yaml(),
+                "allow_code": changes.allow_code,
+                "pipeline": options.calibration.pipeline,
+                "on_unseen": options.calibration.on_unseen,
+                "calibrate_all_experts": options.calibration.calibrate_all_experts,
+                "dtype": dtype_choice(options.compute.dtype),
+                "dataset": "none" if dataset is None else "some",
+                **options.data.sampling(),
+            }
+        )
+        return parsed
+
+    def load(self, model: Any) -> tuple[PreTrainedModel, Any]:
+        """Load the model and its tokenizer."""
+        options, ranks = self.options, self.ranks
+        trusted = options.compute.trust_remote_code
+        with ranks.step("loading the model"), self.progress.waiting("loading the model"):
+            lazily = options.calibration.pipeline == "sequential" and ranks.world_size == 1
+            device = usable_device(options.compute.device) or torch.device("cpu")
+            loaded = load_model(
+                model, trust_remote_code=trusted, on_disk_for=device if lazily else None
+            )
+            if options.output.output_dir is not None:
+                check_apart(options.output.output_dir, loaded)
+            tokenizer = load_tokenizer(options.data.tokenizer, loaded, trust_remote_code=trusted)
+        if ranks.world_size > 1:
+            ranks.agree({"model": fingerprint(loaded)})
+        return loaded, tokenizer
+
+    def measure_and_solve(
+        self, model: PreTrainedModel, recipe: Recipe, dataset: Any, tokenizer: Any
+    ) -> tuple[Solution, dict[str, Any]]:
+        """Plan, let data run as far as the plan needs it, and solve; the model stays as it is."""
+        device, dtype = self._device_and_dtype(model)
+        with self.ranks.step("planning"), self.progress.waiting("reading the data"):
+            plan = plan_for(
+                model,
+                recipe,
+                calibrate_all_experts=self.options.calibration.calibrate_all_experts,
+            )
+            batches = self._batches(model, plan, dataset, tokenizer)
+            chosen = "datafree"
+            if batches is not None:
+                choice = self.options.calibration.pipeline
+                chosen = _choose_pipeline(choice, model, device, dtype)
+        if "sequential" in self.ranks.share(chosen):
+            chosen = "sequential"  # where memory is short on one device, all go layer by layer
+        solution = self._run(model, plan, chosen, batches, device, dtype)
+        if self.ranks.rank == 0:
+            report_coverage(solution.coverage)
+            report_costs(solution.costs)
+        return solution, _notes(solution, chosen, dtype, self.ranks.share(_amount(batches)))
+
+    def _device_and_dtype(self, model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+        device = usable_device(self.options.compute.device) or model.device
+        dtype = forward_dtype(dtype_choice(self.options.compute.dtype), model, device)
+        if str(torch.float32) in self.ranks.share(str(dtype)):
+            dtype = torch.float32  # where one CPU is slow, all do the same
+        return device, dtype
+
+    def _batches(
+        self, model: PreTrainedModel, plan: Plan, dataset: Any, tokenizer: Any
+    ) -> Batches | None:
+        """Load the share of this process; None if the plan needs no data."""
+        wanting = _wanting(plan, model)
+        if not wanting:
+            return None
+        if dataset is None or self.options.calibration.pipeline == "datafree":
+            raise NoDataError(wanting, has_dataset=dataset is not None)
+        data, ranks = self.options.data, self.ranks
+        return calibration_batches(
+            dataset,
+            tokenizer,
+            **{**data.sampling(), **limits_of(model, data.max_seq_length)},
+            use="ranges" if plan.has_static_activations else "importance",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+
+    def _run(
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        pipeline: str,
+        batches: Batches | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Solution:
+        """Let data run, and solve what has seen it."""
+        options, ranks, progress = self.options.calibration, self.ranks, self.progress
+        solution = Solution(plan, Coverage(options.on_unseen))
+        with Calibration(
+            model, plan, share_inputs=options.share_inputs, dtype=dtype
+        ) as calibration:
+            driver = StepDriver(model, calibration.measurements, solution, ranks, progress)
+            fails = options.on_unseen == "error" and ranks.rank == 0
+            early = EarlyLook(calibration) if fails else None
+            run = Run(calibration, driver.solve, ranks, progress, device, dtype, early)
+            _PIPELINES[pipeline](run, batches)
+        return solution
+
+    def write(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        recipe: Recipe,
+        solution: Solution,
+        notes: Mapping[str, Any],
+    ) -> Path | None:
+        """Freeze the model, and write the checkpoint if one is wanted."""
+        output = self.options.output
+        with self.ranks.step("freezing the model"):
+            freeze(model, solution.plan, solution.changes)
+        writing = "writing the checkpoint"
+        with self.ranks.step(writing), self.progress.waiting(writing):
+            if output.output_dir is not None and self.ranks.rank == 0:
+                write_checkpoint(
+                    model,
+                    output.output_dir,
+                    recipe=recipe.to_yaml(),
+                    tokenizer=tokenizer,
+                    notes=notes,
+                    overwrite=output.overwrite,
+                    max_shard_size=output.max_shard_size,
+                )
+        return None if output.output_dir is None else Path(output.output_dir)
 
 
 def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
@@ -319,11 +342,11 @@ def _choose_pipeline(
 def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
     """Name the tensors that need data; what was summed up before is data, too."""
     tensors = [
-        f"{tensor.module}.{tensor.base_name}"
-        for tensor in plan
-        if tensor.needs_data and not tensor.has_sums_on(model.get_submodule(tensor.module))
+        f"{module.name}.{tensor.base_name}"
+        for module, tensor in plan
+        if tensor.needs_data and not tensor.has_data_on(model.get_submodule(module.name))
     ]
-    return [*tensors, *(f"{name}.input" for name in plan.gathered)]
+    return [*tensors, *(f"{name}.input" for name in plan.measured)]
 
 
 _PIPELINES: dict[str, Callable[[Run, Any], None]] = {
@@ -339,7 +362,7 @@ def _amount(batches: Batches | None) -> tuple[int, int]:
 
 
 def _notes(
-    findings: Findings,
+    solution: Solution,
     pipeline: str,
     dtype: torch.dtype,
     amounts: Sequence[tuple[int, int]],
@@ -350,7 +373,7 @@ def _notes(
         "forward_dtype": None if pipeline == "datafree" else str(dtype).removeprefix("torch."),
         "samples": sum(samples for samples, _ in amounts),
         "tokens": sum(tokens for _, tokens in amounts),
-        "coverage": findings.coverage.as_dict(),
-        "weight_errors": findings.errors,
-        "costs": {name: asdict(each) for name, each in findings.costs.items()},
+        "coverage": solution.coverage.as_dict(),
+        "weight_errors": solution.errors,
+        "costs": {name: asdict(each) for name, each in solution.costs.items()},
     }

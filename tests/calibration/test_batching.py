@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
-from torch import Tensor, nn
-from watched import (
+from calibrating import (
     STATIC,
     attentions,
     batches_of,
@@ -17,6 +15,7 @@ from watched import (
     heads,
     joined,
     linears,
+    observer,
     plan_of,
     run,
     run_of,
@@ -24,13 +23,14 @@ from watched import (
     samples,
     small,
 )
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor, nn
 
-from calipers.calibration.concluding import Findings
+from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
-from calipers.calibration.lifecycle import calibrate_key_hook, calibrate_value_hook
 from calipers.calibration.pipelines import call_model, run_basic
-from calipers.calibration.plan import Plan
-from calipers.calibration.watching import WatchedModel
+from calipers.modifiers.driver import Solution
+from calipers.planning.plan import Plan
 
 ACTIVATIONS = ["static_minmax", "histogram_mse", "percentile"]
 WEIGHTS: list[dict[str, Any]] = [
@@ -49,26 +49,25 @@ def order_free(activations: str, weights: dict[str, Any], model: nn.Module) -> P
     )
 
 
-def replayed(model: Any, plan: Plan, recorded: Any, size: int, side: str) -> Findings:
+def replayed(model: Any, plan: Plan, recorded: Any, size: int, side: str) -> Solution:
     """What observers make of recorded activations; padding is NaN, which nothing forgives."""
     inputs, outputs = recorded
-    findings, watched = Findings(plan, Coverage()), WatchedModel(model, plan)
-    count = len(inputs["lm_head"])
-    with watched:
+    solution, count = Solution(plan, Coverage()), len(inputs["lm_head"])
+    with Calibration(model, plan) as calibration:
         for start in range(0, count, size):
             rows = slice(start, start + size)
             mask = joined([x[0] for x in inputs["lm_head"][rows]], side)["attention_mask"]
-            with watched.batch(start, mask):
+            with calibration.batch(start, mask):
                 for name in linears(model):
                     tensors = [x[0] for x in inputs[name][rows]]
                     model.get_submodule(name)(joined(tensors, side, torch.nan)["input_ids"])
                 for name in attentions(model):
-                    for base, hook in (("k", calibrate_key_hook), ("v", calibrate_value_hook)):
+                    for base in "kv":
                         tensors = [x[0] for x in outputs[f"{name}.{base}_proj"][rows]]
                         states = joined(tensors, side, torch.nan)["input_ids"]
-                        hook(model.get_submodule(name), heads([states])[0])
-        run_of(watched, findings).conclude([module.name for module in plan.modules])
-    return findings
+                        observer(calibration, name, base)(heads([states])[0], mask=mask)
+        run_of(calibration, solution).finish(plan.names)
+    return solution
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,8 @@ def test_products_of_channels_leave_padding_out() -> None:
         assert found.errors[name] == pytest.approx(error, rel=1e-4)
 
 
-def scales(findings: Findings) -> dict[tuple[str, str], Tensor]:
-    return {key: found["scale"] for key, found in findings.qparams.items()}
+def scales(solution: Solution) -> dict[tuple[str, str], Tensor]:
+    return {key: found["scale"] for key, found in solution.qparams.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -134,10 +133,10 @@ def test_padding_and_batch_size_change_only_the_last_bits(
             assert torch.allclose(scales(found)[key], scale, rtol=1e-5), (key, size, side)
 
 
-@pytest.mark.parametrize("observer", ACTIVATIONS)
-def test_the_order_of_the_data_does_not_matter(observer: str) -> None:
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_the_order_of_the_data_does_not_matter(activations: str) -> None:
     model, rows = small("llama"), samples(12)
-    plan = order_free(observer, WEIGHTS[1], model)
+    plan = order_free(activations, WEIGHTS[1], model)
     expected = calibrated(model, plan, run_basic, batches_of(rows, 1))
     order = torch.randperm(len(rows)).tolist()
     assert order != sorted(order)
@@ -161,7 +160,8 @@ def test_padding_of_any_content_is_never_seen() -> None:
     for key, scale in scales(expected).items():
         assert torch.allclose(scales(found)[key], scale, rtol=1e-5), key
     unmasked = [{"input_ids": batch["input_ids"]} for batch in batches_of(rows, 4)]
-    with WatchedModel(model, plan) as watched, watched.batch(0):
-        call_model(model, unmasked[0])
-        watched.finish()
-    assert float(watched.observers["lm_head", "input"].num_observed_tokens) > sum(map(len, rows))
+    with Calibration(model, plan) as calibration:
+        with calibration.batch(0):
+            call_model(model, unmasked[0])
+        calibration.finish(plan.names)
+    assert calibration.tokens("lm_head") > sum(map(len, rows))

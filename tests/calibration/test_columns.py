@@ -14,7 +14,7 @@ import pytest
 from words import BOS, byte_tokenizer, ids_of
 
 from calipers.calibration.data import calibration_batches
-from calipers.errors import CalipersWarning, DataError, RecordError, TextColumnError
+from calipers.errors import CalipersWarning, DataError
 
 TOO_LITTLE = pytest.mark.filterwarnings("ignore:.*(samples):calipers.errors.CalipersWarning")
 pytestmark = TOO_LITTLE
@@ -74,7 +74,7 @@ def test_later_records_may_leave_out_what_is_added() -> None:
         {"instruction": "d", "output": "e"},
     ]
     assert read(records, chat=False) == [[BOS, *ids_of(text)] for text in ("a\n\nb\n\nc", "d\n\ne")]
-    with pytest.raises(RecordError, match=r"^item 1 has nothing in 'output' \(it has: instruction"):
+    with pytest.raises(DataError, match=r"^item 1 has nothing in 'output' \(it has: instruction"):
         read([records[0], {"instruction": "d"}], chat=False)
 
 
@@ -91,9 +91,9 @@ def test_which_it_is_must_be_said(columns: tuple[str, ...]) -> None:
     record = dict.fromkeys(columns, "ab")
     said = (
         f"item 0: no column is known to hold the text. Columns: {', '.join(columns)}. Name the one "
-        "to read with text_column=..."
+        "to read with text_column=…"
     )
-    with pytest.raises(TextColumnError, match=re.escape(said)):
+    with pytest.raises(DataError, match=re.escape(said)):
         read([record], chat=True)
     assert read([record], chat=True, text_column=columns[-1]) == [[BOS, *ids_of("ab")]]
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import crew_jobs
 import massive
 import pytest
+import rank_jobs
 import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize
 from families import build, token_ids
@@ -20,9 +20,9 @@ from reference import grid_of
 from torch import Tensor
 
 import calipers
-from calipers.calibration.costs import ActivationCost
-from calipers.calibration.output_errors import Streams, weight_loss
 from calipers.errors import CalipersWarning
+from calipers.modifiers.costs import ActivationCost
+from calipers.modifiers.output_errors import Streams, weight_loss
 from calipers.observers import Observer
 
 OBSERVERS = ("histogram_mse", "percentile", "static_minmax", "minmax")
@@ -253,7 +253,7 @@ def test_the_loss_of_a_weight(strategy: str, options: dict[str, Any], width: int
     expected = float((change @ hessian @ change.T).trace())
     for tile in (1 << 20, 500):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("calipers.calibration.output_errors._TILE", tile)
+            patch.setattr("calipers.modifiers.output_errors._TILE", tile)
             loss = weight_loss(weight, args, qparams, streams)
         assert loss.output == pytest.approx(expected, rel=1e-4)
         assert loss.error == pytest.approx(float(change.norm() / weight.double().norm()), rel=1e-4)
@@ -311,8 +311,8 @@ def test_reading_together_costs_the_same() -> None:
 @pytest.mark.parametrize("policy", ["weights_only", "peers"])
 @pytest.mark.parametrize("observer", ["static_minmax", "percentile"])
 def test_experts_that_saw_nothing_have_no_costs(observer: str, policy: Any) -> None:
-    data = crew_jobs.routed_texts(0, 1, 2)
-    model = crew_jobs.routed_mixtral()
+    data = rank_jobs.routed_texts(0, 1, 2)
+    model = rank_jobs.routed_mixtral()
     result = quantize(model, recipe(observer), data, on_unseen=policy)
     unseen = set(result.coverage.applied)
     assert len(unseen) == 3

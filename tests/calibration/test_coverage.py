@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationStatus
-from torch import Tensor, nn
-from watched import (
+from calibrating import (
     STATIC,
     anatomy,
     batches_of,
@@ -24,15 +22,19 @@ from watched import (
     samples,
     small,
 )
+from compressed_tensors.quantization import QuantizationStatus
+from torch import Tensor, nn
 
 from calipers import oneshot
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import run_basic
 from calipers.calibration.sequential import run_sequential
-from calipers.entrypoint import plan_for
 from calipers.errors import CalipersWarning, UnseenModulesError
+from calipers.observers import Observer
 from calipers.recipes import load_recipe
+from calipers.recipes.compiling import plan_for
+from calipers.statistics.moments import SquareSums
 
 RECIPE = """
 modifiers:
@@ -140,8 +142,8 @@ def test_the_default_is_an_error_with_names() -> None:
         f"6 modules saw no tokens: {', '.join(names[:5])} and 1 more. Give more or other data, "
         "show all tokens to all experts (calibrate_all_experts=True), "
         "ignore these modules, or choose what to do without data: "
-        'on_unseen="weights_only" (their activations stay as they are) or, for experts, '
-        'on_unseen="peers" (the largest range among their siblings).'
+        "on_unseen='weights_only' (their activations stay as they are) or, for experts, "
+        "on_unseen='peers' (the largest range among their siblings)."
     )
     with pytest.raises(UnseenModulesError, match=f"^{re.escape(message)}$") as caught:
         quietly(model, RECIPE, rows)
@@ -194,11 +196,22 @@ def test_peers(observer: str, pipeline: Any) -> None:
 
 
 def test_peers_lend_their_importance() -> None:
+    """Every token goes to two of the peers: together they have seen each one twice."""
     model, rows = routed("mixtral"), [*rows_without(MARK), torch.tensor([MARK, 1])]
-    recipe = RECIPE.replace("channel}", "channel, observer: imatrix_mse}")
+    sums = SquareSums()
+    router = model.model.layers[0].mlp.gate
+    handle = router.register_forward_pre_hook(lambda _, args: sums.update(args[0].reshape(-1, 32)))
+    run(model, batches_of(rows, 1))
+    handle.remove()
+    recipe = RECIPE.replace("8, strategy: channel}", "3, strategy: channel, observer: imatrix_mse}")
     result = quietly(model, recipe, rows, on_unseen="peers")
     idle = result.model.get_submodule(f"{PREFIX}.{IDLE}.up_proj")
-    assert torch.isfinite(idle.weight_scale).all()
+    alone = Observer.load_from_registry(
+        "imatrix_mse", base_name="weight", args=idle.quantization_scheme.weights
+    )
+    alone.inputs = sums
+    alone(idle.weight)
+    assert torch.equal(idle.weight_scale, alone.get_qparams()["scale"])
     assert result.coverage.tokens[f"{PREFIX}.{IDLE}.up_proj"] == 0
 
 

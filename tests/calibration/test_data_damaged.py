@@ -38,19 +38,19 @@ def test_json_that_python_does_not_read(line: str, problem: str, tmp_path: Path)
     lines, whole = tmp_path / "a.jsonl", tmp_path / "a.json"
     lines.write_text(f'{{"text": "a"}}\n{line}\n')
     whole.write_text(line)
-    refused(errors.BrokenJsonError, f"'{lines}', line 2 is not valid JSON: {problem}", lines)
-    refused(errors.BrokenJsonError, f"The data file '{whole}' is not valid JSON: {problem}", whole)
+    refused(errors.DataError, f"'{lines}', line 2 is not valid JSON: {problem}", lines)
+    refused(errors.DataError, f"The data file '{whole}' is not valid JSON: {problem}", whole)
 
 
 def test_half_a_character(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "abc\\ud800"}\n')
     text = f"'{path}', line 1 has half a character (a surrogate) at position 3. A record is "
-    refused(errors.RecordError, text, path)
+    refused(errors.DataError, text, path)
 
 
 def test_token_ids_that_no_integer_holds() -> None:
-    refused(errors.RecordError, "item 0 is a list of int, not of whole numbers", [[1, 10**30]])
+    refused(errors.DataError, "item 0 is a list of int, not of whole numbers", [[1, 10**30]])
 
 
 def test_a_parquet_file_with_every_kind_of_damage(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_parquet_file_with_every_kind_of_damage(tmp_path: Path) -> None:
             calibration_batches(path, byte_tokenizer())
         except errors.DataError as error:
             told[type(error)] = str(error)
-    assert str(path) in told[errors.DataFileError]
+    assert str(path) in told[errors.DataError]
 
 
 class FailingTokenizer:
@@ -79,7 +79,7 @@ class FailingTokenizer:
 
 def test_a_tokenizer_that_panics() -> None:
     text = "The tokenizer cannot turn item 0 into tokens: PanicException: index out of bounds. "
-    refused(errors.TokenizerError, text, ["abc"], FailingTokenizer())
+    refused(errors.DataError, text, ["abc"], FailingTokenizer())
 
 
 def test_a_tokenizer_that_is_interrupted() -> None:

@@ -7,33 +7,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import crew_failures
-import crew_jobs
-import crews
 import pytest
+import rank_failures
+import rank_jobs
+import rank_processes
 import torch
 
-from calipers.calibration.distributed import Crew
+from calipers.calibration.ranks import Ranks
 
 WORLD = 3
-ORDER_FREE = list(crew_jobs.RECIPES)
+ORDER_FREE = list(rank_jobs.RECIPES)
 PIPELINES = ("basic", "sequential")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: Any) -> dict[str, Any]:
-    (result,) = crews.run(1, tmp_path_factory.mktemp("alone"), crew_jobs.JOBS)
+    (result,) = rank_processes.run(1, tmp_path_factory.mktemp("alone"), rank_jobs.JOBS)
     return result
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return crews.run(WORLD, tmp_path_factory.mktemp("together"), crew_jobs.JOBS)
+    return rank_processes.run(WORLD, tmp_path_factory.mktemp("together"), rank_jobs.JOBS)
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return crews.run(WORLD, tmp_path_factory.mktemp("failed"), crew_failures.BAD_JOBS)
+    return rank_processes.run(WORLD, tmp_path_factory.mktemp("failed"), rank_failures.BAD_JOBS)
 
 
 def of(result: dict[str, Any] | None, job: Callable[..., Any]) -> Any:
@@ -66,35 +66,35 @@ class TestResults:
     def test_are_those_of_one_process(
         self, alone: Any, together: list[Any], name: str, pipeline: str
     ) -> None:
-        expected = of(alone, crew_jobs.observers_of_all_kinds)[name, pipeline]
+        expected = of(alone, rank_jobs.observers_of_all_kinds)[name, pipeline]
         for rank in together:
-            assert_same(of(rank, crew_jobs.observers_of_all_kinds)[name, pipeline], expected)
+            assert_same(of(rank, rank_jobs.observers_of_all_kinds)[name, pipeline], expected)
 
     @pytest.mark.parametrize("pipeline", PIPELINES)
-    @pytest.mark.parametrize("name", crew_jobs.AVERAGING)
+    @pytest.mark.parametrize("name", rank_jobs.AVERAGING)
     def test_that_depend_on_order_are_the_same_in_all(
         self, together: list[Any], name: str, pipeline: str
     ) -> None:
-        first, *others = (of(rank, crew_jobs.observers_of_all_kinds) for rank in together)
+        first, *others = (of(rank, rank_jobs.observers_of_all_kinds) for rank in together)
         for other in others:
             assert_same(other[name, pipeline], first[name, pipeline])
 
     def test_tokens_are_those_of_all(self, together: list[Any]) -> None:
         for rank in together:
-            found = of(rank, crew_jobs.observers_of_all_kinds)["W8A8 percentile", "basic"]
+            found = of(rank, rank_jobs.observers_of_all_kinds)["W8A8 percentile", "basic"]
             tokens = found["tokens"]
             assert set(tokens.values()) == {7 * 16}
             assert len(tokens) == 14
 
     @pytest.mark.parametrize("pipeline", PIPELINES)
     def test_a_process_without_data(self, alone: Any, together: list[Any], pipeline: str) -> None:
-        expected = of(alone, crew_jobs.fewer_samples_than_processes)[pipeline]
+        expected = of(alone, rank_jobs.fewer_samples_than_processes)[pipeline]
         assert set(expected["tokens"].values()) == {2 * 16}
         for rank in together:
-            assert_same(of(rank, crew_jobs.fewer_samples_than_processes)[pipeline], expected)
+            assert_same(of(rank, rank_jobs.fewer_samples_than_processes)[pipeline], expected)
 
     def test_one_writes(self, together: list[Any]) -> None:
-        found = [of(rank, crew_jobs.one_writer) for rank in together]
+        found = [of(rank, rank_jobs.one_writer) for rank in together]
         assert [rank["written"] for rank in found] == [1, 0, 0]
         for rank in found:
             assert rank["output_dir"]
@@ -103,7 +103,7 @@ class TestResults:
 
     def test_a_folder_that_exists_is_refused_by_all(self, together: list[Any]) -> None:
         for rank in together:
-            again = of(rank, crew_jobs.one_writer)["again"]
+            again = of(rank, rank_jobs.one_writer)["again"]
             assert again["error"] == "CheckpointExistsError"
 
 
@@ -113,21 +113,21 @@ class TestExperts:
     def test_that_only_one_process_sees(
         self, alone: Any, together: list[Any], name: str, pipeline: str
     ) -> None:
-        expected = of(alone, crew_jobs.experts_here_and_there)[name, pipeline]
+        expected = of(alone, rank_jobs.experts_here_and_there)[name, pipeline]
         experts = [n for name, n in expected["tokens"].items() if ".experts." in name]
         assert experts == [16] * 12  # each sample went to an expert of its own
         for rank in together:
-            assert_same(of(rank, crew_jobs.experts_here_and_there)[name, pipeline], expected)
+            assert_same(of(rank, rank_jobs.experts_here_and_there)[name, pipeline], expected)
 
     def test_that_nobody_sees_are_the_same_error_for_all(
         self, alone: Any, together: list[Any]
     ) -> None:
         for observer in ("static_minmax", "memoryless_minmax"):
-            expected = of(alone, crew_jobs.experts_nobody_sees)[observer, "error"]
+            expected = of(alone, rank_jobs.experts_nobody_sees)[observer, "error"]
             assert expected["error"] == "UnseenModulesError"
             assert "3 modules saw no tokens: model.layers.0.mlp.experts.3." in expected["text"]
             for rank in together:
-                assert of(rank, crew_jobs.experts_nobody_sees)[observer, "error"] == expected
+                assert of(rank, rank_jobs.experts_nobody_sees)[observer, "error"] == expected
 
     @pytest.mark.parametrize("policy", ["weights_only", "peers"])
     @pytest.mark.parametrize("observer", ["static_minmax", "memoryless_minmax"])
@@ -135,7 +135,7 @@ class TestExperts:
         self, alone: Any, together: list[Any], observer: str, policy: str
     ) -> None:
         alone_found, *found = (
-            of(each, crew_jobs.experts_nobody_sees)[observer, policy] for each in (alone, *together)
+            of(each, rank_jobs.experts_nobody_sees)[observer, policy] for each in (alone, *together)
         )
         # What a memoryless observer saw last depends on who saw it.
         expected = alone_found if observer == "static_minmax" else found[0]
@@ -148,8 +148,8 @@ class TestExperts:
 class TestWork:
     @pytest.mark.parametrize("name", ["NVFP4", "W8A8 static_minmax", "W4A16 optimal"])
     def test_on_weights_is_split(self, alone: Any, together: list[Any], name: str) -> None:
-        everything = of(alone, crew_jobs.solving_in_parts)[name]
-        parts = [of(rank, crew_jobs.solving_in_parts)[name] for rank in together]
+        everything = of(alone, rank_jobs.solving_in_parts)[name]
+        parts = [of(rank, rank_jobs.solving_in_parts)[name] for rank in together]
         assert all(parts)
         assert sorted(group for part in parts for group in part) == sorted(everything)
         assert len({module for group in everything for module in group}) == 14
@@ -160,9 +160,9 @@ class TestWork:
         def parts(costs: list[int]) -> list[list[int]]:
             found = []
             for rank in range(3):
-                crew = Crew()
-                crew.rank, crew.world_size = rank, 3
-                found.append(crew.my_part(range(len(costs)), costs.__getitem__))
+                ranks = Ranks()
+                ranks.rank, ranks.world_size = rank, 3
+                found.append(ranks.my_part(range(len(costs)), costs.__getitem__))
             return found
 
         assert parts([5, 5, 5, 1, 1, 1]) == [[0, 3], [1, 4], [2, 5]]
@@ -171,12 +171,12 @@ class TestWork:
 
 
 class TestFailures:
-    @pytest.mark.parametrize("stage", crew_failures.FAILURES)
+    @pytest.mark.parametrize("stage", rank_failures.FAILURES)
     def test_of_one_end_all(self, failed: list[Any], stage: str) -> None:
-        culprit, *_ = crew_failures.FAILURES[stage]
+        culprit, *_ = rank_failures.FAILURES[stage]
         step = "planning" if stage == "reading data" else stage
         for number, rank in enumerate(failed):
-            found = of(rank, crew_failures.everywhere_something_fails)[stage]
+            found = of(rank, rank_failures.everywhere_something_fails)[stage]
             assert found["unchanged"], found
             assert found["output"] == []
             if number == culprit:
@@ -185,11 +185,11 @@ class TestFailures:
                 assert found["error"] == "RankFailedError"
                 assert found["text"] == (
                     f"Rank {culprit} failed while {step}, so this process stops too. "
-                    "BrokenError: on purpose"
+                    "BrokenError: on purpose."
                 )
 
     def test_numbers_that_are_none(self, failed: list[Any]) -> None:
-        first, culprit, last = (of(rank, crew_failures.not_a_number) for rank in failed)
+        first, culprit, last = (of(rank, rank_failures.not_a_number) for rank in failed)
         assert culprit["error"] == "NonFiniteError"
         assert "batch 1, the first one with such values" in culprit["text"]
         for rank in (first, last):
@@ -210,26 +210,26 @@ class TestFailures:
     )
     def test_different_arguments(self, failed: list[Any], what: str, said: str) -> None:
         for rank in failed:
-            found = of(rank, crew_failures.different_arguments)[what]
+            found = of(rank, rank_failures.different_arguments)[what]
             with pytest.raises(ValueError, match=said):
                 raise ValueError(found["text"])
             assert found["error"] == "RanksDisagreeError"
 
     def test_memory_that_is_short_for_one(self, alone: Any, failed: list[Any]) -> None:
-        expected = of(alone, crew_jobs.observers_of_all_kinds)["FP8", "basic"]
+        expected = of(alone, rank_jobs.observers_of_all_kinds)["FP8", "basic"]
         for rank in failed:
-            found = of(rank, crew_failures.different_arguments)["one is short of memory"]
+            found = of(rank, rank_failures.different_arguments)["one is short of memory"]
             assert_same(found["result"], expected)
 
 
 class TestDeath:
-    @pytest.mark.parametrize("stage", crew_failures.DEATHS)
+    @pytest.mark.parametrize("stage", rank_failures.DEATHS)
     def test_is_noticed_and_the_dead_is_named(self, tmp_path: Path, stage: str) -> None:
-        dead, *_ = crew_failures.DEATHS[stage]
-        results = crews.run(4, tmp_path, [partial(crew_failures.dying, stage=stage)])
+        dead, *_ = rank_failures.DEATHS[stage]
+        results = rank_processes.run(4, tmp_path, [partial(rank_failures.dying, stage=stage)])
         assert results.pop(dead) is None
         for rank in results:
-            found = of(rank, crew_failures.dying)
+            found = of(rank, rank_failures.dying)
             assert found["error"] == "RankLostError", found
             assert found["text"].startswith(
                 f"Rank {dead} did not finish {stage} and gave no sign of life for 6 s"
@@ -238,17 +238,19 @@ class TestDeath:
             assert found["output"] == []
 
     def test_is_not_what_takes_long(self, tmp_path: Path) -> None:
-        for rank in crews.run(2, tmp_path, [crew_failures.slow_writer]):
-            found = of(rank, crew_failures.slow_writer)
+        for rank in rank_processes.run(2, tmp_path, [rank_failures.slow_writer]):
+            found = of(rank, rank_failures.slow_writer)
             assert found["error"] is None, found
         assert (tmp_path / "late" / "config.json").exists()
 
     def test_of_the_one_that_keeps_the_store(self, tmp_path: Path) -> None:
-        job = partial(crew_failures.dying, stage="calibrating the model", rank=0)
-        dead, *others = crews.run(3, tmp_path, [job], f"tcp://127.0.0.1:{crews.free_port()}")
+        job = partial(rank_failures.dying, stage="calibrating the model", rank=0)
+        dead, *others = rank_processes.run(
+            3, tmp_path, [job], f"tcp://127.0.0.1:{rank_processes.free_port()}"
+        )
         assert dead is None
         for rank in others:
-            found = of(rank, crew_failures.dying)
+            found = of(rank, rank_failures.dying)
             assert found["error"] == "StoreLostError", found
             assert "by rank 0: look at the output of that process" in found["text"]
             assert found["unchanged"]

@@ -41,7 +41,7 @@ def test_a_warning_comes_after_a_tenth_of_the_data(pipeline: str) -> None:
     assert start == "18 of 28 modules have seen no token in the first 4 of 40 batches"
     assert rest.endswith(
         "and 13 more. If that stays so, the run fails at its end. calibrate_all_experts=True shows "
-        'all tokens to all experts; on_unseen="weights_only" or on_unseen="peers" does without.'
+        "all tokens to all experts; on_unseen='weights_only' or on_unseen='peers' does without."
     )
 
 
@@ -53,5 +53,5 @@ def test_whoever_has_chosen_what_to_do_is_not_told() -> None:
 def test_the_error_names_the_ways_out() -> None:
     message = str(UnseenModulesError(["a.b"], "error"))
     assert "(calibrate_all_experts=True)" in message
-    assert 'on_unseen="weights_only"' in message
-    assert 'on_unseen="peers"' in message
+    assert "on_unseen='weights_only'" in message
+    assert "on_unseen='peers'" in message

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from unittest import mock
 
-import crew_jobs
-import crews
 import pytest
+import rank_jobs
+import rank_processes
 import torch
 
 from calipers import oneshot
@@ -73,7 +73,7 @@ def test_processes_that_cannot_meet_are_refused(environment: dict[str, str], sai
 
 def test_nothing_is_written_then(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, SRUN), pytest.raises(LaunchError, match="srun started 3"):
-        oneshot(crew_jobs.llama(torch.float32), "W8A16", output_dir=tmp_path / "out")
+        oneshot(rank_jobs.llama(torch.float32), "W8A16", output_dir=tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
 
@@ -82,10 +82,10 @@ def test_processes_of_any_launcher_do_one_job(tmp_path: Path) -> None:
     environments = [
         {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for port in [crews.free_port()]
+        for port in [rank_processes.free_port()]
         for rank in range(2)
     ]
-    found = crews.run(2, tmp_path, [crew_jobs.one_writer], environments=environments)
+    found = rank_processes.run(2, tmp_path, [rank_jobs.one_writer], environments=environments)
     for rank, result in enumerate(found):
         assert result["one_writer"]["written"] == (rank == 0)
         assert result["one_writer"]["notes"] == {"samples": 7, "tokens": 7 * 16}

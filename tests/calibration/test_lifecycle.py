@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from calipers.calibration.lifecycle import (
     calibrate_query_hook,
     calibrate_value_hook,
     freeze_module_quantization,
-    gather_importance_hook,
     initialize_observer,
     observe,
     observer_of,
@@ -355,18 +353,3 @@ def test_importance_is_attached_and_left_behind() -> None:
     assert int(observer_of(module, "weight")._imatrix_count) == 30
     assert not module._forward_pre_hooks
     assert not hasattr(module, "_imatrix_sum")
-
-
-def test_importance_without_hooks_of_its_own() -> None:
-    module = linear(weights=CHANNEL.model_copy(update={"observer": "imatrix_mse"}))
-    initialize_observer(module, "weight", attach=False)
-    assert not module._forward_pre_hooks
-    observer: Any = observer_of(module, "weight")
-    observer.begin_gathering(4)
-    hook = partial(gather_importance_hook, observer)
-    x = torch.randn(2, 3, 4)
-    with token_mask(torch.tensor([[1, 1, 0], [0, 1, 1]])):
-        assert hook(module, (x,), {}) is None
-    kept = torch.cat([x[0, :2], x[1, 1:]]).double()
-    assert torch.allclose(observer._imatrix_sum.double(), kept.square().sum(0), rtol=1e-6)
-    assert int(observer._imatrix_count) == 4

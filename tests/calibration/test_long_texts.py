@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from words import byte_tokenizer
 
 from calipers.calibration.data import calibration_batches
-from calipers.calibration.data.records import Reader
+from calipers.calibration.data.records import RecordTokenizer
 from calipers.demo import MODEL
 from calipers.errors import CalipersWarning
 
@@ -88,11 +88,11 @@ def tokenizers() -> dict[Path, Any]:
 )
 def test_tokens_are_those_of_the_whole(text: str, path: Path, tokenizers: dict[Path, Any]) -> None:
     tokenizer = Counting(tokenizers[path])
-    reader = Reader(tokenizer)
-    whole = reader.token_ids(text, "here")
+    encoder = RecordTokenizer(tokenizer)
+    whole = encoder.token_ids(text, "here")
     for enough in (1, 3, 50, 400):
         tokenizer.characters = 0
-        found = reader.token_ids(text, "here", enough)
+        found = encoder.token_ids(text, "here", enough)
         assert len(found) > enough
         torch.testing.assert_close(found, whole[: len(found)], rtol=0, atol=0)
         assert 0 < tokenizer.characters < 2 * len(text)
@@ -123,6 +123,6 @@ def test_a_text_of_few_tokens_is_tokenized_until_there_are_enough() -> None:
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = Counting(PreTrainedTokenizerFast(tokenizer_object=made))
     text = ("word" + " " * 200) * 2_000
-    found = Reader(tokenizer).token_ids(text, "here", 10)
+    found = RecordTokenizer(tokenizer).token_ids(text, "here", 10)
     assert found.tolist() == [0] * 11
     assert 20_000 < tokenizer.characters < len(text) / 4

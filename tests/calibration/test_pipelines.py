@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
-from torch import Tensor, nn
-from transformers import (
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from watched import (
+from calibrating import (
     CHANNEL,
     STATIC,
     anatomy,
@@ -37,19 +28,27 @@ from watched import (
     samples,
     small,
 )
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor, nn
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from calipers import oneshot
-from calipers.calibration.concluding import Findings
+from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
-from calipers.calibration.plan import Plan
 from calipers.calibration.sequential import decoder_layers, run_sequential
-from calipers.calibration.watching import WatchedModel
-from calipers.entrypoint import plan_for
 from calipers.errors import CalipersWarning, NoDataError, NoDecoderLayersError, NonFiniteError
 from calipers.modifiers import IMatrixGatherer
+from calipers.modifiers.driver import Solution
 from calipers.recipes import load_recipe
+from calipers.recipes.compiling import plan_for
 
 KINDS = ["llama", "qwen2", "mistral", "gemma3", "mixtral", "qwen2_moe"]
 W8A8 = """
@@ -187,7 +186,8 @@ def test_only_layers_or_only_the_head() -> None:
     everything = plan_of(model)
     expected = by_hand(model, batches)
     for wanted in (["lm_head"], ["model.layers.1.mlp.up_proj"]):
-        plan = Plan(tuple(module for module in everything.modules if module.name in wanted))
+        kept = tuple(module for module in everything.modules if module.name in wanted)
+        plan = replace(everything, modules=kept)
         for pipeline in (run_basic, run_sequential):
             found = calibrated(model, plan, pipeline, batches)
             assert list(found.coverage.tokens) == wanted
@@ -284,7 +284,7 @@ def test_the_layers_are_those_of_the_decoder() -> None:
 def test_a_model_without_layers_is_refused(model: nn.Module) -> None:
     message = (
         f"{type(model).__name__} has no ModuleList of layers, so it cannot be calibrated layer by "
-        'layer. Pass pipeline="basic".'
+        "layer. Pass pipeline='basic'."
     )
     with pytest.raises(NoDecoderLayersError, match=f"^{re.escape(message)}$"):
         decoder_layers(model)
@@ -308,7 +308,7 @@ def test_a_plan_that_needs_data_says_so(pipeline: Any) -> None:
     before = anatomy(model)
     message = (
         "The recipe needs data for 15 tensors (the first is "
-        "model.layers.0.self_attn.q_proj.input), and no dataset was given. Pass dataset=…, or "
+        "model.layers.0.self_attn.q_proj.input), and there is no dataset. Pass dataset=…, or "
         "choose dynamic activations and observers that look at weights alone. plan.table() shows "
         "which tensors need data."
     )
@@ -409,17 +409,16 @@ def test_tensors_return_to_where_they_were() -> None:
     assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == before
 
 
-def test_nobody_is_concluded_twice() -> None:
+def test_nobody_is_solved_twice() -> None:
     model, batches = small("llama"), batches_of(samples(3), 1)
     plan = plan_of(model)
-    findings, watched = Findings(plan, Coverage()), WatchedModel(model, plan)
-    concluded: list[str] = []
-    with watched:
-        given = run_of(watched, findings)
+    solved: list[str] = []
+    with Calibration(model, plan) as calibration:
+        given = run_of(calibration, Solution(plan, Coverage()))
 
-        def conclude(names: Any) -> None:
-            concluded.extend(names)
-            given.conclude(names)
+        def solve(names: Any) -> None:
+            solved.extend(names)
+            given.solve(names)
 
-        run_sequential(replace(given, conclude=conclude), batches)
-    assert sorted(concluded) == sorted(linears(model))
+        run_sequential(replace(given, solve=solve), batches)
+    assert sorted(solved) == sorted(linears(model))

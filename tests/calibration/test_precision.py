@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from calipers import evaluate, oneshot
 from calipers.calibration import precision
+from calipers.calibration.context import Calibration
 from calipers.calibration.precision import computing_in, forward_dtype
-from calipers.calibration.watching import WatchedModel
 from calipers.errors import CalipersWarning, UnknownChoiceError
 from calipers.observers import Observer
 from calipers.recipes import load_recipe
@@ -155,15 +155,20 @@ def test_what_is_stored_is_that_of_the_model(
 def test_observers_see_activations_in_the_dtype_of_their_module() -> None:
     model = build("llama", torch.bfloat16)
     plan = load_recipe(STATIC).compile(model)
-    with WatchedModel(model, plan, dtype=torch.float32) as watched:
-        with computing_in(torch.float32, [model]), watched.batch(0), dtypes_of_inputs() as computed:
+    with Calibration(model, plan, dtype=torch.float32) as calibration:
+        with (
+            computing_in(torch.float32, [model]),
+            calibration.batch(0),
+            dtypes_of_inputs() as computed,
+        ):
             model(token_ids(2, 8))
-        watched.finish()
+        calibration.finish(plan.names)
     assert computed == {torch.float32}
-    for observer in watched.observers.values():
-        if observer.base_name != "weight":
-            assert observer.observed_like.dtype == torch.bfloat16
-            assert observer.get_qparams()["scale"].dtype == torch.bfloat16
+    observers = [s for s in calibration.measurements.of(plan.names) if isinstance(s, Observer)]
+    assert len(observers) >= len(plan.names)
+    for observer in observers:
+        assert observer.observed_like.dtype == torch.bfloat16
+        assert observer.get_qparams()["scale"].dtype == torch.bfloat16
 
 
 def test_weights_are_judged_in_the_dtype_of_the_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from calipers.calibration.data import calibration_batches
-from calipers.errors import DataOptionError, EmptyDataError
+from calipers.errors import ConfigurationError, DataError
 
 DOCUMENTS = [[number] * 8 for number in range(1, 51)]
 
@@ -29,10 +29,10 @@ def test_what_follows_is_what_one_call_would_have_taken_next(packing: bool | Non
 
 
 def test_too_many_and_what_cannot_be() -> None:
-    with pytest.raises(EmptyDataError, match="has 50 samples, and skip=50 passes over all of them"):
+    with pytest.raises(DataError, match="has 50 samples, and skip=50 passes over all of them"):
         samples(skip=50)
-    with pytest.raises(DataOptionError, match="skip=-1 is not allowed: skip must be a whole num"):
+    with pytest.raises(ConfigurationError, match=r"skip=-1 is not allowed\. Allowed: a whole num"):
         samples(skip=-1)
     ready = [{"input_ids": torch.ones(1, 8, dtype=torch.int64)}] * 3
-    with pytest.raises(DataOptionError, match="skip=1 is not allowed: skip must be left out for b"):
+    with pytest.raises(ConfigurationError, match="skip=1 has no meaning for batches that"):
         calibration_batches(iter(ready), skip=1, use="evaluation")

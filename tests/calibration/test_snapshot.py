@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calibrating import anatomy, small
 from compressed_tensors.modeling import initialize_hooked_attention
 from compressed_tensors.offload import OffloadCache, offload_module
 from compressed_tensors.quantization import (
@@ -15,7 +16,6 @@ from compressed_tensors.quantization import (
 )
 from models import small_llama
 from torch import nn
-from watched import anatomy, small
 
 from calipers.calibration.snapshot import Snapshot, left_as_found, unchanged_on_error
 

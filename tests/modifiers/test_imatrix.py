@@ -9,22 +9,22 @@ from calipers.modifiers import IMatrixGatherer
 
 
 def test_linear_modules_that_are_not_ignored() -> None:
-    found = IMatrixGatherer(ignore=["lm_head", "re:.*mlp.*"]).gathered_modules(small_llama())
-    assert found == [
+    found = IMatrixGatherer(ignore=["lm_head", "re:.*mlp.*"]).plan(small_llama(), "").measured
+    assert list(found) == [
         f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in ("q", "k", "v", "o")
     ]
 
 
 def test_other_modules_have_no_input_channels() -> None:
-    found = IMatrixGatherer(targets="re:model.layers.0.*").gathered_modules(small_llama())
+    found = IMatrixGatherer(targets="re:model.layers.0.*").plan(small_llama(), "").measured
     assert len(found) == 7
 
 
 def test_no_linear_module() -> None:
     with pytest.raises(UnmatchedPatternError, match="'Linear' matches no module of Sequential"):
-        IMatrixGatherer().gathered_modules(torch.nn.Sequential(torch.nn.ReLU()))
+        IMatrixGatherer().plan(torch.nn.Sequential(torch.nn.ReLU()), "")
     with pytest.raises(UnmatchedPatternError, match="finds no Linear module in Sequential"):
-        IMatrixGatherer(targets="ReLU").gathered_modules(torch.nn.Sequential(torch.nn.ReLU()))
+        IMatrixGatherer(targets="ReLU").plan(torch.nn.Sequential(torch.nn.ReLU()), "")
 
 
 def test_unknown_keys() -> None:

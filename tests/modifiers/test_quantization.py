@@ -16,6 +16,7 @@ from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from models import small_llama, small_mixtral
 from pydantic import ValidationError
 
+from calipers import oneshot
 from calipers.errors import (
     CalipersWarning,
     RecipeError,
@@ -34,7 +35,7 @@ def llama() -> torch.nn.Module:
 
 
 def planned(modifier: QuantizationModifier, model: torch.nn.Module) -> dict[str, Any]:
-    return {module.name: module for module in modifier.planned_modules(model)}
+    return {module.name: module for module in modifier.plan(model, "").modules}
 
 
 class TestSchemes:
@@ -178,14 +179,14 @@ class TestObservers:
     def test_an_observer_with_nothing_to_watch_is_told(self, llama: torch.nn.Module) -> None:
         modifier = QuantizationModifier(scheme="W8A8", activation_observer="minmax")
         with pytest.warns(CalipersWarning, match="activation_observer has no effect"):
-            modifier.planned_modules(llama)
+            modifier.plan(llama, "")
 
 
 class TestMatching:
     def test_attention_by_its_class(self, llama: torch.nn.Module) -> None:
         heads = {**FP8, "strategy": "attn_head"}
         modifier = QuantizationModifier(targets="LlamaAttention", input_activations=heads)
-        found = modifier.planned_modules(llama)
+        found = modifier.plan(llama, "").modules
         assert [(m.name, m.kind) for m in found] == [
             (f"model.layers.{i}.self_attn", "attention") for i in (0, 1)
         ]
@@ -202,17 +203,17 @@ class TestMatching:
         modifier = QuantizationModifier(
             targets=["LlamaAttention", "re:.*self_attn"], input_activations=FP8
         )
-        kinds = [module.kind for module in modifier.planned_modules(llama)]
+        kinds = [module.kind for module in modifier.plan(llama, "").modules]
         assert kinds.count("attention") == 2
         assert kinds.count("linear") == 8
 
     def test_weights_of_attention_are_refused(self, llama: torch.nn.Module) -> None:
         modifier = QuantizationModifier(targets="LlamaAttention", scheme="FP8")
         with pytest.raises(RecipeError, match="target its Linear modules"):
-            modifier.planned_modules(llama)
+            modifier.plan(llama, "")
 
     def test_cache(self, llama: torch.nn.Module) -> None:
-        found = QuantizationModifier(kv_cache_scheme=FP8).planned_modules(llama)
+        found = QuantizationModifier(kv_cache_scheme=FP8).plan(llama, "").modules
         assert [(m.name, m.kind) for m in found] == [
             (f"model.layers.{i}.self_attn", "kv_cache") for i in (0, 1)
         ]
@@ -221,7 +222,7 @@ class TestMatching:
 
     def test_a_model_without_cache(self) -> None:
         with pytest.raises(UnmatchedPatternError, match="Sequential has no attention module"):
-            QuantizationModifier(kv_cache_scheme=FP8).planned_modules(torch.nn.Sequential())
+            QuantizationModifier(kv_cache_scheme=FP8).plan(torch.nn.Sequential(), "")
 
     def test_norms_that_a_pattern_matches_too_are_passed_over(self, llama: torch.nn.Module) -> None:
         found = planned(QuantizationModifier(targets="re:model.layers.0.*", scheme="FP8"), llama)
@@ -230,7 +231,7 @@ class TestMatching:
     def test_norms_alone_are_an_error(self, llama: torch.nn.Module) -> None:
         modifier = QuantizationModifier(targets=["Linear", "re:.*norm"], scheme="FP8")
         with pytest.raises(UnmatchedPatternError, match=r"'re:\.\*norm' matches only LlamaRMSNorm"):
-            modifier.planned_modules(llama)
+            modifier.plan(llama, "")
 
     def test_embeddings(self) -> None:
         model = small_llama(tie_word_embeddings=True)
@@ -256,13 +257,13 @@ class TestMatching:
         self, llama: torch.nn.Module, given: dict[str, Any], text: str
     ) -> None:
         with pytest.raises(UnmatchedPatternError, match=text):
-            QuantizationModifier(scheme="FP8", **given).planned_modules(llama)
+            QuantizationModifier(scheme="FP8", **given).plan(llama, "")
 
     def test_or_a_warning_or_nothing(self, llama: torch.nn.Module) -> None:
         given = {"scheme": "FP8", "ignore": ["score"]}
         with pytest.warns(CalipersWarning, match="'score' matches no module"):
-            warned = QuantizationModifier(**given, unmatched="warn").planned_modules(llama)
-        silent = QuantizationModifier(**given, unmatched="ignore").planned_modules(llama)
+            warned = QuantizationModifier(**given, unmatched="warn").plan(llama, "").modules
+        silent = QuantizationModifier(**given, unmatched="ignore").plan(llama, "").modules
         assert len(warned) == len(silent) == 15
 
 
@@ -281,7 +282,7 @@ class TestMatching:
 def test_modules_are_those_of_compressed_tensors(given: dict[str, Any]) -> None:
     model = small_llama()
     modifier = QuantizationModifier(**given)
-    ours = {module.name: module.scheme for module in modifier.planned_modules(model)}
+    ours = {module.name: module.scheme for module in modifier.plan(model, "").modules}
     config = QuantizationConfig(
         config_groups=modifier.schemes,
         ignore=list(modifier.ignore),
@@ -383,3 +384,18 @@ def test_schemes_are_those_of_the_peer(given: dict[str, Any]) -> None:
     assert {name: scheme.model_dump() for name, scheme in ours.items()} == {
         name: scheme.model_dump() for name, scheme in theirs.items()
     }
+
+
+def test_weights_that_engines_fuse_share_a_global_scale() -> None:
+    """The largest value of all of them becomes the largest of FP4 times the largest of FP8."""
+    model = oneshot(small_llama(), "NVFP4A16").model
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for fused in (
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (mlp.gate_proj, mlp.up_proj),
+            (mlp.down_proj,),
+        ):
+            largest = max(float(module.weight.detach().abs().max()) for module in fused)
+            found = [float(module.weight_global_scale.detach()) for module in fused]
+            assert found == pytest.approx([6 * 448 / largest] * len(fused))

@@ -97,8 +97,8 @@ class TestClaims:
         gatherers = [IMatrixGatherer(targets="lm_head"), IMatrixGatherer()]
         plan = load_recipe(gatherers).compile(llama)
         assert plan.modules == ()
-        assert len(plan.gathered) == 15
-        assert plan.gathered[-1] == "lm_head"
+        assert len(plan.measured) == 15
+        assert list(plan.measured)[-1] == "lm_head"
         assert plan.needs_data
 
 
@@ -136,6 +136,13 @@ class TestFit:
             (
                 {"input_activations": {"group_size": 48, "dynamic": True}},
                 "q_proj, input: 64 is not divisible by 48",
+            ),
+            (
+                {  # the weights fit: no other size of theirs helps
+                    "weights": {"num_bits": 4, "group_size": 32},
+                    "output_activations": {"group_size": 48},
+                },
+                r"(?s)q_proj, output: 64 is not divisible by 48\..*\nChoose another scheme, or",
             ),
             (
                 {"targets": "re:.*k_proj", "output_activations": {"group_size": 64}},

@@ -16,10 +16,10 @@ import killing
 import pytest
 from killing import checkpoint, load_script, state, write
 
-from calipers.checkpoint import ownership
+from calipers.checkpoint import locked_folder
+from calipers.checkpoint.locked_folder import LockedFolder, remove_scratch, scratch_folder
 from calipers.checkpoint.output import check_output, output_folder, restore_outputs
-from calipers.checkpoint.ownership import OwnedFolder, remove_scratch, scratch_folder
-from calipers.errors import CalipersWarning, CheckpointExistsError, OutputPathError
+from calipers.errors import CalipersWarning, CheckpointError, CheckpointExistsError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -66,7 +66,7 @@ def test_the_next_start_restores(script: Any, tmp_path: Path, monkeypatch: Any) 
     with mock.patch("os.rename", killed):
         script.run_child(lambda: write(out))
     assert not out.exists()
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(CheckpointExistsError, match="exists already"):
         check_output(out)
     assert (state(out), os.listdir(tmp_path)) == ("old", ["out"])
 
@@ -125,8 +125,8 @@ def test_without_locks_an_owner_lives_if_its_process_does(
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(ownership.fcntl, "flock", no_locks)
-    OwnedFolder.claim(tmp_path / ".out.calipers")
+    monkeypatch.setattr(locked_folder.fcntl, "flock", no_locks)
+    LockedFolder.claim(tmp_path / ".out.calipers")
     (tmp_path / ".out.calipers" / "new").mkdir()
     lock = tmp_path / ".out.calipers" / "lock"
     record = json.loads(lock.read_text())
@@ -148,7 +148,7 @@ def test_what_calipers_has_not_made_is_left_alone(tmp_path: Path, what: str) -> 
     }[what]()
     before = sorted(tmp_path.rglob("*"))
     restore_outputs(tmp_path)
-    with pytest.raises(OutputPathError, match=r"\.calipers': something is there that Calipers has"):
+    with pytest.raises(CheckpointError, match=r"\.calipers': something is there that Calipers has"):
         write(tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -23,42 +23,33 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
 from compressed_tensors.offload import update_offload_parameter
 from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
 
 from calipers.calibration.masks import mask_for
-from calipers.calibration.plan import ModuleKind, args_for, observer_for
-from calipers.calibration.readers import Gatherer, Watcher, read
-from calipers.errors import (
-    ConfigurationError,
-    HiddenQueriesError,
-    NoStatisticsError,
-)
+from calipers.errors import ConfigurationError, NoStatisticsError
+from calipers.numerics.tensors import first_tensor
 from calipers.observers import Observer, QParamsDict
-from calipers.observers.gathering import GathersInputs
+from calipers.observers.spec import ObserverSpec
+from calipers.planning.specs import args_for
 
 OBSERVED = ("weight", "input", "output", "q", "k", "v")
 """What a module may have an observer for."""
 
 
-def initialize_observer(
-    module: torch.nn.Module, base_name: str, *, name: str = "", attach: bool = True
-) -> None:
+def initialize_observer(module: torch.nn.Module, base_name: str, *, name: str = "") -> None:
     """Give a module the observer its scheme asks for, as the submodule ``<base_name>_observer``.
 
     :param name: what messages call the module
-    :param attach: whether the observer may register hooks of its own
     """
     args = args_for(getattr(module, "quantization_scheme", None), base_name)
-    observer = None if args is None else observer_for(base_name, args)
-    if observer is None:
+    spec = None if args is None else ObserverSpec.resolve(base_name, args)
+    if spec is None:
         return
-    observer.module_name = name
+    observer = spec.build(name)
     module.register_module(f"{base_name}_observer", observer)
-    if attach:
-        observer.attach(module)
+    observer.attach(module)
 
 
 def observer_of(module: torch.nn.Module, base_name: str) -> Observer | None:
@@ -97,16 +88,6 @@ def calibrate_value_hook(module: torch.nn.Module, states: Tensor) -> None:
     _show(module, "v", states)
 
 
-def gather_importance_hook(
-    observer: GathersInputs, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
-) -> None:
-    """Add the input of a module to the sums of an observer: bound to it, a forward-pre hook."""
-    tensor = first_tensor((args, kwargs))
-    if tensor is not None and tensor.numel():
-        mask = mask_for(tensor, "input", observer.label())
-        read(module, observer, Gatherer, tensor, mask)
-
-
 def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> None:
     observer = observer_of(module, base_name)
     if observer is None:
@@ -115,32 +96,7 @@ def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> Non
             f"initialize_observer(module, '{base_name}') before the model runs."
         )
     if tensor is not None and tensor.numel():
-        mask = mask_for(tensor, base_name, observer.label())
-        read(module, observer, Watcher, tensor, mask)
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Find the first tensor in the arguments or the result of a module."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return None
-    return next((found for item in value if (found := first_tensor(item)) is not None), None)
-
-
-def expose_states(model: Any, module: torch.nn.Module, kind: ModuleKind) -> None:
-    """Let queries, keys and values of an attention module be looked at and quantized."""
-    if kind == "kv_cache":
-        initialize_hooked_kv_cache(model, module)
-    elif kind == "attention":
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        implementation = model.config._attn_implementation
-        if implementation not in ALL_ATTENTION_FUNCTIONS:
-            raise HiddenQueriesError(type(model).__name__, implementation)
-        initialize_hooked_attention(model, module)
+        observer(tensor, mask=mask_for(tensor, base_name, observer.label()))
 
 
 # Parameters

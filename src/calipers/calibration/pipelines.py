@@ -14,12 +14,12 @@ from compressed_tensors.offload import OffloadCache, disable_offloading
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from calipers.calibration.context import Calibration
 from calipers.calibration.data import Batch, Batches
-from calipers.calibration.distributed import Crew
 from calipers.calibration.early import EarlyLook
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
-from calipers.calibration.watching import WatchedModel
+from calipers.calibration.ranks import Ranks
 from calipers.errors import DeviceError, ForwardError, library_errors
 
 
@@ -27,15 +27,15 @@ from calipers.errors import DeviceError, ForwardError, library_errors
 class Run:
     """What a pipeline works with.
 
-    :param conclude: works out the parameters of the modules with these names
+    :param solve: makes of what was measured of some modules what becomes of them
     :param device: where the model, or the layer at work, computes
     :param dtype: in which it does; None: its own
     :param early: warns of modules that no token has reached, while the data still runs
     """
 
-    watched: WatchedModel
-    conclude: Callable[[Iterable[str]], None]
-    crew: Crew
+    calibration: Calibration
+    solve: Callable[[Iterable[str]], None]
+    ranks: Ranks
     progress: Progress
     device: torch.device
     dtype: torch.dtype | None = None
@@ -45,30 +45,37 @@ class Run:
         """Show how many tokens have run."""
         return self.progress.counting("calibrating", batches.num_tokens, "tokens")
 
+    def finish(self, names: Iterable[str]) -> None:
+        """End the measuring of some modules, and solve them."""
+        names = list(names)
+        self.calibration.finish(names)
+        self.solve(names)
+
 
 def run_datafree(run: Run) -> None:
-    """Conclude from the weights alone."""
-    run.conclude(run.watched.plan.names)
+    """Solve from the weights alone."""
+    run.finish(run.calibration.plan.names)
 
 
 def run_basic(run: Run, batches: Batches) -> None:
     """Run each batch through the whole model."""
-    model, idle = run.watched.model, _idle_head(run.watched)
-    run.watched.dismiss(idle)
+    calibration = run.calibration
+    model, idle = calibration.model, _idle_head(calibration)
+    calibration.remove_hooks(idle)
     with onloaded([model], run.device):
         with (
-            run.crew.step("calibrating the model"),
+            run.ranks.step("calibrating the model"),
             computing_in(run.dtype, [model]),
             run.counting_tokens(batches) as add,
         ):
             for index, batch in enumerate(batches):
-                run.crew.check()
-                with run.watched.batch(index, batch["attention_mask"]):
+                run.ranks.check()
+                with calibration.batch(index, batch["attention_mask"]):
                     call_model(model, moved(batch, run.device), skip_head=bool(idle))
                 add(int(batch["attention_mask"].sum()))
                 if run.early is not None:
-                    run.early.after(index, len(batches), run.watched.plan.names)
-        run.conclude(run.watched.plan.names)
+                    run.early.after(index, len(batches), calibration.plan.names)
+        run.finish(calibration.plan.names)
 
 
 def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> Any:
@@ -142,9 +149,9 @@ def onloaded(
                 tensor.data = data
 
 
-def _idle_head(watched: WatchedModel) -> list[str]:
+def _idle_head(calibration: Calibration) -> list[str]:
     """Return the name of the output layer if nothing is to be learned from it."""
-    find = getattr(watched.model, "get_output_embeddings", lambda: None)
+    find = getattr(calibration.model, "get_output_embeddings", lambda: None)
     head = find()
-    names = [name for name, module in watched.model.named_modules() if module is head]
-    return [] if watched.data_observers(names) else names
+    names = [name for name, module in calibration.model.named_modules() if module is head]
+    return [] if any(map(calibration.is_needed, names)) else names

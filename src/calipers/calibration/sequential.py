@@ -12,7 +12,6 @@ from torch import Tensor
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import Run, call_model, errors_of_forward, moved, onloaded
 from calipers.calibration.precision import computing_in
-from calipers.calibration.snapshot import left_as_found
 from calipers.errors import NoDecoderLayersError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -24,29 +23,29 @@ def run_sequential(run: Run, batches: Batches) -> None:
     Only the layer at work is on the device. Between layers the hidden states of all batches are
     where the batches are; the parameters of a layer are worked out as soon as its data is through.
     """
-    layers, names = decoder_layers(run.watched.model), run.watched.plan.names
+    layers, names = decoder_layers(run.calibration.model), run.calibration.plan.names
     stack = LayerStack(run, list(layers.values()))
     inside = _by_last_layer(run, layers)
     layered = {name for found in inside.values() for name in found}
     outside = [name for name in names if name not in layered]
-    with run.crew.step("embedding the data"), run.progress.waiting("embedding the data"):
+    with run.ranks.step("embedding the data"), run.progress.waiting("embedding the data"):
         stack.enter(batches)
     # What lies before the layers has seen its data by now; what lies behind them has not.
-    shared = run.crew.share({name for name in outside if run.watched.tokens(name)})
+    shared = run.ranks.share({name for name in outside if run.calibration.tokens(name)})
     before = [name for name in outside if name in set().union(*shared)]
-    run.conclude(before)
+    run.finish(before)
     with run.counting_tokens(batches) as add:
         for number, (prefix, layer) in enumerate(layers.items()):
             with onloaded([layer], run.device):
-                with run.crew.step(f"calibrating {prefix}"), computing_in(run.dtype, [layer]):
+                with run.ranks.step(f"calibrating {prefix}"), computing_in(run.dtype, [layer]):
                     stack.run_layer(number, inside[prefix], add)
-                run.conclude(inside[prefix])
+                run.finish(inside[prefix])
     behind = [name for name in outside if name not in before]
-    if run.watched.data_observers(behind):
+    if any(map(run.calibration.is_needed, behind)):
         what = "calibrating what comes after the layers"
-        with run.crew.step(what), run.progress.waiting(what):
+        with run.ranks.step(what), run.progress.waiting(what):
             stack.leave(batches)
-    run.conclude(behind)
+    run.finish(behind)
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -89,7 +88,7 @@ class LayerStack:
                 calls: list[Call] = []
                 for layer in self._layers:
                     vars(layer)["forward"] = self._noting(calls, batch["input_ids"].device)
-                with self._run.watched.batch(index, batch["attention_mask"]):
+                with self._run.calibration.batch(index, batch["attention_mask"]):
                     self._start(batch)
                 self._calls.append(calls)
                 self._masks.append(batch["attention_mask"])
@@ -101,9 +100,9 @@ class LayerStack:
         """
         layer, device = self._layers[number], self._run.device
         for index, hidden in enumerate(self._hidden):
-            self._run.crew.check()
+            self._run.ranks.check()
             args, kwargs = moved(self._calls[index][number], device)
-            with self._run.watched.batch(index, self._masks[index]), errors_of_forward(layer):
+            with self._run.calibration.batch(index, self._masks[index]), errors_of_forward(layer):
                 result = layer(hidden.to(device), *args, **kwargs)
             result = result[0] if isinstance(result, tuple) else result
             self._hidden[index] = result.to(hidden.device)
@@ -118,8 +117,8 @@ class LayerStack:
                 final = self._hidden[index].to(self._run.device)
                 for layer in self._layers:
                     vars(layer)["forward"] = lambda *_, final=final, **__: self._as_result(final)
-                with self._run.watched.batch(index, self._masks[index]):
-                    call_model(self._run.watched.model, moved(batch, self._run.device))
+                with self._run.calibration.batch(index, self._masks[index]):
+                    call_model(self._run.calibration.model, moved(batch, self._run.device))
 
     def _noting(self, calls: list[Call], home: torch.device) -> Callable[..., Any]:
         """Return what stands for a layer: it notes the call and hands the hidden states on."""
@@ -136,7 +135,7 @@ class LayerStack:
 
     def _start(self, batch: Batch) -> None:
         with suppress(_ReachedEnd):
-            call_model(self._run.watched.model, moved(batch, self._run.device))
+            call_model(self._run.calibration.model, moved(batch, self._run.device))
 
     def _as_result(self, hidden: Tensor) -> Any:
         return hidden if self._beside is None else (hidden, *self._beside)
@@ -145,10 +144,7 @@ class LayerStack:
         """Find out what a layer returns in a tuple with its hidden states, unseen by observers."""
         first = self._layers[0]
         calls: list[Call] = []
-        with torch.no_grad(), left_as_found(self._run.watched.model):
-            for module in self._run.watched.model.modules():
-                module._forward_pre_hooks.clear()
-                module._forward_hooks.clear()
+        with torch.no_grad(), self._run.calibration.paused():
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls.append((args, kwargs))
@@ -166,7 +162,7 @@ class LayerStack:
     def _rest_onloaded(self) -> Iterator[None]:
         """Have everything ready to compute but the layers."""
         within = {module for layer in self._layers for module in layer.modules()}
-        rest = [m for m in self._run.watched.model.modules() if m not in within]
+        rest = [m for m in self._run.calibration.model.modules() if m not in within]
         with (
             onloaded(rest, self._run.device, recurse=False),
             computing_in(self._run.dtype, rest, recurse=False),
@@ -201,8 +197,8 @@ def _by_last_layer(run: Run, layers: dict[str, torch.nn.Module]) -> dict[str, li
     """Return the modules of each layer; one that several layers share is ready with the last."""
     last = {module: prefix for prefix, layer in layers.items() for module in layer.modules()}
     inside: dict[str, list[str]] = {prefix: [] for prefix in layers}
-    for name in run.watched.plan.names:
-        prefix = last.get(run.watched.module(name))
+    for name in run.calibration.plan.names:
+        prefix = last.get(run.calibration.module(name))
         if prefix is not None:
             inside[prefix].append(name)
     return inside

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from calipers.errors import FusedExpertsError
 
@@ -91,11 +91,20 @@ class StackedForm:
         weight = stack.detach()[index]
         weight = (weight.T if self.transposed else weight)[rows]
         bias = fused._parameters.get(f"{name}_bias")
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=stack.requires_grad)
+        linear = _linear_of(weight, stack.requires_grad)
         if bias is not None:
             linear.bias = nn.Parameter(bias.detach()[index, rows], requires_grad=bias.requires_grad)
         return linear
+
+
+def _linear_of(weight: Tensor, requires_grad: bool) -> nn.Linear:
+    """Return a Linear around a weight; its constructor would first make up one of its own."""
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight, requires_grad=requires_grad)
+    linear.register_parameter("bias", None)
+    return linear
 
 
 def _is_stack(parameter: nn.Parameter | None) -> bool:

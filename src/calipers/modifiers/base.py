@@ -12,6 +12,8 @@ from compressed_tensors.utils.match import is_match
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from calipers.errors import ConfigurationError, RecipeError, did_you_mean
+from calipers.modifiers.steps import Changes, Layer
+from calipers.planning.plan import StepPlan
 
 Path = tuple[str | int, ...]
 
@@ -74,6 +76,17 @@ class Modifier(BaseModel):
         """Whether a module of this name is meant."""
         targets, ignore = self.aimed_at()
         return bool(is_match(name, module, targets)) and not is_match(name, module, ignore)
+
+    def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
+        """Say what is done with a model, which is only looked at.
+
+        :param step: the name of this step, which the specs of its tensors carry
+        """
+        raise NotImplementedError
+
+    def solve(self, layer: Layer) -> Changes:
+        """Turn what was measured of some modules into changes to them."""
+        raise NotImplementedError
 
     def regrouped(self, size: int) -> Modifier | None:  # noqa: ARG002
         """Return the same with weights in groups of a size; None where none can have it."""

@@ -16,7 +16,6 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator
 
-from calipers.calibration.plan import SCHEME_FIELDS
 from calipers.errors import (
     CodeNotAllowedError,
     ConfigurationError,
@@ -29,6 +28,7 @@ from calipers.modifiers.base import Path, Patterns, read_patterns, to_plain
 from calipers.numerics.formats import Format
 from calipers.observers import Observer
 from calipers.observers.options import ObserverOptions, parse_options
+from calipers.planning.specs import SCHEME_FIELDS
 
 ARGS_FIELDS = tuple(SCHEME_FIELDS.values())
 """The fields of a scheme that hold arguments."""

@@ -9,7 +9,13 @@ from compressed_tensors.utils.match import match_named_modules
 
 from calipers.errors import UnmatchedPatternError
 from calipers.modifiers.base import Modifier, Patterns
-from calipers.modifiers.matching import Unmatched, check_patterns, what_there_is
+from calipers.modifiers.steps import Changes, Layer
+from calipers.planning.matching import Unmatched, check_patterns, what_there_is
+from calipers.planning.plan import StepPlan
+from calipers.planning.specs import Requirement
+from calipers.statistics.moments import SquareSums
+
+_KEY = "imatrix"
 
 
 class IMatrixGatherer(Modifier):
@@ -31,8 +37,8 @@ class IMatrixGatherer(Modifier):
         """Return the patterns of what is meant, and of what is not."""
         return self.targets, self.ignore
 
-    def gathered_modules(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the modules whose inputs are summed, in the model's order."""
+    def plan(self, model: torch.nn.Module, step: str) -> StepPlan:  # noqa: ARG002
+        """Ask for the sums of every Linear module that is meant."""
         check_patterns(model, f"{self.label()}.targets", self.targets, self.unmatched)
         check_patterns(model, f"{self.label()}.ignore", self.ignore, self.unmatched)
         matched = match_named_modules(model, self.targets, self.ignore)
@@ -42,4 +48,17 @@ class IMatrixGatherer(Modifier):
                 f"{self.label()} finds no Linear module in {type(model).__name__}. "
                 f"{what_there_is(model)}"
             )
-        return found
+        return StepPlan(measured=dict.fromkeys(found, (Requirement("input", _KEY, _sums),)))
+
+    def solve(self, layer: Layer) -> Changes:
+        """Leave the sums on the modules."""
+        found = {name: layer.measurements.get(name, "input", _KEY) for name in layer.names}
+        return Changes(
+            published={name: sums.copied_fields() for name, sums in found.items() if sums}
+        )
+
+
+def _sums(name: str) -> SquareSums:
+    sums = SquareSums()
+    sums.owner = f"IMatrixGatherer (input of {name})"
+    return sums

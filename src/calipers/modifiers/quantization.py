@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,21 +17,8 @@ from compressed_tensors.utils.match import is_narrow_match, match_named_modules,
 from pydantic import model_validator
 from typing_extensions import Self
 
-from calipers.calibration.plan import (
-    SCHEME_FIELDS,
-    ModuleKind,
-    PlannedModule,
-    PlannedTensor,
-    default_observer,
-)
-from calipers.errors import CalipersWarning, RecipeError, UnmatchedPatternError
+from calipers.errors import CalipersWarning, Option, RecipeError, UnfitError, UnmatchedPatternError
 from calipers.modifiers.base import Modifier, Path, Patterns, to_plain
-from calipers.modifiers.changes import (
-    args_without_observer,
-    has_free_groups,
-    regrouped,
-    without_observers,
-)
 from calipers.modifiers.choices import (
     ARGS_FIELDS,
     Args,
@@ -46,7 +33,24 @@ from calipers.modifiers.choices import (
     preset,
     scheme_to_data,
 )
-from calipers.modifiers.matching import Unmatched, check_patterns, report, what_there_is
+from calipers.modifiers.solving import solve_activations, solve_weights
+from calipers.modifiers.steps import Changes, Layer
+from calipers.observers.spec import default_observer
+from calipers.planning.matching import Unmatched, check_patterns, report, what_there_is
+from calipers.planning.plan import StepPlan
+from calipers.planning.schemes import (
+    args_without_observer,
+    has_free_groups,
+    regrouped,
+    without_observers,
+)
+from calipers.planning.specs import (
+    SCHEME_FIELDS,
+    ModuleKind,
+    ModuleSpec,
+    TensorSpec,
+    tensor_specs,
+)
 
 _DEFAULT_TARGETS = ("Linear",)
 _OBSERVER_KEYS = (
@@ -192,21 +196,26 @@ class QuantizationModifier(Modifier):
         """Return the patterns of what is meant, and of what is not."""
         return [t for scheme in self._unobserved().values() for t in scheme.targets], self.ignore
 
-    def planned_modules(self, model: torch.nn.Module) -> list[PlannedModule]:
-        """Say which modules of a model this modifier quantizes, and how; in the model's order."""
+    def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
+        """Say which modules of a model this modifier quantizes, and how."""
         by_target = {t: scheme for scheme in self.schemes.values() for t in scheme.targets}
         check_patterns(model, f"{self.label()}.targets", by_target, self.unmatched)
         check_patterns(model, f"{self.label()}.ignore", self.ignore, self.unmatched)
         self._warn_of_idle_observers(by_target.values())
-        matched = list(match_named_modules(model, by_target, self.ignore))
+        matched = dict(match_named_modules(model, by_target, self.ignore))
+        resolved = _Schemes(step)
         planned = []
-        for name, module in matched:
-            target = match_targets(name, module, by_target)[0]
-            kind = _kind(model, name, module, by_target[target].targets)
-            if kind is not None and _quantizes(by_target[target]):
-                planned.append(PlannedModule(name, self._fit(name, kind, by_target[target]), kind))
-        self._check_useful(model, by_target, [name for name, _ in matched])
-        return planned + list(self._cached(model))
+        for name, module in matched.items():
+            scheme = by_target[match_targets(name, module, by_target)[0]]
+            kind = _kind(model, name, module, scheme.targets)
+            if kind is not None and _quantizes(scheme):
+                planned.append(resolved.spec(name, module, scheme, kind))
+        self._check_useful(model, by_target, matched)
+        return StepPlan((*planned, *self._cached(model, resolved)))
+
+    def solve(self, layer: Layer) -> Changes:
+        """Find the parameters of activations and weights."""
+        return Changes(qparams={**solve_activations(layer), **solve_weights(layer)})
 
     def regrouped(self, size: int) -> QuantizationModifier | None:
         """Return the same with weights in groups of a size; None where none can have it."""
@@ -237,7 +246,7 @@ class QuantizationModifier(Modifier):
     def weight_formats(self) -> list[str]:
         """Say how weights are quantized, such as ``int4 per group 128``."""
         schemes = self._unobserved().values()
-        tensors = (PlannedTensor("", "weight", each.weights) for each in schemes if each.weights)
+        tensors = (TensorSpec("weight", each.weights, None) for each in schemes if each.weights)
         return [f"{tensor.format} per {tensor.strategy}" for tensor in tensors]
 
     def _changed(self, changes: dict[str, Any]) -> QuantizationModifier:
@@ -314,28 +323,22 @@ class QuantizationModifier(Modifier):
                     used |= {key for key, _ in self._choices(base_name)}
         chosen = {key for base_name in SCHEME_FIELDS for key, _ in self._choices(base_name)}
         for key in sorted(chosen - used):
-            warnings.warn(
-                f"{self.label()}.{key} has no effect: what it would watch is not quantized, or is "
-                "dynamic (its scale is found while the model runs).",
-                CalipersWarning,
-                3,
+            told = CalipersWarning(
+                "has no effect: what it would watch is not quantized, or is dynamic (its scale is "
+                "found while the model runs)",
+                subject=Option(key, owner=self.label()),
             )
-
-    def _fit(self, name: str, kind: ModuleKind, scheme: QuantizationScheme) -> QuantizationScheme:
-        if kind == "attention" and (scheme.weights or scheme.output_activations):
-            raise RecipeError(
-                f"'{name}' is an attention module: a scheme for it has input_activations only, "
-                "which quantize q, k and v. To quantize weights, target its Linear modules."
-            )
-        return scheme
+            warnings.warn(told, stacklevel=3)
 
     def _check_useful(
-        self, model: torch.nn.Module, targets: Iterable[str], matched: list[str]
+        self,
+        model: torch.nn.Module,
+        targets: Iterable[str],
+        matched: Mapping[str, torch.nn.Module],
     ) -> None:
         """Refuse targets that match, but nothing that can be quantized."""
-        modules = {name: model.get_submodule(name) for name in matched}
         for target in targets:
-            found = {n: m for n, m in modules.items() if match_targets(n, m, [target])}
+            found = {n: m for n, m in matched.items() if match_targets(n, m, [target])}
             if found and not any(_kind(model, n, m, [target]) for n, m in found.items()):
                 classes = sorted({type(module).__name__ for module in found.values()})
                 report(
@@ -345,20 +348,51 @@ class QuantizationModifier(Modifier):
                     self.unmatched,
                 )
 
-    def _cached(self, model: torch.nn.Module) -> Iterator[PlannedModule]:
+    def _cached(self, model: torch.nn.Module, resolved: _Schemes) -> Iterator[ModuleSpec]:
         if self.kv_cache_scheme is None:
             return
         scheme = QuantizationScheme(
             targets=list(KV_CACHE_TARGETS),
             input_activations=self.kv_cache_scheme.model_copy(deep=True),
         )
-        found = [n for n, module in model.named_modules() if is_cached_attention_module(module)]
+        found = {n: m for n, m in model.named_modules() if is_cached_attention_module(m)}
         if not found:
             raise UnmatchedPatternError(
                 f"{self.label()}.kv_cache_scheme: {type(model).__name__} has no attention module "
                 f"with a cache. {what_there_is(model)}"
             )
-        yield from (PlannedModule(name, scheme, "kv_cache") for name in found)
+        for name, module in found.items():
+            yield resolved.spec(name, module, scheme, "kv_cache")
+
+
+class _Schemes:
+    """Schemes as specs, each resolved once for all modules that have it."""
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self._resolved: dict[tuple[int, ModuleKind], tuple[TensorSpec, ...]] = {}
+
+    def spec(
+        self, name: str, module: torch.nn.Module, scheme: QuantizationScheme, kind: ModuleKind
+    ) -> ModuleSpec:
+        """Return the spec of a module; a scheme that does not suit it is refused by its name."""
+        key = (id(scheme), kind)
+        if key not in self._resolved:
+            _check_scheme(name, kind, scheme)
+            self._resolved[key] = tensor_specs(scheme, kind, self._step, name)
+        columns = getattr(module, "in_features", None) if kind == "linear" else None
+        return ModuleSpec(name, scheme, self._resolved[key], kind, columns)
+
+
+def _check_scheme(name: str, kind: ModuleKind, scheme: QuantizationScheme) -> None:
+    if kind == "attention" and (scheme.weights or scheme.output_activations):
+        raise RecipeError(
+            f"'{name}' is an attention module: a scheme for it has input_activations only, "
+            "which quantize q, k and v. To quantize weights, target its Linear modules."
+        )
+    if scheme.weights is not None and scheme.weights.actorder is not None:
+        problem = "'actorder' is for GPTQ, which orders columns; observers do not. Leave it out."
+        raise UnfitError(name, "weight", problem)
 
 
 def _kind(

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from calipers.errors import RecipeError
+from calipers.errors import RecipeError, Words
 
 Path = tuple[str | int, ...]
 
@@ -42,7 +42,7 @@ class Document:
             return found[0] if found else self.line_of(path[:-1])
         return None
 
-    def error(self, problem: str, path: Path = ()) -> RecipeError:
+    def error(self, problem: Words, path: Path = ()) -> RecipeError:
         """Make the error that says where a problem is."""
         return RecipeError(problem, path=path, source=self.source, line=self.line_of(path))
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import yaml
 
-from calipers.calibration.plan import Plan
 from calipers.errors import CalipersError, CodeNotAllowedError, RecipeError, did_you_mean
 from calipers.html import html_table
 from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.modifiers.choices import check_observer, named_observers, preset_name
 from calipers.observers.registry import is_file_of_code
+from calipers.planning.compiling import compile_plan
+from calipers.planning.plan import Plan
 from calipers.recipes.changing import observe, regroup
-from calipers.recipes.compiling import compile_modifiers
 from calipers.recipes.reading import Document, Path, read_document
 
 MODIFIERS: Mapping[str, type[Modifier]] = {
@@ -77,12 +77,12 @@ class Recipe:
 
     def compile(self, model: torch.nn.Module) -> Plan:
         """Say what this recipe means for a model; the model is only looked at."""
-        named = [
-            (f"{modifier.label()} (number {number} of stage '{stage.name}')", modifier)
+        steps = {
+            f"{modifier.label()} (number {number} of stage '{stage.name}')": modifier
             for stage in self.stages
             for number, modifier in enumerate(stage.modifiers, 1)
-        ]
-        return compile_modifiers(named, model)
+        }
+        return compile_plan(steps, model)
 
     def changed(
         self,

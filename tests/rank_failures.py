@@ -13,13 +13,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from crew_jobs import RECIPES, found, llama, outcome, quantize, texts
-from crews import distributed_rank
+from rank_jobs import RECIPES, found, llama, outcome, quantize, texts
+from rank_processes import distributed_rank
 from torch import distributed as dist
 
 import calipers.entrypoint
-from calipers.calibration import concluding, distributed
 from calipers.calibration import pipelines as running
+from calipers.calibration import ranks
+from calipers.modifiers import judging, solving
 
 SHORT = timedelta(seconds=6)  # somebody is missing
 
@@ -36,8 +37,9 @@ FAILURES: dict[str, tuple[int, Any, str]] = {
     "planning": (2, calipers.entrypoint, "plan_for"),
     "reading data": (0, calipers.entrypoint, "calibration_batches"),
     "calibrating the model": (1, running, "call_model"),
-    "working out the parameters of activations": (1, concluding.Observer, "get_qparams"),
-    "working out the parameters of weights": (2, concluding, "weight_loss"),
+    "working out the parameters of activations": (1, solving.Observer, "get_qparams"),
+    "working out the parameters of weights": (2, solving, "_solve_group"),
+    "judging weights": (2, judging, "weight_loss"),
     "preparing the next step": (0, calipers.entrypoint, "report_coverage"),
     "freezing the model": (1, calipers.entrypoint, "freeze"),
     "writing the checkpoint": (0, calipers.entrypoint, "write_checkpoint"),
@@ -135,7 +137,7 @@ def killed(*_args: Any, **_kwargs: Any) -> None:
 
 DEATHS: dict[str, tuple[int, Any, str]] = {
     "calibrating the model": (2, running, "call_model"),
-    "exchanging results": (1, distributed, "gather"),
+    "exchanging results": (1, ranks, "gather"),
     "merging statistics": (2, dist, "all_reduce"),
     "connecting": (1, dist, "new_group"),
 }

@@ -20,14 +20,16 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from calipers.calibration.concluding import Conclusions, Findings
+from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.data import Batches
-from calipers.calibration.distributed import Crew
 from calipers.calibration.pipelines import Run
-from calipers.calibration.plan import Plan, PlannedModule
 from calipers.calibration.progress import Progress
-from calipers.calibration.watching import WatchedModel
+from calipers.calibration.ranks import Ranks
+from calipers.modifiers import IMatrixGatherer, QuantizationModifier
+from calipers.modifiers.driver import Solution, StepDriver
+from calipers.planning.plan import Plan
+from calipers.planning.specs import ModuleSpec, tensor_specs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -108,11 +110,23 @@ def plan_of(
     scheme = QuantizationScheme(
         targets=["Linear"], weights=weights, input_activations=inputs, output_activations=outputs
     )
-    planned = [PlannedModule(name, scheme) for name in linears(model)]
+    planned = specs(model, linears(model), scheme)
     if states is not None:
         of_states = QuantizationScheme(targets=["Attention"], input_activations=states)
-        planned += [PlannedModule(name, of_states, kind) for name in attentions(model)]
-    return Plan(tuple(planned), tuple(gathered))
+        planned += specs(model, attentions(model), of_states, kind)
+    gatherer = IMatrixGatherer(targets=list(gathered) or "Linear")
+    measured = gatherer.plan(model, "gatherer").measured if gathered else {}
+    steps = {"": QuantizationModifier(scheme="W8A8"), "gatherer": gatherer}
+    return Plan(tuple(planned), measured, steps)
+
+
+def specs(
+    model: nn.Module, names: Sequence[str], scheme: QuantizationScheme, kind: Any = "linear"
+) -> list[ModuleSpec]:
+    tensors = tensor_specs(scheme, kind)
+    columns = [getattr(model.get_submodule(name), "in_features", None) for name in names]
+    pairs = zip(names, columns, strict=True)
+    return [ModuleSpec(name, scheme, tensors, kind, column) for name, column in pairs]
 
 
 def calibrated(
@@ -122,19 +136,23 @@ def calibrated(
     *data: Any,
     policy: UnseenPolicy = "error",
     **options: Any,
-) -> Findings:
+) -> Solution:
     """What a pipeline finds."""
-    findings, watched = Findings(plan, Coverage(policy)), WatchedModel(model, plan, **options)
-    with watched:
-        pipeline(run_of(watched, findings), *data)
-    return findings
+    solution = Solution(plan, Coverage(policy))
+    with Calibration(model, plan, **options) as calibration:
+        pipeline(run_of(calibration, solution), *data)
+    return solution
 
 
-def run_of(watched: WatchedModel, findings: Findings) -> Run:
-    crew = Crew()
-    bars = Progress(False)
-    conclude = Conclusions(watched, findings, crew, bars).conclude
-    return Run(watched, conclude, crew, bars, torch.device("cpu"))
+def run_of(calibration: Calibration, solution: Solution) -> Run:
+    ranks, bars = Ranks(), Progress(False)
+    driver = StepDriver(calibration.model, calibration.measurements, solution, ranks, bars)
+    return Run(calibration, driver.solve, ranks, bars, torch.device("cpu"))
+
+
+def observer(calibration: Calibration, name: str, base_name: str) -> Any:
+    """The observer of an activation."""
+    return calibration.measurements.get(name, base_name, "observer")
 
 
 @contextlib.contextmanager
@@ -178,14 +196,15 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def same_qparams(first: Findings, second: Findings) -> bool:
+def same_qparams(first: Solution, second: Solution) -> bool:
     """Whether two runs found the same parameters, bit by bit."""
-    if first.qparams.keys() != second.qparams.keys() or not first.qparams:
+    one, two = first.changes.qparams, second.changes.qparams
+    if one.keys() != two.keys() or not one:
         return False
     return all(
         (value is None and other is None) or torch.equal(value, other)
-        for key, found in first.qparams.items()
-        for value, other in zip(found.values(), second.qparams[key].values(), strict=True)
+        for key, found in one.items()
+        for value, other in zip(found.values(), two[key].values(), strict=True)
     )
 
 

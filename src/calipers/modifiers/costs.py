@@ -140,7 +140,7 @@ def activation_cost(
 
     >>> import torch
     >>> seen = ValueCounts()
-    >>> seen.count(torch.tensor([[[[1.0, 3.0, 600.0]]]], dtype=torch.bfloat16))
+    >>> seen.update(torch.tensor([[1.0, 3.0, 600.0]], dtype=torch.bfloat16))
     >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
     >>> activation_cost(seen, True, QuantizationArgs(num_bits=8), found).largest
     600.0

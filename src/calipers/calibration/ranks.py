@@ -29,9 +29,11 @@ from calipers.errors import (
     RanksDisagreeError,
     StoreLostError,
     TerminatedError,
+    Text,
+    text_of,
 )
 from calipers.statistics.base import Statistic
-from calipers.statistics.exchange import gather
+from calipers.statistics.communication import gather
 from calipers.statistics.sync import sync_statistics
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 # All processes count alike.
 _worlds = itertools.count()
-_crews = itertools.count()
+_jobs = itertools.count()
 
 
 def join_processes(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
@@ -91,7 +93,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     return f"{type(model).__name__} with the fingerprint {digest.hexdigest()[:8]}"
 
 
-class Crew:
+class Ranks:
     """The processes of one job. Within a ``with``, all take the same steps in the same order.
 
     They meet in the store of their process group, where each notes that it is there, and the first
@@ -148,7 +150,7 @@ class Crew:
 
     def _connect(self) -> None:
         world: Any = dist.group.WORLD
-        self._store = PrefixStore(f"calipers/{next(_crews)}", world.get_group_store())
+        self._store = PrefixStore(f"calipers/{next(_jobs)}", world.get_group_store())
         self._pulse = _Pulse(self._store, _sign(self.rank), self._interval)
         self._pulse.start()
         with self.step("starting"):
@@ -208,7 +210,7 @@ class Crew:
         if self.world_size > 1 and self._store.check([key]):
             told = json.loads(self._store.get(key))
             if told["rank"] != self.rank:
-                raise RankFailedError(**told)
+                raise RankFailedError(told["rank"], told["step"], Text.from_data(told["error"]))
 
     def _meet(self, what: str, failure: Exception | None, patience: timedelta) -> list[int]:
         """Tell the others how it went, wait for them, and return who will not come."""
@@ -251,8 +253,8 @@ class Crew:
 
     def _arrive(self, what: str, failure: Exception | None) -> None:
         if failure is not None:
-            error = f"{type(failure).__name__}: {failure}"
-            told = json.dumps({"rank": self.rank, "step": what, "error": error})
+            error = (f"{type(failure).__name__}: " + text_of(failure)).to_data()
+            told = json.dumps({"rank": self.rank, "step": what, "error": error}, default=str)
             self._store.compare_set(f"{self._steps}/failure", "", told)
         self._store.set(f"{self._steps}/{self.rank}", "here")
 

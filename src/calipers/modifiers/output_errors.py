@@ -10,14 +10,14 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.calibration.costs import ActivationCost, ModuleCosts, relative
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.quantize import quantization_errors, quantize_with_error
+from calipers.modifiers.costs import ActivationCost, ModuleCosts, relative
 from calipers.numerics.layout import Layout
 from calipers.observers import QParamsDict
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.moments import SquareSums, TokenSquares
 
 _TILE = 1 << 20  # weights worked on at once
 
@@ -50,7 +50,8 @@ class Streams(NamedTuple):
 def _moments(seen: Statistic | None) -> tuple[Tensor, Tensor | None] | None:
     """Return E[x²] of each channel and, where they were gathered, blocks of E[x xᵀ]."""
     held = {} if seen is None else seen.fields()
-    for sums, count in (tuple(SquareSums.reductions), tuple(BlockHessians.reductions)):
+    for kind in (SquareSums, BlockHessians, TokenSquares):
+        sums, count = kind.reductions
         if sums in held and count in held and int(held[count]):
             mean = held[sums].double().cpu() / int(held[count])
             return (mean, None) if mean.ndim == 1 else (_diagonal(mean), mean)

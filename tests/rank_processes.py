@@ -50,7 +50,7 @@ def free_port() -> int:
 def ready_context() -> Any:
     """Return what starts processes: a server that has imported everything forks them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crew_jobs", "crew_failures", "ranks"])
+    context.set_forkserver_preload(["rank_jobs", "rank_failures", "ranks"])
     with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
         forkserver.ensure_running()
     return context

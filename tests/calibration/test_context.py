@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from watched import (
+from calibrating import (
     CHANNEL,
     STATIC,
     anatomy,
@@ -22,18 +21,22 @@ from watched import (
     heads,
     joined,
     linears,
+    observer,
     plan_of,
     run,
     same_qparams,
     samples,
     small,
 )
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from calipers.calibration.pipelines import call_model, run_basic
-from calipers.calibration.plan import Plan, PlannedModule
-from calipers.calibration.watching import WatchedModel
+from calipers.calibration.context import Calibration
+from calipers.calibration.pipelines import call_model, run_basic, run_datafree
 from calipers.errors import ForwardError, HiddenQueriesError, NonFiniteError
 from calipers.observers import Observer
+from calipers.planning.plan import Plan
+from calipers.statistics.value_counts import ValueCounts
 
 KINDS = ["llama", "qwen2", "mistral"]
 PER_HEAD = STATIC.model_copy(update={"strategy": "attn_head"})
@@ -68,24 +71,24 @@ def test_observers_see_what_flows(kind: str, size: int) -> None:
     with captured(model) as (inputs, outputs):
         logits = run(model, batches)
     before, tensors = anatomy(model), contents(model)
-    watched = WatchedModel(model, plan_of(model, outputs=STATIC, states=STATIC))
-    with watched:
+    plan = plan_of(model, outputs=STATIC, states=STATIC)
+    with Calibration(model, plan) as calibration:
         for index, batch in enumerate(batches):
-            with watched.batch(index, batch["attention_mask"]):
+            with calibration.batch(index, batch["attention_mask"]):
                 assert torch.equal(model(**batch, use_cache=False).logits, logits[index])
-        watched.finish()
+        calibration.finish(plan.names)
     for name in linears(model):
-        check_range(watched.observers[name, "input"], tokens_of(inputs[name], masks))
-        check_range(watched.observers[name, "output"], tokens_of(outputs[name], masks))
-        assert watched.tokens(name) == sum(int(mask.sum()) for mask in masks)
+        check_range(observer(calibration, name, "input"), tokens_of(inputs[name], masks))
+        check_range(observer(calibration, name, "output"), tokens_of(outputs[name], masks))
+        assert calibration.tokens(name) == sum(int(mask.sum()) for mask in masks)
     for name in attentions(model):
         states = {base: outputs[f"{name}.{base}_proj"] for base in "qkv"}
         for base in "qk":
             seen = tokens_of(rotated(model, states[base]), masks)
-            check_range(watched.observers[name, base], seen)
+            check_range(observer(calibration, name, base), seen)
             plain = tokens_of(states[base], masks)
             assert float(seen.max()) != float(plain.max())  # positions do make a difference
-        check_range(watched.observers[name, "v"], tokens_of(states["v"], masks))
+        check_range(observer(calibration, name, "v"), tokens_of(states["v"], masks))
     assert anatomy(model) == before
     assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
     for module in model.modules():
@@ -103,24 +106,25 @@ def test_each_head_by_itself(kind: str, attention: str) -> None:
     with captured(model) as (_, outputs):
         logits = run(model, batches)
     masks = [batch["attention_mask"] for batch in batches]
-    plan = Plan(tuple(m for m in plan_of(model, states=PER_HEAD, kind=kind).modules[-2:]))
-    watched = WatchedModel(model, plan)
-    with watched:
+    whole = plan_of(model, states=PER_HEAD, kind=kind)
+    plan = replace(whole, modules=whole.modules[-2:])
+    with Calibration(model, plan) as calibration:
         for index, batch in enumerate(batches):
-            with watched.batch(index, batch["attention_mask"]):
+            with calibration.batch(index, batch["attention_mask"]):
                 assert torch.equal(model(**batch, use_cache=False).logits, logits[index])
-        watched.finish()
+        calibration.finish(plan.names)
     assert model.config._attn_implementation == attention
     names = attentions(model)
     bases = "qkv" if kind == "attention" else "kv"
-    assert watched.observers.keys() == {(name, base) for name in names for base in bases}
-    for name, base in watched.observers:
+    for name in names:
+        assert len(calibration.measurements.needed(name)) == len(bases)
+    for name, base in [(name, base) for name in names for base in bases]:
         states = outputs[f"{name}.{base}_proj"]
         states = states if base == "v" else rotated(model, states)
         seen = tokens_of(states, masks).unflatten(-1, (-1, 8))
-        observer = watched.observers[name, base]
-        assert torch.equal(observer.max_vals.flatten(), seen.amax(dim=(0, 2)))
-        assert torch.equal(observer.min_vals.flatten(), seen.amin(dim=(0, 2)))
+        found = observer(calibration, name, base)
+        assert torch.equal(found.max_vals.flatten(), seen.amax(dim=(0, 2)))
+        assert torch.equal(found.min_vals.flatten(), seen.amin(dim=(0, 2)))
 
 
 def test_a_cache_fills_as_it_would() -> None:
@@ -128,7 +132,8 @@ def test_a_cache_fills_as_it_would() -> None:
     ids = joined(samples(2))["input_ids"]
     with torch.no_grad():
         plain = model(ids, use_cache=True)
-        with WatchedModel(model, plan_of(model, states=STATIC)) as watched, watched.batch(0):
+        plan = plan_of(model, states=STATIC)
+        with Calibration(model, plan) as calibration, calibration.batch(0):
             seen = model(ids, use_cache=True)
     assert torch.equal(plain.logits, seen.logits)
     for mine, other in zip(plain.past_key_values.layers, seen.past_key_values.layers, strict=True):
@@ -146,7 +151,7 @@ def test_queries_of_eager_attention_cannot_be_seen() -> None:
     )
     with (
         pytest.raises(HiddenQueriesError, match=f"^{re.escape(message)}$"),
-        WatchedModel(model, plan),
+        Calibration(model, plan),
     ):
         pytest.fail("queries that cannot be seen were promised")
     assert anatomy(model) == before
@@ -154,32 +159,50 @@ def test_queries_of_eager_attention_cannot_be_seen() -> None:
 
 def test_who_is_dismissed_sees_nothing_more() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with WatchedModel(model, plan_of(model, outputs=STATIC), share_inputs=False) as watched:
+    plan = plan_of(model, outputs=STATIC)
+    with Calibration(model, plan, share_inputs=False) as calibration:
         for left in ([], ["0"]):
-            watched.dismiss(left)
-            with watched.batch(0):
+            calibration.remove_hooks(left)
+            with calibration.batch(0):
                 model(torch.ones(3, 4))
-    for (name, base), observer in watched.observers.items():
-        if base != "weight":
-            assert observer.num_observed_tokens == {"0": 3, "1": 6}[name]
+    for name, tokens in (("0", 3), ("1", 6)):
+        for base in ("input", "output"):
+            assert observer(calibration, name, base).num_tokens == tokens
 
 
 def test_a_module_has_seen_what_all_its_observers_saw() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    with WatchedModel(model, plan_of(model, outputs=STATIC)) as watched:
+    with Calibration(model, plan_of(model, outputs=STATIC)) as calibration:
         for base, tokens in (("input", 5), ("output", 3)):
-            watched.observers["0", base](torch.ones(tokens, 4))
-    assert watched.tokens("0") == 3
+            observer(calibration, "0", base)(torch.ones(tokens, 4))
+    assert calibration.tokens("0") == calibration.measurements.tokens("0") == 3
+
+
+def test_nothing_is_measured_where_no_data_is_needed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with Calibration(model, plan_of(model, inputs=None)) as calibration:
+        assert not model[0]._forward_pre_hooks
+        assert not model[0]._forward_hooks
+    assert calibration.measurements.of(["0"]) == []
+
+
+@pytest.mark.parametrize(("name", "counted"), [("static_minmax", 1), ("histogram_mse", 0)])
+def test_values_are_counted_once(name: str, counted: int) -> None:
+    """For costs, unless the observer counts them itself."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    inputs = STATIC.model_copy(update={"observer": name})
+    with Calibration(model, plan_of(model, inputs=inputs)) as calibration:
+        found = [each for each in calibration.measurements.of(["0"]) if type(each) is ValueCounts]
+    assert len(found) == counted
 
 
 # Leaving the model as it was
 
 
 def fail_in_the_middle(model: Any, plan: Plan, batches: Any) -> None:
-    watched = WatchedModel(model, plan)
-    with watched:
+    with Calibration(model, plan) as calibration:
         for index, batch in enumerate(batches):
-            with watched.batch(index, batch["attention_mask"]):
+            with calibration.batch(index, batch["attention_mask"]):
                 if index == 1:
                     batch["input_ids"][0, 0] = 999
                 call_model(model, batch)
@@ -202,10 +225,10 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
 def test_a_plan_that_cannot_be_watched_leaves_the_model_as_it_was() -> None:
     model = small("llama")
     plan = plan_of(model, states=STATIC)
-    scheme = plan.modules[0].scheme
-    plan = Plan((*plan.modules, PlannedModule("model.layers.0.no_such_proj", scheme)))
+    nowhere = replace(plan.modules[0], name="model.layers.0.no_such_proj")
+    plan = replace(plan, modules=(*plan.modules, nowhere))
     before = anatomy(model)
-    with pytest.raises(AttributeError, match="no_such_proj"), WatchedModel(model, plan):
+    with pytest.raises(AttributeError, match="no_such_proj"), Calibration(model, plan):
         pytest.fail("a plan for a module that does not exist was accepted")
     assert anatomy(model) == before
 
@@ -236,8 +259,8 @@ def test_gathering_refuses_values_that_are_not_finite() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[63] = torch.inf
     batches = batches_of([torch.tensor([1, 2]), torch.tensor([1, 63])], 1)
-    plan = Plan(gathered=("model.layers.0.self_attn.v_proj",))
-    message = r"weight of model\.layers\.0\.self_attn\.v_proj\) .* It was batch 1, the first one"
+    plan = plan_of(model, weights=None, inputs=None, gathered=["model.layers.0.self_attn.v_proj"])
+    message = r"input of model\.layers\.0\.self_attn\.v_proj\) .* It was batch 1, the first one"
     with pytest.raises(NonFiniteError, match=message):
         calibrated(model, plan, run_basic, batches)
 
@@ -247,10 +270,10 @@ def test_a_weight_that_is_not_finite_names_the_module() -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
     before = anatomy(model)
-    plan = Plan(plan_of(model, inputs=None).modules)
+    plan = plan_of(model, inputs=None)
     message = r"\(weight of model\.layers\.1\.mlp\.down_proj\) was given 1 non-finite value "
     with pytest.raises(NonFiniteError, match=message):
-        calibrated(model, plan, lambda given: given.conclude(given.watched.plan.names))
+        calibrated(model, plan, run_datafree)
     assert anatomy(model) == before
 
 
@@ -290,6 +313,7 @@ def test_sharing_changes_no_result(observer: str) -> None:
     separate = calibrated(model, plan, run_basic, batches, share_inputs=False)
     assert same_qparams(shared, separate)
     assert shared.coverage == separate.coverage
-    for name in plan.gathered:
-        for field, value in shared.sums[name].items():
-            assert torch.equal(value, separate.sums[name][field])
+    assert shared.changes.published.keys() == set(linears(model)[:2])
+    for name, sums in shared.changes.published.items():
+        for field, value in sums.items():
+            assert torch.equal(value, separate.changes.published[name][field])

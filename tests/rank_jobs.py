@@ -15,9 +15,9 @@ import models
 import torch
 
 import calipers.entrypoint
-from calipers.calibration import concluding
 from calipers.entrypoint import oneshot
 from calipers.errors import CalipersWarning
+from calipers.modifiers import solving
 
 LONG = timedelta(seconds=60)  # nobody is missing: no process may wait in vain
 INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -211,17 +211,15 @@ def one_writer(folder: Path) -> Any:
 def solving_in_parts(_folder: Path) -> Any:
     """Which weights this process looked at."""
     looked_at: dict[str, list[list[str]]] = {}
-    real = concluding.observe
+    real = solving._solve_group
     for name in ("NVFP4", "W8A8 static_minmax", "W4A16 optimal"):
-        model = llama()
-        names = {module: name for name, module in model.named_modules()}
 
-        def note(modules: Any, base_name: str, name: str = name, names: Any = names) -> None:
-            looked_at.setdefault(name, []).append([names[module] for module in modules])
-            real(modules, base_name)
+        def note(layer: Any, group: Any, name: str = name) -> Any:
+            looked_at.setdefault(name, []).append([module.name for module in group])
+            return real(layer, group)
 
-        with mock.patch.object(concluding, "observe", note):
-            quantize(RECIPES[name], model)
+        with mock.patch.object(solving, "_solve_group", note):
+            quantize(RECIPES[name], llama())
     return looked_at
 
 

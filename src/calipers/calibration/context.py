@@ -1,0 +1,187 @@
+"""A model whose tensors are measured: hooks exist between entering and leaving a ``with``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from calipers.calibration.hooks import expose_states, register_hook
+from calipers.calibration.masks import mask_for, token_mask
+from calipers.calibration.precision import own_dtype
+from calipers.calibration.sharing import SharedInputs, rounded
+from calipers.calibration.snapshot import left_as_found
+from calipers.errors import MaskShapeError, NonFiniteError
+from calipers.measurements import Measurements
+from calipers.planning.plan import Plan
+from calipers.planning.specs import Requirement
+from calipers.statistics.base import Statistic
+
+
+class Calibration:
+    """A model whose tensors are measured as a plan asks.
+
+    Within a ``with`` the modules have hooks; afterwards the model is as it was found, also after an
+    exception. The measurements stay with this object. What the model computes is the same with and
+    without them.
+
+    :param share_inputs: whether a tensor that several modules read is measured once for all
+    :param dtype: the dtype that the model will compute in, if not its own; what is measured is
+        rounded to that of the module, in which its scales are judged and stored
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        *,
+        share_inputs: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.plan = model, plan
+        self.measurements = Measurements()
+        self._dtype = dtype
+        self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
+        self._sharing = SharedInputs() if share_inputs else None
+        self._leaving = ExitStack()
+        self._is_paused = False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(left_as_found(self.model))
+            self.model.eval()
+            for module in self.plan.modules:
+                expose_states(self.model, self.module(module.name), module.kind)
+            self._measure()
+            self._leaving = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._leaving.close()
+
+    @contextmanager
+    def batch(self, index: int, mask: Tensor | None = None) -> Iterator[None]:
+        """Let one batch run through the model, or through a part of it.
+
+        :param mask: which tokens count, shape (batch, sequence); None for all
+        """
+        try:
+            with torch.no_grad(), token_mask(mask):
+                yield
+                if self._sharing is not None:
+                    self._sharing.settle()
+        except NonFiniteError as error:
+            error.add_hint(f"It was batch {index}, the first one with such values.")
+            raise
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let something run through the model that is not measured."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def finish(self, names: Iterable[str]) -> None:
+        """Measure some modules no longer; what was measured for them is theirs."""
+        if self._sharing is not None:
+            self._sharing.finish()
+        self.remove_hooks(names)
+
+    def remove_hooks(self, names: Iterable[str]) -> None:
+        """Look no longer at some modules, whatever they go on to compute."""
+        for name in names:
+            for handle in self._handles.pop(name, ()):
+                handle.remove()
+
+    def module(self, name: str) -> torch.nn.Module:
+        """Return a module by its name."""
+        return self.model.get_submodule(name)
+
+    def is_needed(self, name: str) -> bool:
+        """Whether a module must see data before it can be solved."""
+        return bool(self.measurements.needed(name))
+
+    def tokens(self, name: str) -> int:
+        """Return what a module has seen so far: the needed statistic that saw least counts."""
+        return min((self._tokens(each) for each in self.measurements.needed(name)), default=0)
+
+    def _tokens(self, statistic: Statistic) -> int:
+        holder = statistic if self._sharing is None else self._sharing.holder(statistic)
+        return holder.num_tokens
+
+    def _measure(self) -> None:
+        wanted: dict[str, list[Requirement]] = defaultdict(list)
+        for name, requirements in self.plan.requirements(with_costs=self.plan.needs_data):
+            wanted[name].extend(requirements)
+        for name, requirements in wanted.items():
+            hooked: dict[str, dict[Statistic, bool]] = defaultdict(dict)
+            for each in requirements:
+                statistic, is_complete = self._add(name, each)
+                if not is_complete:
+                    needed = hooked[each.base_name].get(statistic, False) or not each.is_optional
+                    hooked[each.base_name][statistic] = needed
+            for base_name, statistics in hooked.items():
+                self._hook(name, base_name, statistics)
+
+    def _add(self, name: str, requirement: Requirement) -> tuple[Statistic, bool]:
+        """Begin a statistic, and tell whether an earlier run has left all there is to it."""
+        module, statistic = self.module(name), requirement.create(name)
+        fields = requirement.published
+        # What is being measured anew for others is not taken from an earlier run.
+        is_complete = bool(fields) and name not in self.plan.measured
+        is_complete = is_complete and all(hasattr(module, field) for field in fields)
+        if is_complete:
+            statistic.load_fields({field: getattr(module, field) for field in fields})
+        kept = self.measurements.add(
+            name,
+            requirement.base_name,
+            requirement.key,
+            statistic,
+            is_optional=requirement.is_optional,
+        )
+        return kept, is_complete
+
+    def _hook(self, name: str, base_name: str, statistics: dict[Statistic, bool]) -> None:
+        """Show a tensor to statistics, of which some are needed."""
+        module = self.module(name)
+        dtype = self._observed_dtype(module)
+        first = next((each for each, is_needed in statistics.items() if is_needed), None)
+
+        def see(tensor: Tensor) -> None:
+            if self._is_paused:
+                return
+            try:
+                mask = mask_for(tensor, base_name, "" if first is None else first.label())
+            except MaskShapeError:
+                if first is not None:
+                    raise
+                return
+            for statistic, is_needed in statistics.items():
+                if is_needed or _is_measurable(tensor):
+                    self._show(statistic, tensor, mask, dtype)
+
+        self._handles[name].append(register_hook(module, base_name, see))
+
+    def _show(
+        self, statistic: Statistic, tensor: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+    ) -> None:
+        if self._sharing is None:
+            statistic.update(rounded(tensor, dtype), mask)
+        else:
+            self._sharing.show(statistic, tensor, mask, dtype)
+
+    def _observed_dtype(self, module: torch.nn.Module) -> torch.dtype | None:
+        """Return what the activations of a module are rounded to; None where nothing is."""
+        own = own_dtype(module)
+        return None if self._dtype in (None, own) else own
+
+
+def _is_measurable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1

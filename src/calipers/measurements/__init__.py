@@ -1,0 +1,5 @@
+"""What was seen of a model, by module and tensor."""
+
+from calipers.measurements.store import Measurements
+
+__all__ = ["Measurements"]

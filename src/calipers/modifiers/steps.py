@@ -1,0 +1,84 @@
+"""What a step of a recipe is given to solve, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from compressed_tensors.offload import disable_onloading
+from torch import Tensor
+
+from calipers.calibration.progress import Progress
+from calipers.calibration.ranks import Ranks
+from calipers.measurements import Measurements
+from calipers.observers import QParamsDict
+from calipers.planning.specs import ModuleSpec
+
+QParams = Mapping[tuple[str, str], QParamsDict]
+"""(module, tensor) → its parameters."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Modules whose data has run: those of a decoder layer, or all of a model.
+
+    :param modules: those that the step quantizes, with the tensors that it solves
+    :param names: all whose data has run, also those that are measured only
+    :param unseen: those that no token has reached, and what was done about it
+    :param new_weights: module → the weight that an earlier step has given it
+    """
+
+    model: torch.nn.Module
+    modules: tuple[ModuleSpec, ...]
+    names: tuple[str, ...]
+    measurements: Measurements
+    ranks: Ranks
+    progress: Progress
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    new_weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def module(self, name: str) -> torch.nn.Module:
+        """Return a module by its name."""
+        return self.model.get_submodule(name)
+
+    def weight(self, name: str) -> Tensor:
+        """Return the weight of a module as earlier steps left it, loaded if it was offloaded."""
+        if name in self.new_weights:
+            return self.new_weights[name]
+        weight: Any = self.module(name).weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def size(self, module: ModuleSpec) -> int:
+        """Return how many numbers the weight of a module has, without loading it."""
+        with disable_onloading():
+            return self.weight(module.name).numel()
+
+    def of_step(self, step: str) -> Layer:
+        """Return what concerns one step."""
+        mine = (module.of_step(step) for module in self.modules)
+        return replace(self, modules=tuple(module for module in mine if module.tensors))
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a step makes of a layer. Nothing is changed before all of it is known.
+
+    :param qparams: (module, tensor) → its parameters
+    :param weights: module → a new weight in place of the old one
+    :param published: module → attributes that it gets, for whoever comes later
+    """
+
+    qparams: QParams = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def joined(self, other: Changes) -> Changes:
+        """Return these changes and others, which win."""
+        return Changes(
+            {**self.qparams, **other.qparams},
+            {**self.weights, **other.weights},
+            {**self.published, **other.published},
+        )

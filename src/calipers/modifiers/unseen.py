@@ -1,0 +1,80 @@
+"""What becomes of modules that no token has reached."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from calipers.calibration.coverage import Coverage
+from calipers.calibration.ranks import Ranks
+from calipers.errors import UnseenModulesError
+from calipers.measurements import Measurements
+from calipers.observers import Observer
+from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec, TensorSpec
+
+Range = tuple[Tensor, Tensor, Tensor]
+"""The least, the largest, and a tensor like those that were seen."""
+
+
+def settle_unseen(
+    modules: list[ModuleSpec], coverage: Coverage, measurements: Measurements, ranks: Ranks
+) -> dict[str, ModuleSpec]:
+    """Do what the policy says about modules that saw nothing, and return those it changes."""
+    unseen = [module for module in modules if coverage.tokens.get(module.name) == 0]
+    helpless = [module.name for module in unseen if not _can_settle(module, coverage)]
+    if helpless:
+        raise UnseenModulesError(helpless, coverage.policy)
+    changed = {}
+    for module in unseen:
+        if coverage.policy == "weights_only":
+            changed[module.name] = module.weights_only()
+            coverage.applied[module.name] = "weights only"
+        else:
+            _learn_from_peers(module, coverage.siblings(module.name), measurements, ranks)
+            coverage.applied[module.name] = "largest range of its peers"
+    return changed
+
+
+def _can_settle(module: ModuleSpec, coverage: Coverage) -> bool:
+    if coverage.policy == "weights_only":
+        return module.tensor("weight") is not None
+    return coverage.policy == "peers" and bool(coverage.siblings(module.name))
+
+
+def _learn_from_peers(
+    module: ModuleSpec, peers: list[str], measurements: Measurements, ranks: Ranks
+) -> None:
+    for tensor in module.tensors:
+        if measurements.get(module.name, tensor.base_name, OBSERVER) is not None:
+            seen = [measurements.get(peer, tensor.base_name, OBSERVER) for peer in peers]
+            observers = [each for each in seen if isinstance(each, Observer)]
+            united = _united_range(tensor, _ranges(observers, ranks))
+            measurements.replace(module.name, tensor.base_name, OBSERVER, united)
+    inputs = measurements.get(module.name, "input", IMPORTANCE)
+    if inputs is not None:
+        inputs.reset()
+        for peer in peers:
+            theirs = measurements.get(peer, "input", IMPORTANCE)
+            assert theirs is not None
+            inputs.merge(theirs)
+
+
+def _ranges(observers: list[Observer], ranks: Ranks) -> list[Range]:
+    """Return what peers saw in any process: some remember only what they saw in their own."""
+    mine = [(*each.get_range(), each.observed_like) for each in observers if each.has_statistics]
+    return [each for theirs in ranks.share(mine) for each in theirs]
+
+
+def _united_range(tensor: TensorSpec, ranges: list[Range]) -> Observer:
+    """Return an observer that has seen the largest of some ranges."""
+    args = tensor.args.model_copy(update={"observer_kwargs": {}})
+    united = Observer.load_from_registry("static_minmax", base_name=tensor.base_name, args=args)
+    lows, highs, likes = zip(*ranges, strict=True)
+    united.absorb(
+        min_vals=reduce(torch.minimum, lows),
+        max_vals=reduce(torch.maximum, highs),
+        observed_like=likes[0],
+    )
+    return united

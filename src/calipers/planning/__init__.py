@@ -1,0 +1,1 @@
+"""What a recipe means for one model, resolved once."""

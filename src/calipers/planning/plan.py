@@ -1,0 +1,115 @@
+"""The plan: every tensor that is quantized, and everything that is measured, before data runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from calipers.errors import counted
+from calipers.html import html_table
+from calipers.planning.specs import ModuleSpec, Requirement, TensorSpec
+
+_COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step of a recipe does with a model.
+
+    :param modules: what it quantizes
+    :param measured: module → what it wants to know of it besides
+    """
+
+    modules: tuple[ModuleSpec, ...] = ()
+    measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
+
+
+class Step(Protocol):
+    """An entry of a recipe with a life of its own."""
+
+    def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
+        """Say what it does with a model, which is only looked at.
+
+        :param step: the name of this step, which its tensors carry
+        """
+
+    def solve(self, layer: Any) -> Any:
+        """Turn what was measured of some modules into changes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe means for one model.
+
+    :param modules: what is quantized, in the order of the model
+    :param measured: module → what steps want to know of it besides
+    :param steps: the steps by their names, in the order of the recipe
+    """
+
+    modules: tuple[ModuleSpec, ...] = ()
+    measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
+    steps: Mapping[str, Step] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that are quantized or measured, each once."""
+        return list(dict.fromkeys([*(module.name for module in self.modules), *self.measured]))
+
+    def __iter__(self) -> Iterator[tuple[ModuleSpec, TensorSpec]]:
+        """Go through all tensors, each with its module."""
+        return ((module, tensor) for module in self.modules for tensor in module.tensors)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether any tensor needs data."""
+        return bool(self.measured) or any(tensor.needs_data for _, tensor in self)
+
+    @property
+    def has_static_activations(self) -> bool:
+        """Whether the range of anything but weights is found with data."""
+        return any(tensor.needs_data for _, tensor in self if tensor.base_name != "weight")
+
+    def requirements(self, *, with_costs: bool) -> Iterator[tuple[str, Iterable[Requirement]]]:
+        """Go through the modules with what is to be measured of each.
+
+        :param with_costs: whether that includes what costs are worked out from
+        """
+        for module in self.modules:
+            besides = module.cost_requirements if with_costs else ()
+            yield module.name, (*module.requirements, *besides)
+        yield from self.measured.items()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the plan as plain data, a row for each tensor."""
+        return [
+            {
+                "module": module.name,
+                "tensor": tensor.base_name,
+                "format": tensor.format,
+                "strategy": tensor.strategy,
+                "observer": tensor.observer_with_options,
+                "data": "yes" if tensor.needs_data else "no",
+            }
+            for module, tensor in self
+        ]
+
+    def __repr__(self) -> str:
+        kinds = Counter(f"{each.base_name} {each.format} per {each.strategy}" for _, each in self)
+        parts = [f"{number} × {kind}" for kind, number in kinds.items()]
+        if self.measured:
+            parts.append(f"inputs of {counted(len(self.measured), 'module')} summed up")
+        return f"Plan({', '.join(parts) or 'nothing'})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows(), repr(self))
+
+    def table(self) -> str:
+        """Return the plan as text, one line a tensor."""
+        rows = [{name: name for name in _COLUMNS}, *self.rows()]
+        widths = {name: max(len(row[name]) for row in rows) for name in _COLUMNS}
+        lines = ("  ".join(row[name].ljust(widths[name]) for name in widths) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)

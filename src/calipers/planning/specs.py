@@ -1,0 +1,225 @@
+"""Specs: for every tensor its format, layout and observer, and what must be measured for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+from calipers.errors import CalipersError, UnfitError
+from calipers.numerics.formats import Format
+from calipers.numerics.layout import Layout, strategy_name
+from calipers.observers.spec import ObserverSpec
+from calipers.statistics.base import Statistic
+from calipers.statistics.moments import SquareSums, TokenSquares
+from calipers.statistics.value_counts import ValueCounts
+
+ModuleKind = Literal["linear", "kv_cache", "attention"]
+
+SCHEME_FIELDS = {
+    "weight": "weights",
+    "input": "input_activations",
+    "output": "output_activations",
+}
+"""Which field of a scheme holds the arguments of a tensor of a Linear module."""
+
+_TENSORS_OF: dict[ModuleKind, tuple[str, ...]] = {
+    "linear": ("weight", "input", "output"),
+    "kv_cache": ("k", "v"),
+    "attention": ("q", "k", "v"),
+}
+_COUNTED = ("tensor", "attn_head")
+
+OBSERVER = "observer"
+"""The key of the statistic that an observer of activations is."""
+IMPORTANCE = "importance"
+"""The key of what is known of the inputs of a weight."""
+COUNTS = "counts"
+SQUARES = "squares"
+"""The keys of what costs are worked out from."""
+
+
+def args_for(scheme: QuantizationScheme | None, base_name: str) -> QuantizationArgs | None:
+    """Return how a scheme quantizes a tensor of its module, or None where it does not."""
+    field = SCHEME_FIELDS.get(base_name, "input_activations")  # also of attention states
+    found: QuantizationArgs | None = getattr(scheme, field, None)
+    return found
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A statistic that is to be gathered of a tensor while data runs.
+
+    :param base_name: of which tensor of its module
+    :param key: under which it is found in the measurements
+    :param create: makes it, empty, for the module of a name
+    :param published: the attributes of the module in which an earlier run may have left it
+    :param is_optional: whether results do without it where the tensor cannot be measured
+    """
+
+    base_name: str
+    key: str
+    create: Callable[[str], Statistic]
+    published: tuple[str, ...] = ()
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSpec:
+    """How one tensor is quantized. Thousands of modules share the specs of one scheme.
+
+    :param observer: what finds its parameters; None where they are found while the model runs
+    :param step: the step of the recipe that solves it
+    """
+
+    base_name: str
+    args: QuantizationArgs
+    observer: ObserverSpec | None
+    step: str = ""
+
+    @property
+    def observer_with_options(self) -> str:
+        """The observer and the options it was given: ``optimal(importance=hessian)``."""
+        if self.observer is None:
+            return "dynamic"
+        given = self.observer.options_given.items()
+        options = ", ".join(f"{name}={value}" for name, value in given)
+        return f"{self.observer.name}({options})" if options else self.observer.name
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether data must run through the model before the parameters can be found."""
+        if self.observer is None:
+            return False
+        return self.base_name != "weight" or bool(self.observer.importance.fields)
+
+    def has_data_on(self, module: torch.nn.Module) -> bool:
+        """Whether the data of a weight was summed up before, and the sums are on its module."""
+        if self.base_name != "weight" or self.observer is None:
+            return False
+        fields = self.observer.importance.fields
+        return bool(fields) and all(hasattr(module, name) for name in fields)
+
+    @property
+    def format(self) -> str:
+        """The number format in short: ``int4``, ``fp8``, ``int4 asym``."""
+        fmt = Format.of(self.args)
+        return f"{fmt.kind}{fmt.bits}" + ("" if self.args.symmetric else " asym")
+
+    @property
+    def strategy(self) -> str:
+        """How the tensor is cut: ``channel``, ``group 128``, ``block 128x128``."""
+        cut = strategy_name(self.args)
+        if self.args.block_structure:
+            return f"{cut} " + "x".join(map(str, self.args.block_structure))
+        return f"{cut} {self.args.group_size}" if (self.args.group_size or 0) > 0 else cut
+
+
+def tensor_specs(
+    scheme: QuantizationScheme, kind: ModuleKind = "linear", step: str = "", where: str = ""
+) -> tuple[TensorSpec, ...]:
+    """Resolve what a scheme means for the tensors of a module of a kind.
+
+    :param where: the module that messages name
+    """
+    found = ((base_name, args_for(scheme, base_name)) for base_name in _TENSORS_OF[kind])
+    return tuple(_tensor_spec(base, args, step, where) for base, args in found if args is not None)
+
+
+def _tensor_spec(base_name: str, args: QuantizationArgs, step: str, where: str) -> TensorSpec:
+    if base_name == "weight" and args.dynamic:
+        problem = "a weight does not change while the model runs. Set 'dynamic: false'."
+        raise UnfitError(where, base_name, problem)
+    try:
+        Layout.of(base_name, args)
+        return TensorSpec(base_name, args, ObserverSpec.resolve(base_name, args), step)
+    except CalipersError as error:
+        raise UnfitError(where, base_name, error) from error
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleSpec:
+    """A module that is quantized, and the tensors of it that are.
+
+    :param scheme: what compressed-tensors is told about it
+    :param columns: the number of its input channels; None where it has none, as an Embedding
+    """
+
+    name: str
+    scheme: QuantizationScheme
+    tensors: tuple[TensorSpec, ...]
+    kind: ModuleKind = "linear"
+    columns: int | None = None
+
+    def tensor(self, base_name: str) -> TensorSpec | None:
+        """Return the spec of a tensor; None where it is not quantized."""
+        return next((each for each in self.tensors if each.base_name == base_name), None)
+
+    def of_step(self, step: str) -> ModuleSpec:
+        """Return the module with the tensors alone that a step solves."""
+        return replace(self, tensors=tuple(each for each in self.tensors if each.step == step))
+
+    def weights_only(self) -> ModuleSpec:
+        """Return the module with its activations left as they are."""
+        keep = {"input_activations": None, "output_activations": None}
+        scheme = self.scheme.model_copy(update=keep, deep=True)
+        tensors = tuple(each for each in self.tensors if each.base_name == "weight")
+        return replace(self, scheme=scheme, tensors=tensors)
+
+    @property
+    def requirements(self) -> Iterator[Requirement]:
+        """What must be gathered before its tensors can be solved."""
+        for tensor in self.tensors:
+            observer = tensor.observer
+            if observer is None:
+                continue
+            if tensor.base_name != "weight":
+                yield Requirement(tensor.base_name, OBSERVER, observer.build)
+            elif self._importance_fields and self.columns is not None:
+                create = partial(_importance_statistic, observer, self.columns)
+                yield Requirement("input", IMPORTANCE, create, self._importance_fields)
+
+    @property
+    def cost_requirements(self) -> Iterator[Requirement]:
+        """What is gathered besides, to tell what quantization costs."""
+        for tensor in self.tensors:
+            observer = tensor.observer
+            if tensor.base_name == "weight" or observer is None or observer.counts_values:
+                continue
+            if tensor.strategy in _COUNTED:
+                create = partial(_value_counts, tensor.base_name, tensor.strategy)
+                yield Requirement(tensor.base_name, COUNTS, create, is_optional=True)
+        if self.kind == "linear" and self.columns is not None:
+            if not self._importance_fields:
+                yield Requirement("input", SQUARES, _square_sums, is_optional=True)
+            yield Requirement("output", SQUARES, _token_squares, is_optional=True)
+
+    @cached_property
+    def _importance_fields(self) -> tuple[str, ...]:
+        weight = self.tensor("weight")
+        if weight is None or weight.observer is None or self.columns is None:
+            return ()
+        return weight.observer.importance.fields
+
+
+def _importance_statistic(observer: ObserverSpec, columns: int, name: str) -> Statistic:
+    statistic = observer.importance.statistic(columns, observer.args)
+    assert statistic is not None
+    statistic.owner = f"{observer.name} (weight of {name})"
+    return statistic
+
+
+def _value_counts(base_name: str, strategy: str, _name: str) -> Statistic:
+    return ValueCounts(base_name, strategy)
+
+
+def _square_sums(_name: str) -> Statistic:
+    return SquareSums(nonfinite="keep")
+
+
+def _token_squares(_name: str) -> Statistic:
+    return TokenSquares()
