@@ -31,6 +31,7 @@ from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import run_basic
 from calipers.calibration.sequential import run_sequential
 from calipers.errors import CalipersWarning, UnseenModulesError
+from calipers.modifiers import IMatrixGatherer
 from calipers.observers import Observer
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
@@ -213,6 +214,17 @@ def test_peers_lend_their_importance() -> None:
     alone(idle.weight)
     assert torch.equal(idle.weight_scale, alone.get_qparams()["scale"])
     assert result.coverage.tokens[f"{PREFIX}.{IDLE}.up_proj"] == 0
+
+
+def test_what_is_left_for_later_is_what_was_seen() -> None:
+    """Not what an expert that saw nothing was lent by its peers."""
+    model, rows = routed("mixtral"), [*rows_without(MARK), torch.tensor([MARK, 1])]
+    recipe = load_recipe(RECIPE.replace("channel}", "channel, observer: imatrix_mse}"))
+    gatherer = IMatrixGatherer(ignore="re:.*lm_head")
+    result = quietly(model, [gatherer, recipe], rows, on_unseen="peers")
+    for index in range(6):
+        expert = result.model.get_submodule(f"{PREFIX}.{index}.up_proj")
+        assert hasattr(expert, "_imatrix_count") == (index != IDLE)
 
 
 class Lonely(nn.Module):

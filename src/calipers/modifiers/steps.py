@@ -76,9 +76,15 @@ class Changes:
     published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def joined(self, other: Changes) -> Changes:
-        """Return these changes and others, which win."""
+        """Return these changes and others, which win.
+
+        >>> one, two = (Changes(published={"up_proj": {n: torch.ones(1)}}) for n in ("a", "b"))
+        >>> sorted(one.joined(two).published["up_proj"])
+        ['a', 'b']
+        """
+        published = {name: dict(attributes) for name, attributes in self.published.items()}
+        for name, attributes in other.published.items():
+            published.setdefault(name, {}).update(attributes)
         return Changes(
-            {**self.qparams, **other.qparams},
-            {**self.weights, **other.weights},
-            {**self.published, **other.published},
+            {**self.qparams, **other.qparams}, {**self.weights, **other.weights}, published
         )

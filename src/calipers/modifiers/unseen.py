@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import reduce
 
 import torch
@@ -54,11 +55,13 @@ def _learn_from_peers(
             measurements.replace(module.name, tensor.base_name, OBSERVER, united)
     inputs = measurements.get(module.name, "input", IMPORTANCE)
     if inputs is not None:
-        inputs.reset()
+        borrowed = copy.deepcopy(inputs)  # others may publish what was really seen
+        borrowed.reset()
         for peer in peers:
             theirs = measurements.get(peer, "input", IMPORTANCE)
             assert theirs is not None
-            inputs.merge(theirs)
+            borrowed.merge(theirs)
+        measurements.replace(module.name, "input", IMPORTANCE, borrowed)
 
 
 def _ranges(observers: list[Observer], ranks: Ranks) -> list[Range]:
