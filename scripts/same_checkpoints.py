@@ -158,7 +158,9 @@ def make_models(folder: Path) -> None:
     configs: dict[str, PretrainedConfig] = {
         "llama": LlamaConfig(**sizes),
         "mixtral": MixtralConfig(**sizes, num_local_experts=6),
-        "qwen3_moe": Qwen3MoeConfig(**sizes, moe_intermediate_size=64, num_experts=6),
+        "qwen3_moe": Qwen3MoeConfig(
+            **sizes, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=2
+        ),
     }
     for name, config in configs.items():
         torch.manual_seed(0)
