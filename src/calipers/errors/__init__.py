@@ -1,7 +1,14 @@
 """Errors and warnings: a few classes, by what a caller would catch and by exit code.
 
 Each holds what it says in parts (:class:`Context`), of which the message is made in one place. An
-error that one file raises is made there; what several files say is a function here.
+error that one file raises is made there; what several files say is a function here. An option is
+named as an :class:`Option`, which Python and the command line each spell in their own way:
+
+>>> hint = "Choose another one, or pass " + Option("overwrite", True) + " to replace it."
+>>> raise CheckpointExistsError("exists already", subject="The output folder 'out'", hint=hint)
+Traceback (most recent call last):
+calipers.errors.base.CheckpointExistsError: The output folder 'out' exists already. Choose another
+one, or pass overwrite=True to replace it.
 """
 
 from calipers.errors.base import (

@@ -32,7 +32,7 @@ class Context:
 
     :param what: what is wrong or, of a subject, what is wrong with it
     :param subject: what the first sentence is about: a file, a module, an option with its value
-    :param where: the place before which all else stands after a colon: a line of a recipe
+    :param where: the place, which stands before all else with a colon: a line of a recipe
     :param got: what came, as it is shown
     :param meant: the known word that is nearest to the one that came
     :param allowed: words, or a description of what would do
@@ -55,9 +55,9 @@ class Context:
     @property
     def text(self) -> Text:
         """The message: place, subject and what is wrong with it; what was meant; the way out."""
-        told = joined(" ", [self.subject, self.what])
+        first = joined(" ", [self.subject, self.what])
         sentences = (
-            joined(", got ", [told, self.got]),
+            joined(", got ", [first, self.got]),
             f"Did you mean '{self.meant}'?" if self.meant else "",
             joined(": ", ["Allowed", _listed(self.allowed)]) if self.allowed else "",
             self.hint,
@@ -81,7 +81,7 @@ def _ended(words: Words) -> Text:
     return text + "." if is_open else text
 
 
-class _Told:
+class _WithContext:
     """An error or a warning with its context; takes what :class:`Context` takes."""
 
     context: Context
@@ -127,11 +127,11 @@ def text_of(error: BaseException) -> Text:
     return error.context.text if isinstance(error, CalipersError) else Text(str(error))
 
 
-class CalipersWarning(_Told, UserWarning):
+class CalipersWarning(_WithContext, UserWarning):
     """Something works, but not as the user may think it does."""
 
 
-class CalipersError(_Told, Exception):
+class CalipersError(_WithContext, Exception):
     """Base of all errors that Calipers raises on purpose."""
 
     exit_code: ClassVar[int] = 1
