@@ -35,7 +35,7 @@ try:
     )
 except errors.CalipersError as error:
     handler = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    print(f"{error.exit_code} {handler} {error}", flush=True)
+    os.write(1, f"{error.exit_code} {handler} {error}\\n".encode())  # in one piece
     sys.exit(error.exit_code)
 """
 
