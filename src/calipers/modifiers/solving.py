@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from compressed_tensors.quantization import QuantizationStrategy
-
 from calipers.kernels.memory import Freed
 from calipers.modifiers.steps import Layer
+from calipers.numerics.layout import has_global_scale
 from calipers.observers import FUSED_LAYER_NAMES, Observer, QParamsDict
 from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec
 
@@ -79,7 +78,7 @@ def fused_groups(modules: Sequence[ModuleSpec]) -> list[Group]:
     quantized = {module: spec for module in modules if (spec := module.tensor("weight"))}
     for module, spec in quantized.items():
         parent, _, name = module.name.rpartition(".")
-        if spec.args.strategy == QuantizationStrategy.TENSOR_GROUP:
+        if has_global_scale(spec.args):
             siblings[parent][name] = module
     group_of: dict[str, Group] = {}
     for found in siblings.values():

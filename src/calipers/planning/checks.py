@@ -15,6 +15,7 @@ from calipers.errors import (
     UnfitError,
     group_sizes_for,
 )
+from calipers.numerics.layout import indivisible_by
 from calipers.planning.schemes import has_free_groups
 from calipers.planning.specs import ModuleSpec, TensorSpec
 
@@ -74,13 +75,12 @@ def _indivisible(
     planned: ModuleSpec, module: torch.nn.Module, tensor: TensorSpec
 ) -> Iterator[tuple[str, str, int, int]]:
     """Yield the tensor with its size and that of its groups, if they do not fit."""
-    blocks = tensor.args.block_structure
-    group_size = blocks[1] if blocks else tensor.args.group_size or 0
-    if tensor.base_name in ("q", "k", "v") or group_size <= 0:
+    if tensor.base_name in ("q", "k", "v"):
         return
     size = _size(module, tensor)
-    if size % group_size:
-        yield planned.name, tensor.base_name, size, group_size
+    width = indivisible_by(size, tensor.args)
+    if width is not None:
+        yield planned.name, tensor.base_name, size, width
 
 
 def _size(module: torch.nn.Module, tensor: TensorSpec) -> int:

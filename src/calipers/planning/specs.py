@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from calipers.errors import CalipersError, UnfitError
 from calipers.numerics.formats import Format
-from calipers.numerics.layout import Layout, strategy_name
+from calipers.numerics.layout import Layout, granularity_name, has_few_scales, strategy_name
 from calipers.observers.spec import ObserverSpec
 from calipers.statistics.base import Statistic
 from calipers.statistics.moments import SquareSums, TokenSquares
@@ -32,7 +32,6 @@ _TENSORS_OF: dict[ModuleKind, tuple[str, ...]] = {
     "kv_cache": ("k", "v"),
     "attention": ("q", "k", "v"),
 }
-_COUNTED = ("tensor", "attn_head")
 
 OBSERVER = "observer"
 """The key of the statistic that an observer of activations is."""
@@ -107,16 +106,12 @@ class TensorSpec:
     @property
     def format(self) -> str:
         """The number format in short: ``int4``, ``fp8``, ``int4 asym``."""
-        fmt = Format.of(self.args)
-        return f"{fmt.kind}{fmt.bits}" + ("" if self.args.symmetric else " asym")
+        return Format.of(self.args).name + ("" if self.args.symmetric else " asym")
 
     @property
     def strategy(self) -> str:
         """How the tensor is cut: ``channel``, ``group 128``, ``block 128x128``."""
-        cut = strategy_name(self.args)
-        if self.args.block_structure:
-            return f"{cut} " + "x".join(map(str, self.args.block_structure))
-        return f"{cut} {self.args.group_size}" if (self.args.group_size or 0) > 0 else cut
+        return granularity_name(self.args)
 
 
 def tensor_specs(
@@ -190,8 +185,8 @@ class ModuleSpec:
             observer = tensor.observer
             if tensor.base_name == "weight" or observer is None or observer.counts_values:
                 continue
-            if tensor.strategy in _COUNTED:
-                create = partial(_value_counts, tensor.base_name, tensor.strategy)
+            if has_few_scales(tensor.args):
+                create = partial(_value_counts, tensor.base_name, strategy_name(tensor.args))
                 yield Requirement(tensor.base_name, COUNTS, create, is_optional=True)
         if self.kind == "linear" and self.columns is not None:
             if not self._importance_fields:

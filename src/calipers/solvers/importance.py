@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import ImportanceError, ImportanceUnsupportedError
-from calipers.numerics.layout import Layout, strategy_name
+from calipers.numerics.layout import Layout, shared_columns, strategy_name
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians, block_width, shrunk
 from calipers.statistics.moments import NonFinite, SquareSums
@@ -99,7 +99,7 @@ class HessianImportance(Importance):
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:
         """Return empty sums of x xᵀ, in blocks that fit the pieces."""
-        width = None if columns is None else block_width(columns, _piece_width(columns, args))
+        width = None if columns is None else block_width(columns, shared_columns(args) or columns)
         return BlockHessians(width, nonfinite=self.nonfinite)
 
     def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
@@ -185,11 +185,3 @@ def _fitted(blocks: Tensor, tokens: int, of: Weighed) -> Tensor:
             "columns. Gather it with this observer",
         )
     return torch.cat([shrunk(blocks, tokens), blocks.new_zeros(padded // width, width, width)])
-
-
-def _piece_width(columns: int, args: QuantizationArgs) -> int:
-    """Return how many columns a piece has."""
-    if args.strategy == QuantizationStrategy.BLOCK:
-        return int(args.block_structure[1])
-    group_size = args.group_size or 0
-    return group_size if group_size > 0 else columns
