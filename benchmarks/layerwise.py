@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,8 +34,15 @@ import calipers
 
 MIB = 1 << 20
 ALLOWANCE = 32 * MIB
-"""What may come on top of three layers and the hidden states: the activations inside a layer, what
-the allocator keeps, and Python's own objects."""
+"""What may come on top of three layers and the hidden states: the activations inside a layer and
+Python's own objects."""
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 16),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 17),
+}
+"""glibc gives back what is freed at once: what it would keep for later differs by a third from run
+to run."""
 LAYERS = 3
 SCHEMES: dict[str, dict[str, Any]] = {
     "FP8 static": {"scheme": "FP8"},
@@ -87,7 +95,10 @@ def measure_apart(folder: Path, pipeline: str, scheme: str) -> dict[str, Any]:
     """Measure in a fresh process."""
     settings = {"--folder": str(folder), "--pipeline": pipeline, "--scheme": scheme}
     command = [sys.executable, __file__, *(word for pair in settings.items() for word in pair)]
-    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **ALLOCATOR}
+    finished = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+    )
     result: dict[str, Any] = json.loads(finished.stdout)
     return result
 
