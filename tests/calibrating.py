@@ -27,7 +27,7 @@ from calipers.calibration.pipelines import Run
 from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks
 from calipers.modifiers import IMatrixGatherer, QuantizationModifier
-from calipers.modifiers.driver import Solution, StepDriver
+from calipers.modifiers.solving import Solution, StepDriver
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec, tensor_specs
 

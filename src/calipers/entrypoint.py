@@ -33,8 +33,8 @@ from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import NoDataError, UnknownChoiceError
 from calipers.html import facts_table, html_table
 from calipers.modifiers.costs import ModuleCosts, report_costs
-from calipers.modifiers.driver import Solution, StepDriver, report_coverage
 from calipers.modifiers.freezing import freeze
+from calipers.modifiers.solving import Solution, StepDriver, report_coverage
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,

@@ -46,7 +46,7 @@ from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
 from calipers.calibration.sequential import decoder_layers, run_sequential
 from calipers.errors import CalipersWarning, NoDataError, NoDecoderLayersError, NonFiniteError
 from calipers.modifiers import IMatrixGatherer
-from calipers.modifiers.driver import Solution
+from calipers.modifiers.solving import Solution
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
 
