@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from calipers.calibration.hooks import expose_states, register_hook
+from calipers.calibration.attention import expose_states, register_state_hook
 from calipers.calibration.masks import mask_for, token_mask
 from calipers.calibration.precision import own_dtype
 from calipers.calibration.sharing import SharedInputs, rounded
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import MaskShapeError, NonFiniteError
 from calipers.measurements import Measurements
+from calipers.numerics.tensors import first_tensor
 from calipers.planning.plan import Plan
 from calipers.planning.specs import Requirement
 from calipers.statistics.base import Statistic
@@ -167,7 +169,7 @@ class Calibration:
                 if is_needed or _is_measurable(tensor):
                     self._show(statistic, tensor, mask, dtype)
 
-        self._handles[name].append(register_hook(module, base_name, see))
+        self._handles[name].append(_register_hook(module, base_name, see))
 
     def _show(
         self, statistic: Statistic, tensor: Tensor, mask: Tensor | None, dtype: torch.dtype | None
@@ -181,6 +183,25 @@ class Calibration:
         """Return what the activations of a module are rounded to; None where nothing is."""
         own = own_dtype(module)
         return None if self._dtype in (None, own) else own
+
+
+def _register_hook(
+    module: torch.nn.Module, base_name: str, see: Callable[[Tensor], None]
+) -> RemovableHandle:
+    """Show a tensor of a module, whenever it is computed, to a function that changes nothing."""
+
+    def look(value: Any) -> None:
+        tensor = first_tensor(value)
+        if tensor is not None and tensor.numel():
+            see(tensor)
+
+    if base_name == "input":
+        return module.register_forward_pre_hook(
+            lambda _, args, kwargs: look((args, kwargs)), with_kwargs=True
+        )
+    if base_name == "output":
+        return module.register_forward_hook(lambda _, _args, output: look(output))
+    return register_state_hook(module, base_name, look)
 
 
 def _is_measurable(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import (
 )
 from torch import Tensor
 
-from calipers.calibration.hooks import expose_states
+from calipers.calibration.attention import expose_states
 from calipers.calibration.lifecycle import store_qparams
 from calipers.modifiers.steps import Changes, QParams
 from calipers.planning.plan import Plan

@@ -1,4 +1,4 @@
-"""The one place where hooks are put on modules. A hook looks at a tensor and changes nothing."""
+"""Queries, keys and values of attention modules: nobody sees them before they are exposed."""
 
 from __future__ import annotations
 
@@ -13,37 +13,22 @@ from compressed_tensors.modeling import (
     register_query_hook,
     register_value_hook,
 )
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from calipers.errors import HiddenQueriesError
-from calipers.numerics.tensors import first_tensor
 from calipers.planning.specs import ModuleKind
-
-See = Callable[[Tensor], None]
 
 _STATES = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
 
 
-def register_hook(module: torch.nn.Module, base_name: str, see: See) -> RemovableHandle:
-    """Show a tensor of a module, whenever it is computed, to a function.
+def register_state_hook(
+    module: torch.nn.Module, base_name: str, look: Callable[[Any], None]
+) -> RemovableHandle:
+    """Show states of an attention module that :func:`expose_states` has prepared to a function.
 
-    :param base_name: ``input`` or ``output`` of any module; ``q`` (after its positions are put in),
-        ``k`` and ``v`` (as they enter the cache) of an attention module that :func:`expose_states`
-        has prepared
+    :param base_name: ``q`` (after its positions are put in), ``k`` or ``v`` (as they enter the
+        cache)
     """
-
-    def look(value: Any) -> None:
-        tensor = first_tensor(value)
-        if tensor is not None and tensor.numel():
-            see(tensor)
-
-    if base_name == "input":
-        return module.register_forward_pre_hook(
-            lambda _, args, kwargs: look((args, kwargs)), with_kwargs=True
-        )
-    if base_name == "output":
-        return module.register_forward_hook(lambda _, _args, output: look(output))
     handle: RemovableHandle = _STATES[base_name](module, lambda _, states: look(states))
     return handle
 
