@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from calipers import oneshot
+from calipers.checkpoint.compression import estimated_size, tensor_names
 from calipers.checkpoint.config import model_config
-from calipers.checkpoint.tensors import estimated_size, tensor_names
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import CalipersWarning, CheckpointError, ConfigurationError
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.compression import compressed_state
+from calipers.checkpoint.compression import checkpoint_tensors, compressed_state, tensor_names
 from calipers.checkpoint.headers import stored_tensors
-from calipers.checkpoint.tensors import checkpoint_tensors, tensor_names
 
 
 def size_on_disk(folder: Path) -> int:

@@ -12,12 +12,16 @@ from transformers import PreTrainedModel
 
 from calipers.checkpoint.auxiliary_files import write_auxiliary_files, write_json
 from calipers.checkpoint.compatibility import loading_problems
-from calipers.checkpoint.compression import check_frozen
+from calipers.checkpoint.compression import (
+    check_frozen,
+    checkpoint_tensors,
+    estimated_size,
+    tensor_names,
+)
 from calipers.checkpoint.config import checkpoint_config
 from calipers.checkpoint.output import check_output, free_space, output_folder
 from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.source import check_apart
-from calipers.checkpoint.tensors import checkpoint_tensors, estimated_size, tensor_names
 from calipers.errors import CalipersWarning, CheckpointError
 
 
