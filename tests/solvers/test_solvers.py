@@ -14,13 +14,13 @@ from calipers.errors import WeightGoneError
 from calipers.numerics.layout import Layout
 from calipers.numerics.qparams import global_scale_of
 from calipers.observers import Observer
-from calipers.solvers.distribution import Counted, entropy, least_error, percentile
-from calipers.solvers.exact import exact
-from calipers.solvers.global_scale import Solutions, common_global_scale
+from calipers.solvers.distribution import entropy, percentile
+from calipers.solvers.exact import Solutions, exact, least_error
+from calipers.solvers.global_scale import common_global_scale
 from calipers.solvers.grid_search import SearchedParts, grid_search
 from calipers.solvers.importance import Weights
 from calipers.solvers.minmax import minmax
-from calipers.solvers.problem import Problem, Solution, error_of
+from calipers.solvers.problem import Counted, Problem, Solution, error_of
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 

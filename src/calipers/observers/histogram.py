@@ -23,7 +23,9 @@ from calipers.numerics.layout import strategy_name
 from calipers.observers.base import Observer, QParamsDict
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
 from calipers.observers.pieces import in_pieces
-from calipers.solvers.distribution import Counted, entropy, least_error, percentile
+from calipers.solvers.distribution import entropy, percentile
+from calipers.solvers.exact import least_error
+from calipers.solvers.problem import Counted
 from calipers.statistics.locking import guarded
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts

@@ -15,7 +15,8 @@ from calipers.numerics.formats import Format
 from calipers.observers.base import Observer, QParamsDict
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
 from calipers.observers.pieces import in_pieces
-from calipers.solvers.global_scale import Solutions, common_global_scale
+from calipers.solvers.exact import Solutions
+from calipers.solvers.global_scale import common_global_scale
 from calipers.solvers.grid_search import best_range
 from calipers.solvers.importance import ImportanceName, Weights
 from calipers.solvers.minmax import minmax, of_range

@@ -1,53 +1,16 @@
-"""From the counts of all values that were seen to a range, or to a scale: one piece at a time."""
+"""From the counts of all values that were seen to a range: one piece at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.numerics.qparams import qparams_of
 from calipers.solvers.entropy import entropy_range
-from calipers.solvers.exact import exact
 from calipers.solvers.percentile import bfloat16_upper_edge, percentile_range
-from calipers.solvers.problem import Problem
+from calipers.solvers.problem import Counted
 from calipers.statistics.value_counts import Distribution
-
-
-class Counted(NamedTuple):
-    """What is known of the values of a tensor.
-
-    :param distributions: how often each value of each piece occurred, in the order of the qparams
-    :param low: the exact least value of each piece
-    :param high: the exact largest value of each piece
-    """
-
-    distributions: Iterable[Distribution]
-    low: Tensor
-    high: Tensor
-    args: QuantizationArgs
-
-
-def least_error(
-    seen: Counted, norm: float = 2.0, where: str = "least_error"
-) -> tuple[Tensor, Tensor]:
-    """Return the scale and zero point with the least Σ|q−x|^norm over all values that were seen.
-
-    A piece without any value gets those of its range; one of which none can be made is refused.
-    """
-    scale, zero_point = qparams_of(seen.low, seen.high, seen.args, None, where)
-    shape = scale.shape
-    scale, zero_point = scale.flatten(), zero_point.flatten()
-    lows, highs = seen.low.flatten(), seen.high.flatten()
-    for piece, values in enumerate(seen.distributions):
-        if len(values.values):
-            ends = lows[piece], highs[piece]
-            best = exact(Problem.of_counts(values, *ends, seen.args, norm))
-            scale[piece], zero_point[piece] = best.scale, best.zero_point
-    return scale.reshape(shape), zero_point.reshape(shape)
 
 
 def percentile(seen: Counted, share: float) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,29 @@
-"""The best of all scales and zero points that can be stored."""
+"""The best of all scales and zero points that can be stored: for a weight, or for counts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from calipers.errors import WeightGoneError
 from calipers.kernels.optimum import best_scales
 from calipers.numerics.formats import Format, ScaleKind
-from calipers.numerics.qparams import quantize_dequantize, safe_qparams
+from calipers.numerics.qparams import qparams_of, quantize_dequantize, safe_qparams
 from calipers.numerics.scales import (
     fine_scales,
     storable_scales,
     stored_scales,
     windows_of,
 )
+from calipers.numerics.tensors import tensor_version
 from calipers.solvers.hessian import choose_together
-from calipers.solvers.problem import Problem, Solution, effective, errors_of
+from calipers.solvers.minmax import minmax
+from calipers.solvers.problem import Counted, Problem, Solution, effective, error_of, errors_of
+
+_SAMPLE = 1 << 15  # pieces of a tensor by which a global scale is chosen
 
 
 class _Candidates(NamedTuple):
@@ -49,14 +55,85 @@ def exact(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     (0.9833, 0.0083)
     """
     extremes = problem.extremes or (problem.low, problem.high)
-    minmax = safe_qparams(*extremes, problem.args, global_scale)
+    usual = safe_qparams(*extremes, problem.args, global_scale)
     found = _searched(problem, global_scale)
-    candidates = _with_minmax(problem, found, *minmax, global_scale)
+    candidates = _with_minmax(problem, found, *usual, global_scale)
     chosen, errors = _judged(problem, candidates, global_scale)
     scale, zero_point = (
-        part.reshape(like.shape).to(like) for part, like in zip(chosen, minmax, strict=True)
+        part.reshape(like.shape).to(like) for part, like in zip(chosen, usual, strict=True)
     )
     return Solution(scale, zero_point, float(errors.sum()))
+
+
+def least_error(
+    seen: Counted, norm: float = 2.0, where: str = "least_error"
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and zero point with the least Σ|q−x|^norm over all values that were seen.
+
+    A piece without any value gets those of its range; one of which none can be made is refused.
+    """
+    scale, zero_point = qparams_of(seen.low, seen.high, seen.args, None, where)
+    shape = scale.shape
+    scale, zero_point = scale.flatten(), zero_point.flatten()
+    lows, highs = seen.low.flatten(), seen.high.flatten()
+    for piece, values in enumerate(seen.distributions):
+        if len(values.values):
+            ends = lows[piece], highs[piece]
+            best = exact(Problem.of_counts(values, *ends, seen.args, norm))
+            scale[piece], zero_point[piece] = best.scale, best.zero_point
+    return scale.reshape(shape), zero_point.reshape(shape)
+
+
+class Solutions:
+    """The optima of one weight under one global scale or another, each worked out once.
+
+    :param label: what messages call the one who asks
+    """
+
+    def __init__(self, problem: Problem, label: str = "") -> None:
+        self._problem, self.label = problem, label
+        self._version = tensor_version(problem.pieces)
+        self._solutions: dict[float | None, Solution] = {}
+        self._errors: dict[tuple[str, float], float] = {}
+
+    @property
+    def problem(self) -> Problem:
+        """What was asked; the weight must be as it was."""
+        if tensor_version(self._problem.pieces) != self._version:
+            raise WeightGoneError(self.label, "cannot trust, since it was changed in place,")
+        return self._problem
+
+    def under(self, global_scale: Tensor | None) -> Solution:
+        """Return the optimum under a global scale."""
+        key = None if global_scale is None else float(global_scale)
+        if key not in self._solutions:
+            self._solutions[key] = exact(self.problem, global_scale)
+        return self._solutions[key]
+
+    def error(self, global_scale: Tensor) -> float:
+        """Return the error of the optimum; by the Hessian, if there is one."""
+        solution = self.under(global_scale)
+        if self.problem.weights.hessian is None:
+            return solution.error
+        return error_of(self.problem, solution.scale, solution.zero_point, global_scale)
+
+    def sampled_error(self, global_scale: Tensor) -> float:
+        """Return the error of the optimum of a sample of the pieces."""
+        return exact(self.problem.sample(_SAMPLE), global_scale).error
+
+    def minmax_error(self, global_scale: Tensor) -> float:
+        """Return the error of min-max."""
+        return minmax(self.problem, global_scale).error
+
+    def once(self, error: Callable[[Solutions, Tensor], float], global_scale: Tensor) -> float:
+        """Return one of these errors, worked out at most once."""
+        key = error.__name__, float(global_scale)
+        if key not in self._errors:
+            self._errors[key] = error(self, global_scale)
+        return self._errors[key]
+
+
+# The search
 
 
 def _searched(problem: Problem, global_scale: Tensor | None) -> _Candidates:
@@ -122,16 +199,16 @@ def _judged(
         at = choose_together(problem.pieces, scales, zeros, hessian, problem.args)
         chosen = candidates.at(at)
         return chosen, errors_of(problem, *chosen, global_scale)
-    best, minmax = candidates.at(0), candidates.at(-1)
+    best, usual = candidates.at(0), candidates.at(-1)
     errors, of_minmax = (
         errors_of(problem, *each, global_scale).masked_fill_(
             _overflows(problem, *each, global_scale), torch.inf
         )
-        for each in (best, minmax)
+        for each in (best, usual)
     )
     keep = errors <= of_minmax
     scale, zero_point = (
-        torch.where(keep, ours, theirs) for ours, theirs in zip(best, minmax, strict=True)
+        torch.where(keep, ours, theirs) for ours, theirs in zip(best, usual, strict=True)
     )
     return (scale, zero_point), torch.where(keep, errors, of_minmax)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,20 @@ class Problem(NamedTuple):
             weights=self.weights._replace(hessian=None),
             shortlist=1,
         )
+
+
+class Counted(NamedTuple):
+    """What is known of the values of a tensor.
+
+    :param distributions: how often each value of each piece occurred, in the order of the qparams
+    :param low: the exact least value of each piece
+    :param high: the exact largest value of each piece
+    """
+
+    distributions: Iterable[Distribution]
+    low: Tensor
+    high: Tensor
+    args: QuantizationArgs
 
 
 class Solution(NamedTuple):
