@@ -1,12 +1,22 @@
-"""From a recipe to the plan for a model, whose stacked experts become modules where need be."""
+"""From a recipe to the plan for a model: every claim settled, every tensor checked."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 
 from calipers.calibration.experts import fused_experts, unfuse_experts
-from calipers.planning.plan import Plan
-from calipers.recipes.schema import Recipe
+from calipers.errors import ClaimError, UnmatchedPatternError
+from calipers.planning.checks import check_modules
+from calipers.planning.matching import what_there_is
+from calipers.planning.plan import Plan, Step
+from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
+
+if TYPE_CHECKING:
+    from calipers.recipes.schema import Recipe
 
 
 def plan_for(
@@ -19,7 +29,7 @@ def plan_for(
         if recipe.aims_at_experts(name)
     }
     unfuse_experts(model, fused)
-    plan = recipe.compile(model)
+    plan = compile_plan(recipe.steps, model)
     parents = {parent for name in plan.names for parent in _parents(name)}
     for name, module in fused.items():
         if name in parents:
@@ -27,6 +37,70 @@ def plan_for(
         else:
             model.set_submodule(name, module)
     return plan
+
+
+def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
+    """Merge what steps want of a model, which is only looked at.
+
+    :param steps: the steps, each under what messages call it
+    """
+    claims = _Claims()
+    measured: dict[str, tuple[Requirement, ...]] = {}
+    for label, step in steps.items():
+        wanted = step.plan(model, label)
+        for module in wanted.modules:
+            claims.add(module)
+        for name, requirements in wanted.measured.items():
+            measured[name] = (*measured.get(name, ()), *requirements)
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    modules = sorted(claims.modules(), key=lambda module: order[module.name])
+    if not modules and not measured:
+        raise UnmatchedPatternError(
+            f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
+            f"quantized matches. {what_there_is(model)}"
+        )
+    check_modules(model, modules)
+    besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
+    return Plan(tuple(modules), besides, steps)
+
+
+class _Claims:
+    """Which step quantizes which tensor."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, ModuleSpec] = {}
+
+    def add(self, module: ModuleSpec) -> None:
+        """Take a claim; a tensor that is claimed already is an error."""
+        known = self._modules.get(module.name)
+        if known is None:
+            self._modules[module.name] = module
+            return
+        for tensor in module.tensors:
+            other = known.tensor(tensor.base_name)
+            if other is not None:
+                raise ClaimError(f"{module.name}.{tensor.base_name}", other.step, tensor.step)
+        self._modules[module.name] = _merged(known, module)
+
+    def modules(self) -> list[ModuleSpec]:
+        """Return the modules, each with all that is claimed of it."""
+        return list(self._modules.values())
+
+
+def _merged(one: ModuleSpec, other: ModuleSpec) -> ModuleSpec:
+    """Join the claims of two steps on different tensors of one Linear module."""
+    assert one.kind == other.kind == "linear"
+    args = {
+        field: args_for(one.scheme, base) or args_for(other.scheme, base)
+        for base, field in SCHEME_FIELDS.items()
+    }
+    same = one.scheme.targets == other.scheme.targets
+    targets = list(one.scheme.targets) if same else [one.name]
+    fmt = one.scheme.format or other.scheme.format
+    scheme = QuantizationScheme(targets=targets, format=fmt, **args)
+    by_name = {tensor.base_name: tensor for tensor in (*one.tensors, *other.tensors)}
+    tensors = tuple(by_name[base] for base in SCHEME_FIELDS if base in by_name)
+    return ModuleSpec(one.name, scheme, tensors, one.kind, one.columns)
 
 
 def _parents(name: str) -> list[str]:

@@ -17,9 +17,9 @@ from calipers.html import html_table
 from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.modifiers.choices import check_observer, named_observers, preset_name
 from calipers.observers.registry import is_file_of_code
-from calipers.planning.compiling import compile_plan
 from calipers.planning.plan import Plan
 from calipers.recipes.changing import observe, regroup
+from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document
 
 MODIFIERS: Mapping[str, type[Modifier]] = {
@@ -75,14 +75,18 @@ class Recipe:
         """All modifiers, in order."""
         return tuple(modifier for stage in self.stages for modifier in stage.modifiers)
 
-    def compile(self, model: torch.nn.Module) -> Plan:
-        """Say what this recipe means for a model; the model is only looked at."""
-        steps = {
+    @property
+    def steps(self) -> dict[str, Modifier]:
+        """All modifiers, in order, each under what messages call it."""
+        return {
             f"{modifier.label()} (number {number} of stage '{stage.name}')": modifier
             for stage in self.stages
             for number, modifier in enumerate(stage.modifiers, 1)
         }
-        return compile_plan(steps, model)
+
+    def compile(self, model: torch.nn.Module) -> Plan:
+        """Say what this recipe means for a model; the model is only looked at."""
+        return compile_plan(self.steps, model)
 
     def changed(
         self,
