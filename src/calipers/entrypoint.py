@@ -13,6 +13,7 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.early import EarlyLook
+from calipers.calibration.lifecycle import freeze
 from calipers.calibration.pipelines import (
     Run,
     free_memory,
@@ -33,7 +34,6 @@ from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import NoDataError, UnknownChoiceError
 from calipers.html import facts_table, html_table
 from calipers.modifiers.costs import ModuleCosts, report_costs
-from calipers.modifiers.freezing import freeze
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage
 from calipers.options import (
     CalibrationOptions,

@@ -8,12 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from calipers.calibration.lifecycle import freeze
 from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors
 from calipers.checkpoint.ties import tied_names
-from calipers.modifiers.freezing import freeze
-from calipers.modifiers.steps import Changes
-from calipers.planning.plan import Plan
+from calipers.planning.plan import Changes, Plan
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for

@@ -13,11 +13,10 @@ from torch import Tensor
 from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks
 from calipers.measurements import Measurements
-from calipers.observers import QParamsDict
+from calipers.planning.plan import Changes, QParams
 from calipers.planning.specs import ModuleSpec
 
-QParams = Mapping[tuple[str, str], QParamsDict]
-"""(module, tensor) → its parameters."""
+__all__ = ["Changes", "Layer", "QParams"]
 
 
 @dataclass(frozen=True)
@@ -60,31 +59,3 @@ class Layer:
         """Return what concerns one step."""
         mine = (module.of_step(step) for module in self.modules)
         return replace(self, modules=tuple(module for module in mine if module.tensors))
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What a step makes of a layer. Nothing is changed before all of it is known.
-
-    :param qparams: (module, tensor) → its parameters
-    :param weights: module → a new weight in place of the old one
-    :param published: module → attributes that it gets, for whoever comes later
-    """
-
-    qparams: QParams = field(default_factory=dict)
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-
-    def joined(self, other: Changes) -> Changes:
-        """Return these changes and others, which win.
-
-        >>> one, two = (Changes(published={"up_proj": {n: torch.ones(1)}}) for n in ("a", "b"))
-        >>> sorted(one.joined(two).published["up_proj"])
-        ['a', 'b']
-        """
-        published = {name: dict(attributes) for name, attributes in self.published.items()}
-        for name, attributes in other.published.items():
-            published.setdefault(name, {}).update(attributes)
-        return Changes(
-            {**self.qparams, **other.qparams}, {**self.weights, **other.weights}, published
-        )

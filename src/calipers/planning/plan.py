@@ -1,4 +1,7 @@
-"""The plan: every tensor that is quantized, and everything that is measured, before data runs."""
+"""The plan: every tensor that is quantized, and everything that is measured, before data runs.
+
+And the steps it is made by: what they ask for before, and what they answer after.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from calipers.errors import counted
 from calipers.html import html_table
+from calipers.observers import QParamsDict
 from calipers.planning.specs import ModuleSpec, Requirement, TensorSpec
+
+QParams = Mapping[tuple[str, str], QParamsDict]
+"""(module, tensor) → its parameters."""
 
 _COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data")
 
@@ -28,6 +36,34 @@ class StepPlan:
     measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What a step makes of a layer. Nothing is changed before all of it is known.
+
+    :param qparams: (module, tensor) → its parameters
+    :param weights: module → a new weight in place of the old one
+    :param published: module → attributes that it gets, for whoever comes later
+    """
+
+    qparams: QParams = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def joined(self, other: Changes) -> Changes:
+        """Return these changes and others, which win.
+
+        >>> one, two = (Changes(published={"up_proj": {n: torch.ones(1)}}) for n in ("a", "b"))
+        >>> sorted(one.joined(two).published["up_proj"])
+        ['a', 'b']
+        """
+        published = {name: dict(attributes) for name, attributes in self.published.items()}
+        for name, attributes in other.published.items():
+            published.setdefault(name, {}).update(attributes)
+        return Changes(
+            {**self.qparams, **other.qparams}, {**self.weights, **other.weights}, published
+        )
+
+
 class Step(Protocol):
     """An entry of a recipe with a life of its own."""
 
@@ -37,7 +73,7 @@ class Step(Protocol):
         :param step: the name of this step, which its tensors carry
         """
 
-    def solve(self, layer: Any) -> Any:
+    def solve(self, layer: Any) -> Changes:
         """Turn what was measured of some modules into changes."""
 
 
