@@ -18,24 +18,21 @@ from calipers.errors import (
     CalipersWarning,
     FusedStatisticsError,
     ImportanceError,
-    NonFiniteError,
     NoStatisticsError,
-    UnsuitableError,
 )
-from calipers.kernels.extrema import extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
 from calipers.observers.compatibility import OlderGenerations, base_name_and_args
-from calipers.observers.inputs import InputHook, published
-from calipers.observers.options import ObserverOptions, OptionAttributes, parse_options
-from calipers.observers.pieces import takes_pieces
-from calipers.observers.registry import Registered, Registry
-from calipers.solvers.importance import Importance, Weighed, Weights, importance_named
-from calipers.statistics.base import Reduction, Statistic
+from calipers.observers.declaration import ObserverDeclaration
+from calipers.observers.inputs import InputGathering
+from calipers.observers.options import ObserverOptions
+from calipers.observers.pieces import ObservedPieces
+from calipers.observers.registry import Registry
+from calipers.solvers.importance import Weighed, Weights
+from calipers.statistics.base import Reduction
 from calipers.statistics.locking import Lock, guarded
-from calipers.statistics.module import StatisticModule
-from calipers.statistics.observation import Observation, observation_of
+from calipers.statistics.observation import observation_of
 from calipers.statistics.ranges import LastRange
 from calipers.statistics.sync import sync_statistics
 from calipers.statistics.value_counts import ValueCounts
@@ -50,10 +47,10 @@ class QParamsDict(TypedDict):
 
 
 class Observer(
-    Registered,
-    OptionAttributes,
+    ObserverDeclaration,
     OlderGenerations,
-    StatisticModule,
+    ObservedPieces,
+    InputGathering,
     InternalModule,  # type: ignore[misc]
 ):
     """Watches tensors and works out the parameters to quantize them with.
@@ -76,12 +73,6 @@ class Observer(
     """
 
     registry: ClassVar[Registry[Observer]]
-    Options: ClassVar[type[ObserverOptions] | None] = None
-    Range: ClassVar[type[LastRange]] = LastRange
-    counts_values: ClassVar[bool] = False
-    gathers_inputs: ClassVar[bool] = False
-    remembers: ClassVar[str] = ""
-    when: ClassVar[str] = ""
     parts = ("range_statistic", "counts", "inputs")
 
     options: ObserverOptions
@@ -89,10 +80,6 @@ class Observer(
     range_statistic: LastRange
     counts: ValueCounts | None = None
     """The counts of an observer that counts values."""
-    inputs: Statistic | None = None
-    """What is known of the inputs of the module of a weight, if errors are weighed by them."""
-    weighing: Importance
-    """How errors count."""
 
     min_vals: Tensor
     max_vals: Tensor
@@ -100,9 +87,7 @@ class Observer(
     observed_nonfinite: Tensor
     observed_like: Tensor
 
-    _hook: InputHook | None = None
     _has_warned = False
-    _observation: Observation | None = None
 
     def __init__(
         self,
@@ -126,64 +111,10 @@ class Observer(
         self.options = options
         self.apply_options()
 
-    # What a class can do
-
-    @classmethod
-    def checked_options(
-        cls, base_name: str, args: QuantizationArgs, given: Mapping[str, Any]
-    ) -> ObserverOptions:
-        """Return the options; refuse them, or a tensor that the observer is not made for."""
-        fmt = Format.of(args)  # refuses what does not exist
-        options = cls.parse_options(given)
-        cls.check(base_name, args, options, fmt)
-        return options
-
-    @classmethod
-    def parse_options(cls, given: Mapping[str, Any]) -> ObserverOptions:
-        """Return the options that were given; a class that declares none takes any."""
-        if cls.Options is not None:
-            return parse_options(cls.Options, given, cls.registered_name())
-        known = {key: value for key, value in given.items() if key in ObserverOptions.model_fields}
-        return parse_options(ObserverOptions, known, cls.registered_name())
-
-    @classmethod
-    def check(
-        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
-    ) -> None:
-        """Refuse what the observer is not made for, by an ``UnsuitableError``."""
-
-    @classmethod
-    def suits(cls, base_name: str, args: QuantizationArgs) -> bool:
-        """Whether the observer is made for such a tensor, with its options as they are at first."""
-        if cls.gathers_inputs and base_name != "weight":
-            return False
-        try:
-            cls.checked_options(base_name, args, {})
-        except UnsuitableError:
-            return False
-        return True
-
-    @classmethod
-    def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
-        """Return how errors count under some options."""
-        name = cls.importance_name(options) if base_name == "weight" else "none"
-        return importance_named(name, options.nonfinite)
-
-    @classmethod
-    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
-        """Return the name of the importance by which the errors of a weight are counted."""
-        return "none"
-
     @classmethod
     def kept(cls) -> Mapping[str, Reduction]:
         """Return what is kept of a tensor, and how two of them become one."""
         return {**cls.Range.all_reductions(), **cls.all_reductions()}
-
-    @classmethod
-    def label_of(cls, base_name: str, module_name: str = "") -> str:
-        """Return how messages call an observer of this class."""
-        of = f" of {module_name}" if module_name else ""
-        return f"Observer '{cls.registered_name()}' ({base_name}{of})"
 
     # Its statistics
 
@@ -195,14 +126,7 @@ class Observer(
         """Tell the statistics the options that concern them; what they know stays."""
         for name in self.range_statistic.settings:
             setattr(self.range_statistic, name, getattr(self.options, name))
-        self.weighing = self.importance_under(self.base_name, self.options)
-        before, inputs = self.inputs, self.weighing.statistic(None, self.args)
-        if inputs is before:  # there are none
-            return
-        self.inputs = inputs
-        if before is not None and inputs is not None and before.declared() == inputs.declared():
-            inputs.owner = before.owner
-            inputs.copy_from(before)
+        self.weigh_by(self.importance_under(self.base_name, self.options))
 
     # Observing
 
@@ -247,33 +171,6 @@ class Observer(
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, as every statistic does: see ``forward``."""
         self(x, mask=mask)
-
-    def extrema(self, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and largest value of each piece.
-
-        Within ``update_statistics_from_observed`` they are already at hand.
-        """
-        if self._observation is not None and observed is self._observation.observed:
-            found = self._observation.extrema
-        else:
-            found = extrema(observed.unsqueeze(-2))
-            if found.nonfinite:
-                raise NonFiniteError(
-                    self.label(), found.nonfinite, observed.numel(), observed.shape
-                )
-        return found.min_vals, found.max_vals
-
-    def pieces(self, observed: Tensor) -> Tensor:
-        """Return what kernels take: the tensor being observed, or a canonical view, in pieces."""
-        if self._observation is not None and observed is self._observation.observed:
-            return self._observation.pieces
-        return observed.unsqueeze(-2)
-
-    def _takes_pieces(self) -> bool:
-        """Whether the update is marked itself, and the methods it asks are our own."""
-        own = type(self)
-        ours = own.extrema is Observer.extrema and own.pieces is Observer.pieces
-        return ours and takes_pieces(own.update_statistics_from_observed)
 
     # Results
 
@@ -357,50 +254,7 @@ class Observer(
         """The others that share its global scale."""
         return frozenset(self._fused_observers)
 
-    # What is known of inputs
-
-    @guarded
-    def attach(self, module: torch.nn.Module) -> None:
-        """Take over the sums of inputs that were left on a module, or start summing them.
-
-        Nothing happens where the observer has no use for them, or there are no ``in_features``.
-        """
-        if self.inputs is None or self.take_over(module) or not hasattr(module, "in_features"):
-            return
-        self.begin_inputs(module.in_features)
-        self.inputs.owner = self.label()
-        self._remove_hook()
-        self._hook = InputHook(self, module)
-
-    @guarded
-    def detach(self, module: torch.nn.Module) -> None:
-        """Stop summing, and leave the sums on ``module``."""
-        hook = self._hook
-        if hook is not None and hook.is_on(module):
-            self._remove_hook()
-            hook.publish(module)
-
-    @guarded
-    def take_over(self, module: torch.nn.Module) -> bool:
-        """Take the sums that another observer left on ``module``, if it did."""
-        left = published(module, self.weighing.fields)
-        if left is None:
-            return False
-        for name, value in left.items():
-            setattr(self, name, value)
-            delattr(module, name)
-        return True
-
-    @guarded
-    def begin_inputs(self, columns: Any) -> None:
-        """Begin to sum up inputs of so many channels, unless there are sums already."""
-        if self.inputs is None or self.inputs.fields():
-            return
-        inputs = self.weighing.statistic(columns, self.args)
-        if inputs is not None:
-            self.inputs = inputs
-            inputs.owner = self.label()
-            inputs.update(torch.zeros(0, columns))  # sums of zero
+    # Importance
 
     def weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
         """Return what the errors of the weight that is being observed are weighed by.
@@ -431,11 +285,6 @@ class Observer(
     def fall_back_silently(self) -> None:
         """Let importance that cannot be used be no news: somebody has told of it."""
         self._has_warned = True
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
     # Over ranks
 
