@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import quantiles
 
 import pytest
 
 import calipers
 
 SOURCE = Path(calipers.__file__).parent
+
+MOST_LINES = 60
 
 # A package, or a file beside the packages, imports only from those above it.
 ORDER = (
@@ -115,6 +118,31 @@ def test_public_names() -> None:
         assert getattr(calipers, name) is not None
     with pytest.raises(AttributeError, match="module 'calipers' has no attribute 'nothing'"):
         calipers.nothing  # noqa: B018
+
+
+def lengths(code: str) -> dict[str, int]:
+    """The lines of every function of a piece of code, with its signature and docstring."""
+    return {
+        f"{node.name}, line {node.lineno}": (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def test_functions_are_short() -> None:
+    found = {
+        f"{path.relative_to(SOURCE)}: {name}": count
+        for path in SOURCE.rglob("*.py")
+        for name, count in lengths(path.read_text(encoding="utf-8")).items()
+    }
+    assert {name: count for name, count in found.items() if count > MOST_LINES} == {}
+    assert quantiles(found.values(), n=10)[-1] <= 20
+
+
+@pytest.mark.parametrize("count", [MOST_LINES, MOST_LINES + 1])
+def test_the_check_of_lengths_can_fail(count: int) -> None:
+    body = "\n".join(["class A:", "    def long(self):", *["        self.x = 1"] * (count - 1)])
+    assert lengths(body) == {"long, line 2": count}
 
 
 def test_no_star_imports() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.command import CommandOutput, progress, show, tell
+from calipers.cli.command import CommandOutput, show, tell
 from calipers.cli.formatting import format_interval, format_optional_size
 from calipers.cli.options import (
     BatchSize,
@@ -25,10 +25,10 @@ from calipers.cli.options import (
     Tokenizer,
     TrustRemoteCode,
 )
-from calipers.cli.sources import DATA_KINDS, data_source, model_source, packing_for
+from calipers.cli.sources import DATA_KINDS, compute_options, data_source, model_source, packing_for
 from calipers.cli.tables import add_row, table
 from calipers.errors import ConfigurationError
-from calipers.options import ComputeOptions, DataOptions
+from calipers.options import DataOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,12 +104,7 @@ def evaluate(
                 skip=skip,
                 text_column=text_column,
             ),
-            compute=ComputeOptions(
-                device=device,
-                dtype=dtype,  # type: ignore[arg-type]  # it checks
-                trust_remote_code=trust_remote_code,
-                progress=progress(),
-            ),
+            compute=compute_options(device, dtype, trust_remote_code),
         )
     return done.output(complete=True)
 

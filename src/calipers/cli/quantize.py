@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.checkpoint.output import check_output
-from calipers.cli.command import CommandOutput, progress
+from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size
 from calipers.cli.losses import advice_on, losses
 from calipers.cli.options import (
@@ -38,11 +38,17 @@ from calipers.cli.options import (
     TrustRemoteCode,
     WeightObserver,
 )
-from calipers.cli.sources import DEMO, data_source, model_source, packing_for, recipe_source
+from calipers.cli.sources import (
+    DEMO,
+    compute_options,
+    data_source,
+    model_source,
+    packing_for,
+    recipe_source,
+)
 from calipers.errors import counted
 from calipers.options import (
     CalibrationOptions,
-    ComputeOptions,
     DataOptions,
     OneshotOptions,
     OutputOptions,
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
 
     from calipers import OneshotResult
     from calipers.modifiers.costs import ModuleCosts
+    from calipers.recipes import Recipe
 
 Output = Annotated[
     Path,
@@ -134,40 +141,47 @@ def quantize(
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, allow_code)
+    chosen = DataOptions(
+        tokenizer=tokenizer,
+        num_samples=samples,
+        max_seq_length=seq_len,
+        batch_size=batch_size,
+        packing=packing,
+        seed=seed,
+        text_column=text_column,
+    )
     options = OneshotOptions(
-        data=DataOptions(
-            tokenizer=tokenizer,
-            num_samples=samples,
-            max_seq_length=seq_len,
-            batch_size=batch_size,
-            packing=packing_for(data, packing),
-            seed=seed,
-            text_column=text_column,
-        ),
-        compute=ComputeOptions(
-            device=device,
-            dtype=dtype,  # type: ignore[arg-type]  # oneshot checks
-            trust_remote_code=trust_remote_code,
-            progress=progress(),
-        ),
-        calibration=CalibrationOptions(
-            pipeline=pipeline,  # type: ignore[arg-type]  # oneshot checks
-            on_unseen=on_unseen,  # type: ignore[arg-type]  # oneshot checks
-            calibrate_all_experts=calibrate_all_experts,
-            share_inputs=share_inputs,
-        ),
+        data=replace(chosen, packing=packing_for(data, packing)),
+        compute=compute_options(device, dtype, trust_remote_code),
+        calibration=_calibration(pipeline, on_unseen, calibrate_all_experts, share_inputs),
         changes=RecipeOptions(allow_code=allow_code),
         output=OutputOptions(output_dir=output, overwrite=overwrite, max_shard_size=max_shard_size),
     )
+    result, seconds = _timed(source, wanted, texts, options)
+    ignored = None if scheme is None else ignore or ["lm_head"]
+    done = _summary(result, model, data, output, ignored, seconds)
+    return _output(replace(done, next=_next(done, data, chosen)))
+
+
+def _calibration(
+    pipeline: str, on_unseen: str, calibrate_all_experts: bool, share_inputs: bool
+) -> CalibrationOptions:
+    return CalibrationOptions(
+        pipeline=pipeline,  # type: ignore[arg-type]  # oneshot checks
+        on_unseen=on_unseen,  # type: ignore[arg-type]  # oneshot checks
+        calibrate_all_experts=calibrate_all_experts,
+        share_inputs=share_inputs,
+    )
+
+
+def _timed(
+    source: str, wanted: Recipe, texts: Any, options: OneshotOptions
+) -> tuple[OneshotResult, float]:
+    """Quantize, and tell how many seconds it took."""
     from calipers import oneshot
 
     start = time.monotonic()
-    result = oneshot(source, wanted, texts, **options.keywords())
-    ignored = None if scheme is None else ignore or ["lm_head"]
-    done = _summary(result, model, data, output, ignored, time.monotonic() - start)
-    chosen = DataOptions(**{**options.data.given(), "packing": packing})
-    done = replace(done, next=_next(done, data, chosen))
-    return CommandOutput(asdict(done), _view(done))
+    return oneshot(source, wanted, texts, **options.keywords()), time.monotonic() - start
 
 
 @dataclass(frozen=True)
@@ -260,6 +274,10 @@ def _same_samples(chosen: DataOptions) -> list[str]:
     words = [str(word) for option in found.items() if option[1] is not None for word in option]
     flags = {True: ["--packing"], False: ["--no-packing"], None: []}
     return [*words, *flags[chosen.packing]]
+
+
+def _output(done: Summary) -> CommandOutput:
+    return CommandOutput(asdict(done), _view(done))
 
 
 def _view(done: Summary) -> RenderableType:

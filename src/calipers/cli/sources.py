@@ -1,4 +1,4 @@
-"""What the words on the command line stand for: models, data, recipes."""
+"""What the words on the command line stand for: models, data, recipes, options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from calipers.calibration.dataset_names import DatasetName
 from calipers.checkpoint.location import check_location
+from calipers.cli.command import progress
 from calipers.cli.options import observer_choice
 from calipers.errors import ConfigurationError
+from calipers.options import ComputeOptions
 
 if TYPE_CHECKING:
     from calipers.recipes import Recipe
@@ -54,6 +56,16 @@ def packing_for(name: str | None, chosen: bool | None) -> bool | None:
     (True, False, None)
     """
     return True if chosen is None and name == DEMO and not os.path.exists(name) else chosen
+
+
+def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> ComputeOptions:
+    """Return where and how a model computes, and what shows how far it is."""
+    return ComputeOptions(
+        device=device,
+        dtype=dtype,  # type: ignore[arg-type]  # whoever computes checks
+        trust_remote_code=trust_remote_code,
+        progress=progress(),
+    )
 
 
 def recipe_source(
