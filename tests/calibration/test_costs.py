@@ -253,7 +253,7 @@ def test_the_loss_of_a_weight(strategy: str, options: dict[str, Any], width: int
     expected = float((change @ hessian @ change.T).trace())
     for tile in (1 << 20, 500):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("calipers.modifiers.output_errors._TILE", tile)
+            patch.setattr("calipers.modifiers.output_errors._AT_ONCE", tile)
             loss = weight_loss(weight, args, qparams, streams)
         assert loss.output == pytest.approx(expected, rel=1e-4)
         assert loss.error == pytest.approx(float(change.norm() / weight.double().norm()), rel=1e-4)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.quantize import quantization_errors, quantize_with_error
+from calipers.kernels.tiles import runs
 from calipers.modifiers.costs import ActivationCost, ModuleCosts, relative
 from calipers.numerics.layout import Layout
 from calipers.observers import QParamsDict
@@ -19,7 +20,7 @@ from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians
 from calipers.statistics.moments import SquareSums, TokenSquares
 
-_TILE = 1 << 20  # weights worked on at once
+_AT_ONCE = 1 << 20  # weights worked on
 
 
 class Streams(NamedTuple):
@@ -114,10 +115,10 @@ def _tiles(
         scale = scale / qparams["global_scale"].to(weight.device)
     scale, zeros = scale.reshape(shape), qparams["zero_point"].to(weight.device).reshape(shape)
     along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
-    step = max(1, _TILE // max(1, pieces.select(along, 0).numel()))
-    for start in range(0, pieces.shape[along], step):
-        tile = pieces.narrow(along, start, min(step, pieces.shape[along] - start)).to(working)
-        these = slice(start, start + step) if along == 1 else slice(None)
+    each = pieces.select(along, 0).numel()
+    for part in runs(pieces.shape[along], each, _AT_ONCE):
+        tile = pieces.narrow(along, part.start, part.stop - part.start).to(working)
+        these = part if along == 1 else slice(None)
         yield tile, scale[these], zeros[these]
 
 

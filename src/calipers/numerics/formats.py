@@ -168,12 +168,7 @@ class Format:
     @property
     def name(self) -> str:
         """What users are told, such as ``int4`` or ``float8``."""
-        return f"{self.kind}{self.bits}"
-
-    @property
-    def kind(self) -> str:
-        """The ``type`` of its quantization arguments."""
-        return self.grid.kind
+        return f"{self.grid.kind}{self.bits}"
 
     @property
     def bits(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from compressed_tensors import InternalModule
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 from torch import distributed as dist
 from typing_extensions import Self
@@ -21,7 +21,7 @@ from calipers.errors import (
     NoStatisticsError,
 )
 from calipers.numerics.formats import Format
-from calipers.numerics.layout import Layout, strategy_name
+from calipers.numerics.layout import Layout, has_global_scale, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
 from calipers.observers.compatibility import OlderGenerations, base_name_and_args
 from calipers.observers.declaration import ObserverDeclaration
@@ -29,6 +29,7 @@ from calipers.observers.inputs import InputGathering
 from calipers.observers.options import ObserverOptions
 from calipers.observers.pieces import ObservedPieces
 from calipers.observers.registry import Registry
+from calipers.solvers.exact import Solutions
 from calipers.solvers.importance import Weighed, Weights
 from calipers.statistics.base import Reduction
 from calipers.statistics.locking import Lock, guarded
@@ -213,7 +214,7 @@ class Observer(
     @guarded
     def get_global_scale(self) -> Tensor | None:
         """Return the scale of the local scales, common to all fused observers (TENSOR_GROUP)."""
-        if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
+        if not has_global_scale(self.args):
             return None
         missing = [other.label() for other in self._fused_observers if not other.has_statistics]
         if missing:
@@ -222,6 +223,10 @@ class Observer(
         for other in self._fused_observers:
             absmax = torch.maximum(absmax, _absmax(*other.get_range()).to(absmax.device))
         return global_scale_of(absmax)
+
+    def solutions(self) -> Solutions:
+        """Return the best parameters under any global scale, where the class chooses among them."""
+        raise NotImplementedError
 
     @property
     def num_observed_tokens(self) -> int:
@@ -317,9 +322,8 @@ class Observer(
     def extra_repr(self) -> str:
         """Describe the observer in a printed model."""
         settings = ", ".join(f"{k}={v}" for k, v in self.options.model_dump().items())
-        fmt = Format.of(self.args)
-        cut = strategy_name(self.args)
-        return f"{self.base_name}, {fmt.kind}{fmt.bits} per {cut}, {settings}"
+        fmt, cut = Format.of(self.args), strategy_name(self.args)
+        return f"{self.base_name}, {fmt.name} per {cut}, {settings}"
 
 
 Observer.registry = Registry(Observer)

@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import ConfigurationError
-from calipers.numerics.layout import check_base_name
+from calipers.numerics.layout import check_base_name, has_global_scale
 from calipers.numerics.qparams import global_scale_of
 from calipers.statistics.base import Reduction
 
@@ -82,7 +82,7 @@ class OlderGenerations:
         """
         low, high = self.extrema(observed)  # type: ignore[attr-defined]
         global_scale = None
-        if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
+        if has_global_scale(self.args):
             global_scale = global_scale_of(torch.maximum(-low.min(), high.max()))
         scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
         self.absorb(  # type: ignore[attr-defined]

@@ -22,6 +22,8 @@ class ObserverDeclaration(Registered, OptionAttributes):
     Range: ClassVar[type[LastRange]] = LastRange
     counts_values: ClassVar[bool] = False
     gathers_inputs: ClassVar[bool] = False
+    chooses_global_scale: ClassVar[bool] = False
+    """Whether it finds, by its ``solutions``, a better global scale than the usual one."""
     remembers: ClassVar[str] = ""
     when: ClassVar[str] = ""
 

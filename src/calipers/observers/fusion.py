@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
 
+from calipers.numerics.layout import has_global_scale
 from calipers.observers.base import Observer
 
 FUSED_LAYER_NAMES: tuple[tuple[str, ...], ...] = (
@@ -34,4 +34,4 @@ def _weight_observer(module: torch.nn.Module, name: str) -> Observer | None:
     observer = getattr(getattr(module, name, None), "weight_observer", None)
     if not isinstance(observer, Observer):
         return None
-    return observer if observer.args.strategy == QuantizationStrategy.TENSOR_GROUP else None
+    return observer if has_global_scale(observer.args) else None

@@ -200,7 +200,7 @@ class EntropyObserver(ValueCountsObserver):
         """Refuse formats of few codes."""
         super().check(base_name, args, options, fmt)
         if fmt.bits != 8:
-            raise EntropyFormatError(cls.label_of(base_name), f"{fmt.kind}{fmt.bits}")
+            raise EntropyFormatError(cls.label_of(base_name), fmt.name)
 
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:

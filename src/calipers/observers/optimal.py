@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field
 from torch import Tensor
 
 from calipers.errors import NoStatisticsError, UnsuitableError, WeightGoneError
 from calipers.numerics.formats import Format
+from calipers.numerics.layout import has_global_scale
 from calipers.observers.base import Observer, QParamsDict
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
 from calipers.observers.pieces import in_pieces
@@ -73,6 +74,7 @@ class OptimalObserver(Observer):
     remembers = "Σx² or Σx xᵀ of the inputs; the best of all storable scales"
     when = "weights: the recommended one, under importance"
     gathers_inputs = True
+    chooses_global_scale = True
     Options = OptimalOptions
     options: OptimalOptions
     reductions: ClassVar[Mapping[str, Reduction]] = {
@@ -98,10 +100,10 @@ class OptimalObserver(Observer):
                 "attention states use 'histogram_mse', which finds the optimum over all data."
             )
         signed = isinstance(options, OptimalOptions) and options.signed_scale
-        if signed and not (fmt.kind == "int" and fmt.symmetric):
+        if signed and not fmt.takes_signed_scales:
             raise UnsuitableError(
                 f"{cls.label_of(base_name)}: signed_scale is for symmetric int formats, whose "
-                f"lowest code has no counterpart. Leave it out for {fmt.kind}{fmt.bits}."
+                f"lowest code has no counterpart. Leave it out for {fmt.name}."
             )
 
     @classmethod
@@ -137,7 +139,7 @@ class OptimalObserver(Observer):
         if self._shares_global_scale:
             return
         global_scale = self._best_global_scale()
-        solution = self._known().under(global_scale)
+        solution = self.solutions().under(global_scale)
         self.absorb(_scale=solution.scale, _zero_point=solution.zero_point)
         if global_scale is not None:
             self.absorb(_global_scale=global_scale)
@@ -148,7 +150,7 @@ class OptimalObserver(Observer):
     @guarded
     def get_global_scale(self) -> Tensor | None:
         """Return the scale of the local scales that is best for all fused observers together."""
-        if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
+        if not has_global_scale(self.args):
             return None
         if not self.has_statistics:
             raise NoStatisticsError(self.module_name)
@@ -164,7 +166,7 @@ class OptimalObserver(Observer):
             raise NoStatisticsError(self.module_name)
         global_scale = self.get_global_scale()
         if self._shares_global_scale or "_scale" not in self.fields():
-            scale, zero_point, _ = self._known().under(global_scale)
+            scale, zero_point, _ = self.solutions().under(global_scale)
         else:
             scale, zero_point = self._scale, self._zero_point
         return {
@@ -177,7 +179,7 @@ class OptimalObserver(Observer):
     @guarded
     def report(self) -> ErrorReport:
         """Return the error under min-max, under the classic ``memoryless_mse``, and as chosen."""
-        problem, qparams = self._known().problem, self.get_qparams()
+        problem, qparams = self.solutions().problem, self.get_qparams()
         global_scale = qparams["global_scale"]
         usual = None if global_scale is None else super().get_global_scale()
         classic = SearchOptions()
@@ -190,11 +192,10 @@ class OptimalObserver(Observer):
 
     @property
     def _shares_global_scale(self) -> bool:
-        grouped = self.args.strategy == QuantizationStrategy.TENSOR_GROUP
-        return grouped and bool(self._fused_observers)
+        return has_global_scale(self.args) and bool(self._fused_observers)
 
-    def _known(self) -> Solutions:
-        """Return what is known of the weight; refuse if it is gone."""
+    def solutions(self) -> Solutions:
+        """Return the best parameters of the weight under any global scale; refuse if it is gone."""
         if self._solutions is None:
             raise WeightGoneError(self.label(), "no longer has")
         self._solutions.label = self.label()
@@ -206,10 +207,9 @@ class OptimalObserver(Observer):
         if usual is None:
             return None
         fused = [self, *self._fused_observers]
-        able = [other for other in fused if isinstance(other, OptimalObserver)]
-        if len(able) < len(fused):  # the others take the usual one, and all must have the same
-            return usual
-        return common_global_scale([other._known() for other in able], usual)
+        if not all(other.chooses_global_scale for other in fused):
+            return usual  # the others take that, and all must have the same
+        return common_global_scale([other.solutions() for other in fused], usual)
 
     @guarded
     def reset(self) -> None:
