@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from calipers.calibration.lifecycle import freeze
 from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors
-from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.ties import tied_names, unquantized_ties
 from calipers.planning.plan import Changes, Plan
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
@@ -61,15 +61,17 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     """
     total = size_when_stored(model)
     plan = plan_for(model, recipe)
-    alike = _alike(model, plan)
+    ties = tied_names(model)
+    alike = _alike(model, plan, ties)
     examples = tuple(module for module in plan.modules if alike[module.name] == module.name)
-    copies, before = tied_names(model), _sizes(model, examples)
+    before = _sizes(model, examples, ties)
     freeze(model, replace(plan, modules=examples), Changes())
-    after = _sizes(model, examples)
+    left = unquantized_ties(model, ties)
+    after = _sizes(model, examples, left)
     change = sum(
         sum(after[example].values()) - sum(before[example].values()) for example in alike.values()
     )
-    change += _untied(model, copies, plan)
+    change += _untied(model, ties.keys() - left.keys(), plan)
     rows = tuple(_rows(plan, alike, before, after))
     return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change)
 
@@ -77,9 +79,9 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
 Sizes = Mapping[str, Mapping[str, int]]
 
 
-def _alike(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
+def _alike(model: PreTrainedModel, plan: Plan, ties: Mapping[str, str]) -> dict[str, str]:
     """Return for each module the first one of the same form; those with tied tensors are unlike."""
-    tied = {name for pair in tied_names(model).items() for name in pair}
+    tied = {name for pair in ties.items() for name in pair}
     first: dict[Hashable, str] = {}
     found = {}
     for module in plan.modules:
@@ -95,9 +97,8 @@ def _alike(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     return found
 
 
-def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec]) -> Sizes:
+def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec], copies: Container[str]) -> Sizes:
     """Return the bytes of the tensors of some modules; a tied copy takes none."""
-    copies = tied_names(model)
     return {
         each.name: {
             tensor: 0 if f"{each.name}.{tensor}" in copies else size
@@ -109,12 +110,10 @@ def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec]) -> Sizes:
 
 def _untied(model: PreTrainedModel, copies: Iterable[str], plan: Plan) -> int:
     """Return what copies take that were tied to a weight which is now quantized without them."""
-    tensors, still, planned = offloaded_tensors(model), tied_names(model), set(plan.names)
-    return sum(
-        tensors[name].nbytes
-        for name in copies
-        if name not in still and name.rpartition(".")[0] not in planned
-    )
+    planned = set(plan.names)
+    alone = [name for name in copies if name.rpartition(".")[0] not in planned]
+    tensors = offloaded_tensors(model) if alone else {}
+    return sum(tensors[name].nbytes for name in alone)
 
 
 def _rows(plan: Plan, alike: Mapping[str, str], before: Sizes, after: Sizes) -> Iterator[DryRunRow]:

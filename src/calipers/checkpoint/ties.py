@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from compressed_tensors.quantization.utils import is_module_quantized
@@ -22,6 +22,11 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
+def unquantized_ties(model: PreTrainedModel, ties: Mapping[str, str]) -> dict[str, str]:
+    """Return those of a model's ties that are left: quantized tensors are no longer tied."""
+    return {copy: source for copy, source in ties.items() if not _is_quantized(model, copy, source)}
+
+
 def says_tied(model: PreTrainedModel) -> bool:
     """Whether the config says that embedding and head are one."""
     return bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
@@ -38,7 +43,7 @@ def _declared_ties(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tup
 def _is_tied(
     model: PreTrainedModel, tensors: dict[str, torch.Tensor], copy: str, source: str
 ) -> bool:
-    if any(is_module_quantized(owner_of(model, name)) for name in (copy, source)):
+    if _is_quantized(model, copy, source):
         return False
     one, other = tensors[copy], tensors[source]
     if one is other:
@@ -49,3 +54,7 @@ def _is_tied(
         return True
     # Offloading makes two tensors of one. They are still tied if the model says so.
     return says_tied(model) and torch.equal(read_tensor(model, copy), read_tensor(model, source))
+
+
+def _is_quantized(model: PreTrainedModel, *names: str) -> bool:
+    return any(is_module_quantized(owner_of(model, name)) for name in names)
