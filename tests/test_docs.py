@@ -12,6 +12,7 @@ from shell import run
 
 from calipers import load_recipe
 from calipers.demo.run import VARIANTS
+from calipers.numerics import formats
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
@@ -40,9 +41,17 @@ def having(kind: str, found: Any) -> Any:
 @having("python", blocks)
 def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write
+    monkeypatch.setattr(formats, "GRIDS", dict(formats.GRIDS))  # and add a format
     namespace: dict[str, Any] = {"__name__": "document"}
     for block in blocks(document):
         exec(compile(block, str(document), "exec"), namespace)
+
+
+def test_what_contributors_are_walked_through() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for walk in ("an observer", "a format", "a step"):
+        (chapter,) = re.findall(rf"^## Add {walk}\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+        assert "```python" in chapter
 
 
 @having("calipers", lambda document: commands(document, "calipers"))
