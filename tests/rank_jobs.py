@@ -13,6 +13,7 @@ from unittest import mock
 
 import models
 import torch
+from rank_processes import distributed_rank
 
 import calipers.entrypoint
 from calipers.entrypoint import oneshot
@@ -223,6 +224,18 @@ def solving_in_parts(_folder: Path) -> Any:
     return looked_at
 
 
+def sums_of_an_earlier_run(_folder: Path) -> Any:
+    """What all processes have been left, and what each has a part of."""
+    model, how = llama(torch.bfloat16), RECIPES["W4A16 optimal imatrix"]
+    quantize({"modifiers": {"IMatrixGatherer": {"ignore": ["lm_head"]}}}, model)
+    parts, own = llama(torch.bfloat16), distributed_rank() + 1
+    for module in parts.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            total = torch.full((module.in_features,), float(own), dtype=torch.float64)
+            vars(module).update(_imatrix_sum=total, _imatrix_count=torch.tensor(own))
+    return {"same": found(quantize(how, model)), "parts": found(quantize(how, parts))}
+
+
 JOBS = [
     observers_of_all_kinds,
     fewer_samples_than_processes,
@@ -230,4 +243,5 @@ JOBS = [
     experts_nobody_sees,
     one_writer,
     solving_in_parts,
+    sums_of_an_earlier_run,
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import traceback
+from collections.abc import Collection
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,16 @@ def distributed_rank() -> int:
 
 
 def run_jobs(
-    rank: int, world: int, folder: str, jobs: list[Any], store: str, environment: dict[str, str]
+    rank: int,
+    world: int,
+    folder: str,
+    jobs: list[Any],
+    store: str,
+    environment: dict[str, str],
+    said: str,
 ) -> None:
+    with open(said, "w") as stderr:
+        os.dup2(stderr.fileno(), 2)
     torch.set_num_threads(1)
     os.environ |= environment
     if world > 1 and not environment:
@@ -36,7 +46,9 @@ def run_jobs(
         except Exception:
             results[name] = traceback.format_exc()
             break
-    torch.save(results, Path(folder) / f"{rank}.pt")
+    result = Path(folder) / f"{rank}.pt"
+    torch.save(results, result.with_suffix(".part.pt"))
+    result.with_suffix(".part.pt").rename(result)  # whole, or not there
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -62,17 +74,35 @@ def run(
     jobs: list[Any],
     store: str | None = None,
     environments: list[dict[str, str]] | None = None,
+    expected_to_die: Collection[int] = (),
 ) -> list[Any]:
-    """Run jobs in several processes; None for one that did not come back.
+    """Run jobs in several processes; None for one that is expected to die.
 
     With environments, which a launcher would give them, they have to find each other themselves.
     """
     store = store or f"file://{folder}/store"
+    with tempfile.TemporaryDirectory() as said:
+        given = environments or [{}] * world
+        outputs = [Path(said) / f"{rank}.txt" for rank in range(world)]
+        arguments = [
+            (rank, world, str(folder), jobs, store, given[rank], str(outputs[rank]))
+            for rank in range(world)
+        ]
+        codes = run_processes(arguments)
+        for rank, code in enumerate(codes):
+            if rank not in expected_to_die and not (folder / f"{rank}.pt").exists():
+                raise AssertionError(
+                    f"Rank {rank} ended with code {code} before its result was written. "
+                    f"It said:\n{outputs[rank].read_text() if outputs[rank].exists() else ''}"
+                )
+    files = [folder / f"{rank}.pt" for rank in range(world)]
+    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def run_processes(arguments: list[tuple[Any, ...]]) -> list[int | None]:
+    """Run the jobs of each process, and return the codes they end with."""
     context = ready_context()
-    processes = [
-        context.Process(target=run_jobs, args=(rank, world, str(folder), jobs, store, given))
-        for rank, given in enumerate(environments or [{}] * world)
-    ]
+    processes = [context.Process(target=run_jobs, args=each) for each in arguments]
     for process in processes:
         process.start()
     try:
@@ -82,5 +112,4 @@ def run(
     finally:
         for process in processes:
             process.kill()
-    files = [folder / f"{rank}.pt" for rank in range(world)]
-    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+    return [process.exitcode for process in processes]

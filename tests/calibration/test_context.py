@@ -24,6 +24,7 @@ from calibrating import (
     observer,
     plan_of,
     run,
+    run_of,
     same_qparams,
     samples,
     small,
@@ -32,8 +33,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from calipers.calibration.context import Calibration
+from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import call_model, run_basic, run_datafree
 from calipers.errors import ForwardError, HiddenQueriesError, NonFiniteError
+from calipers.modifiers.solving import Solution
 from calipers.observers import Observer
 from calipers.planning.plan import Plan
 from calipers.statistics.value_counts import ValueCounts
@@ -172,10 +175,14 @@ def test_who_is_dismissed_sees_nothing_more() -> None:
 
 def test_a_module_has_seen_what_all_its_observers_saw() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    with Calibration(model, plan_of(model, outputs=STATIC)) as calibration:
+    plan = plan_of(model, outputs=STATIC)
+    solution = Solution(plan, Coverage("error"))
+    with Calibration(model, plan) as calibration:
         for base, tokens in (("input", 5), ("output", 3)):
             observer(calibration, "0", base)(torch.ones(tokens, 4))
-    assert calibration.tokens("0") == calibration.measurements.tokens("0") == 3
+        assert calibration.tokens("0") == calibration.measurements.tokens("0") == 3
+        run_datafree(run_of(calibration, solution))
+    assert solution.coverage.tokens == {"0": 3}
 
 
 def test_nothing_is_measured_where_no_data_is_needed() -> None:

@@ -86,6 +86,19 @@ class TestResults:
             assert set(tokens.values()) == {7 * 16}
             assert len(tokens) == 14
 
+    def test_sums_that_an_earlier_run_has_left_in_all_count_once(
+        self, alone: Any, together: list[Any]
+    ) -> None:
+        expected = of(alone, rank_jobs.sums_of_an_earlier_run)["same"]
+        assert set(expected["tokens"].values()) == {7 * 16}
+        for rank in together:
+            assert_same(of(rank, rank_jobs.sums_of_an_earlier_run)["same"], expected)
+
+    def test_parts_that_an_earlier_run_has_left_add_up(self, together: list[Any]) -> None:
+        for rank in together:
+            tokens = of(rank, rank_jobs.sums_of_an_earlier_run)["parts"]["tokens"]
+            assert set(tokens.values()) == {1 + 2 + 3}
+
     @pytest.mark.parametrize("pipeline", PIPELINES)
     def test_a_process_without_data(self, alone: Any, together: list[Any], pipeline: str) -> None:
         expected = of(alone, rank_jobs.fewer_samples_than_processes)[pipeline]
@@ -226,7 +239,8 @@ class TestDeath:
     @pytest.mark.parametrize("stage", rank_failures.DEATHS)
     def test_is_noticed_and_the_dead_is_named(self, tmp_path: Path, stage: str) -> None:
         dead, *_ = rank_failures.DEATHS[stage]
-        results = rank_processes.run(4, tmp_path, [partial(rank_failures.dying, stage=stage)])
+        job = partial(rank_failures.dying, stage=stage)
+        results = rank_processes.run(4, tmp_path, [job], expected_to_die=[dead])
         assert results.pop(dead) is None
         for rank in results:
             found = of(rank, rank_failures.dying)
@@ -237,6 +251,11 @@ class TestDeath:
             assert found["unchanged"]
             assert found["output"] == []
 
+    def test_that_no_test_expects_is_told_with_its_reason(self, tmp_path: Path) -> None:
+        told = "(?s)Rank 1 ended with code 3 before its result was written.*why it went"
+        with pytest.raises(AssertionError, match=told):
+            rank_processes.run(2, tmp_path, [rank_failures.gone_without_result])
+
     def test_is_not_what_takes_long(self, tmp_path: Path) -> None:
         for rank in rank_processes.run(2, tmp_path, [rank_failures.slow_writer]):
             found = of(rank, rank_failures.slow_writer)
@@ -246,7 +265,7 @@ class TestDeath:
     def test_of_the_one_that_keeps_the_store(self, tmp_path: Path) -> None:
         job = partial(rank_failures.dying, stage="calibrating the model", rank=0)
         dead, *others = rank_processes.run(
-            3, tmp_path, [job], f"tcp://127.0.0.1:{rank_processes.free_port()}"
+            3, tmp_path, [job], f"tcp://127.0.0.1:{rank_processes.free_port()}", expected_to_die=[0]
         )
         assert dead is None
         for rank in others:

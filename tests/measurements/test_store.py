@@ -35,6 +35,17 @@ def test_a_module_has_seen_what_the_needed_statistic_that_saw_least_has() -> Non
     assert (seen.tokens("up"), seen.tokens("down")) == (3, None)
 
 
+def test_what_an_earlier_run_left_is_known_until_forgotten() -> None:
+    seen = Measurements()
+    left = seen.add("up", "input", "sums", SquareSums(), is_from_earlier_run=True)
+    own = seen.add("up", "output", "sums", SquareSums())
+    assert seen.is_from_earlier_run("up", left)
+    assert not seen.is_from_earlier_run("up", own)
+    assert not seen.is_from_earlier_run("down", left)
+    seen.forget(["up"])
+    assert not seen.is_from_earlier_run("up", left)
+
+
 def test_what_is_replaced_or_forgotten_is_gone() -> None:
     seen, other = Measurements(), SquareSums()
     seen.add("up", "input", "sums", SquareSums())

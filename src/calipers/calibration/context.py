@@ -147,6 +147,7 @@ class Calibration:
             requirement.key,
             statistic,
             is_optional=requirement.is_optional,
+            is_from_earlier_run=is_complete,
         )
         return kept, is_complete
 

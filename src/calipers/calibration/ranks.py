@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -85,12 +85,18 @@ def _store_of(launch: Launch, timeout: timedelta) -> Any:
 
 def fingerprint(model: torch.nn.Module) -> str:
     """Return a text that differs where the weights of models do, from a few values of each."""
+    digest = digest_of(model.named_parameters())
+    return f"{type(model).__name__} with the fingerprint {digest[:8]}"
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return a text that differs where tensors do, from a few values of each."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)]
-        digest.update(f"{name} {tuple(parameter.shape)} {values.dtype}".encode())
+    for name, tensor in tensors:
+        values = tensor.detach().flatten()[:: max(1, tensor.numel() // 16)]
+        digest.update(f"{name} {tuple(tensor.shape)} {values.dtype}".encode())
         digest.update(bytes(values.cpu().contiguous().view(torch.uint8).tolist()))
-    return f"{type(model).__name__} with the fingerprint {digest.hexdigest()[:8]}"
+    return digest.hexdigest()
 
 
 class Ranks:

@@ -23,6 +23,7 @@ class Measurements:
     def __init__(self) -> None:
         self._statistics: dict[str, dict[tuple[str, str], Statistic]] = {}
         self._needed: dict[str, list[Statistic]] = {}
+        self._earlier: dict[str, list[Statistic]] = {}
 
     def add(
         self,
@@ -32,10 +33,12 @@ class Measurements:
         statistic: Statistic,
         *,
         is_optional: bool = False,
+        is_from_earlier_run: bool = False,
     ) -> Statistic:
         """Keep a statistic, or return the one of equal configuration that the tensor has already.
 
         :param is_optional: whether the module counts as seen without it
+        :param is_from_earlier_run: whether an earlier run has left what it knows
         """
         held = self._statistics.setdefault(module, {})
         for (tensor, _), known in held.items():
@@ -45,6 +48,8 @@ class Measurements:
         held[base_name, key] = statistic
         if not is_optional:
             self._needed.setdefault(module, []).append(statistic)
+        if is_from_earlier_run:
+            self._earlier.setdefault(module, []).append(statistic)
         return statistic
 
     def replace(self, module: str, base_name: str, key: str, statistic: Statistic) -> None:
@@ -68,8 +73,13 @@ class Measurements:
         """Return what the needed statistic that saw least has seen; None where none is needed."""
         return min((each.num_tokens for each in self.needed(module)), default=None)
 
+    def is_from_earlier_run(self, module: str, statistic: Statistic) -> bool:
+        """Whether an earlier run has left what a statistic of a module knows."""
+        return any(each is statistic for each in self._earlier.get(module, ()))
+
     def forget(self, modules: Iterable[str]) -> None:
         """Let go of what was seen of some modules."""
         for name in modules:
             self._statistics.pop(name, None)
             self._needed.pop(name, None)
+            self._earlier.pop(name, None)

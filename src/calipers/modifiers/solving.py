@@ -11,7 +11,7 @@ import torch
 
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.progress import Progress
-from calipers.calibration.ranks import Ranks
+from calipers.calibration.ranks import Ranks, digest_of
 from calipers.errors import CalipersWarning
 from calipers.kernels.memory import Freed
 from calipers.measurements import Measurements
@@ -23,6 +23,7 @@ from calipers.numerics.layout import has_global_scale
 from calipers.observers import FUSED_LAYER_NAMES, Observer, QParamsDict
 from calipers.planning.plan import Plan
 from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec
+from calipers.statistics.base import Statistic
 
 Solved = dict[tuple[str, str], QParamsDict]
 Group = tuple[ModuleSpec, ...]
@@ -86,12 +87,25 @@ class StepDriver:
         )
 
     def _count_tokens(self, names: tuple[str, ...]) -> None:
-        """Note what each module that needs data has seen, in all processes."""
-        mine = {name: self.measurements.tokens(name) for name in names}
-        wanted = [name for name, tokens in mine.items() if tokens is not None]
-        everywhere = self.ranks.share([mine[name] or 0 for name in wanted])
-        totals = [sum(counts) for counts in zip(*everywhere, strict=True)]
-        self.solution.coverage.tokens |= dict(zip(wanted, totals, strict=True))
+        """Note what each module that needs data has seen, in all processes.
+
+        The needed statistic that saw least counts.
+        """
+        needed = {name: self.measurements.needed(name) for name in names}
+        mine = [
+            [(each.num_tokens, self._left_digest(name, each)) for each in statistics]
+            for name, statistics in needed.items()
+        ]
+        everywhere = self.ranks.share(mine)
+        for (name, statistics), *found in zip(needed.items(), *everywhere, strict=True):
+            totals = map(_total_tokens, statistics, *found)
+            if statistics:
+                self.solution.coverage.tokens[name] = min(totals)
+
+    def _left_digest(self, name: str, statistic: Statistic) -> str | None:
+        """Return by what sums that an earlier run has left are known to be the same."""
+        is_left = self.measurements.is_from_earlier_run(name, statistic)
+        return digest_of(statistic.fields().items()) if is_left else None
 
     def _settle_unseen(self, names: set[str]) -> None:
         plan, coverage = self.solution.plan, self.solution.coverage
@@ -106,6 +120,18 @@ def report_coverage(coverage: Coverage) -> None:
     """Warn of what a user must know."""
     for sentence in coverage.sentences():
         warnings.warn(sentence, CalipersWarning, stacklevel=3)
+
+
+def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
+    """Return what a statistic has seen in all processes, of which each tells its count.
+
+    What an earlier run has left in all of them alike was seen once.
+    """
+    counts, digests = zip(*found, strict=True)
+    if digests[0] is not None and len(set(digests)) == 1:
+        statistic.mark_common()
+        return int(counts[0])
+    return sum(counts)
 
 
 # Parameters, tensor by tensor, over all processes

@@ -101,6 +101,10 @@ class Statistic:
         record: dict[str, Tensor] = self.__dict__.setdefault("_synced", {})
         return record
 
+    def mark_common(self) -> None:
+        """Take note that all ranks know the same: it is not added up again."""
+        self.synced.update(self.fields())
+
     @property
     def lock(self) -> Lock:
         """The lock that whoever reads or writes the fields holds."""
