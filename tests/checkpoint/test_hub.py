@@ -99,16 +99,32 @@ def test_without_an_answer_of_the_hub_it_is_said_at_once(monkeypatch: pytest.Mon
         load_model("owner/name")
 
 
-def test_what_is_cached_is_loaded_and_a_silent_hub_not_asked(
-    place: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)  # files are asked for at another address
+def cached(place: Path) -> Path:
+    """Put the model that is on disk into the cache as well, and return the folder of its name."""
     folder = place / "cache" / "models--owner--name"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0123abc")
     shutil.copytree(place / "stories15M", folder / "snapshots" / "0123abc")
+    return folder
+
+
+def test_what_is_cached_is_loaded_and_a_silent_hub_not_asked(
+    place: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)  # files are asked for at another address
+    cached(place)
     assert load_model("owner/name").config.hidden_size == 128
     assert (asked, constants.HF_HUB_OFFLINE) == ([], False)
+
+
+def test_pickles_of_the_hub_are_not_opened(place: Path) -> None:
+    folder = cached(place)
+    (folder / ".no_exist" / "0123abc").mkdir(parents=True)
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (folder / "snapshots" / "0123abc" / name).unlink(missing_ok=True)
+        (folder / ".no_exist" / "0123abc" / name).touch()  # as the hub has told before
+    with pytest.raises(ModelLoadError, match=r"^The weights of 'owner/name' are pickles \(it has"):
+        load_model("owner/name")
 
 
 @pytest.mark.usefixtures("place")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from calipers.errors import cannot_load
 from calipers.network import hub_answers
@@ -79,12 +80,25 @@ def _nearest_folder(name: str) -> str | None:
     return str(path.with_name(by_lower[found[0]])) if found else None
 
 
+def has_no_safetensors(name: str) -> bool:
+    """Whether the hub has told that the weights of a model are in no safetensors."""
+    from huggingface_hub import _CACHED_NO_EXIST
+
+    found = _cached(name, "model.safetensors", "model.safetensors.index.json")
+    return all(each is _CACHED_NO_EXIST for each in found)
+
+
 def _is_cached(name: str) -> bool:
+    found = _cached(name, "config.json", "tokenizer_config.json")
+    return any(isinstance(each, str) for each in found)
+
+
+def _cached(name: str, *files: str) -> list[Any]:
+    """Return what the cache knows of files: where they lie, that there are none, or nothing."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        files = ("config.json", "tokenizer_config.json")
-        return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+        return [try_to_load_from_cache(name, file) for file in files]
     except HFValidationError:
-        return False
+        return [None for _ in files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from calipers.checkpoint.completeness import build_on_meta, check_weights, refuse_different
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
-from calipers.checkpoint.hub import hub_access
+from calipers.checkpoint.hub import has_no_safetensors, hub_access
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.locked_folder import remove_scratch, scratch_folder
 from calipers.errors import (
@@ -150,14 +151,22 @@ def _errors_of_loading(name: str, what: str = "model", files: str | None = None)
         except CalipersError:
             raise
         except (OSError, ValueError, ImportError) as error:
-            if "trust_remote_code" in str(error):
+            if _is_about_code(error):
                 raise _has_code(name, what) from error
-            if "use_safetensors" in str(error):
+            if what == "model" and has_no_safetensors(name):
                 raise pickled_weights(name, "it has no model.safetensors") from error
             absent = "" if Path(name).exists() else "there is no such folder, and on the hub: "
             if absent or isinstance(error, OSError):
                 raise cannot_load(name, absent + str(error).strip(), what) from error
             raise
+
+
+def _is_about_code(error: Exception) -> bool:
+    """Whether it comes from where transformers asks if code of a model may run."""
+    from transformers.dynamic_module_utils import resolve_trust_remote_code
+
+    asks = resolve_trust_remote_code.__code__
+    return any(frame.f_code is asks for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _unusable(name: str, files: str, problem: str) -> ModelLoadError:
