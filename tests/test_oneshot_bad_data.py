@@ -23,7 +23,7 @@ def test_no_data_where_data_is_needed(family: str, output: Path) -> None:
     )
     if family == "mixtral":
         text = text[text.index("(the first") :]
-    refused(errors.NoDataError, text, build(family), FP8, output=output)
+    refused(errors.ConfigurationError, text, build(family), FP8, output=output)
 
 
 def test_the_pipeline_without_data_where_data_is_needed(output: Path) -> None:
@@ -33,7 +33,7 @@ def test_the_pipeline_without_data_where_data_is_needed(output: Path) -> None:
         "pipeline, or"
     )
     options = {"pipeline": "datafree", "output": output}
-    refused(errors.NoDataError, text, build(), FP8, token_ids(), **options)
+    refused(errors.ConfigurationError, text, build(), FP8, token_ids(), **options)
 
 
 @pytest.mark.parametrize("pipeline", ["basic", "sequential"])

@@ -7,7 +7,7 @@ import torch
 from models import small_llama
 
 from calipers import IMatrixGatherer, QuantizationModifier, oneshot
-from calipers.errors import NoDataError
+from calipers.errors import ConfigurationError
 
 SAMPLES = torch.randint(96, (64, 96), generator=torch.Generator().manual_seed(0))
 
@@ -23,7 +23,7 @@ def test_gathered_first_and_quantized_later() -> None:
     together = small_llama()
     together.load_state_dict(model.state_dict())
     expected = oneshot(together, quantizer(), SAMPLES, num_calibration_samples=64).model
-    with pytest.raises(NoDataError, match="needs data for 14 tensors"):
+    with pytest.raises(ConfigurationError, match="needs data for 14 tensors"):
         oneshot(model, quantizer())
     oneshot(model, IMatrixGatherer(ignore="lm_head"), SAMPLES, num_calibration_samples=64)
     linear = model.get_submodule("model.layers.1.mlp.down_proj")

@@ -31,7 +31,7 @@ from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.errors import NoDataError, UnknownChoiceError
+from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted, not_allowed
 from calipers.html import facts_table, html_table
 from calipers.modifiers.costs import ModuleCosts, report_costs
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage
@@ -262,7 +262,7 @@ class _Job:
         if not wanting:
             return None
         if dataset is None or self.options.calibration.pipeline == "datafree":
-            raise NoDataError(wanting, has_dataset=dataset is not None)
+            raise _no_data(wanting, has_dataset=dataset is not None)
         data, ranks = self.options.data, self.ranks
         return calibration_batches(
             dataset,
@@ -324,7 +324,23 @@ class _Job:
 
 def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
-        raise UnknownChoiceError(option, given, known)
+        raise not_allowed(option, given, known)
+
+
+def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError:
+    """Refuse a plan that needs data where none runs."""
+    problem, remedy = "there is no " + Option("dataset"), "Pass " + Option("dataset", ANY)
+    if has_dataset:
+        problem = Option("pipeline", "datafree") + " uses none"
+        remedy = Text("Choose another pipeline")
+    return ConfigurationError(
+        f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is "
+        f"{tensors[0]}), and " + problem,
+        hint=remedy
+        + ", or choose dynamic activations and observers that look at weights alone. "
+        + Call("plan.table")
+        + " shows which tensors need data",
+    )
 
 
 def _choose_pipeline(

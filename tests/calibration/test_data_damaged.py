@@ -98,6 +98,6 @@ def test_a_model_that_fails_while_it_runs(pipeline: Any) -> None:
     model = build()
     model.model.layers[1].mlp.act_fn = torch.nn.Linear(3, 3)
     text = "failed while data ran through it: RuntimeError: mat1 and mat2"
-    with pytest.raises(errors.ForwardError, match=text) as told:
+    with pytest.raises(errors.ModelRunError, match=text) as told:
         calipers.oneshot(model, "FP8", token_ids(), pipeline=pipeline, progress=False)
     assert told.value.exit_code == 3

@@ -12,6 +12,7 @@ from models import small_mixtral
 
 from calipers import oneshot
 from calipers.errors import CalipersWarning, UnseenModulesError
+from calipers.modifiers.unseen import no_tokens
 
 RECIPE = """
 modifiers:
@@ -51,7 +52,7 @@ def test_whoever_has_chosen_what_to_do_is_not_told() -> None:
 
 
 def test_the_error_names_the_ways_out() -> None:
-    message = str(UnseenModulesError(["a.b"], "error"))
+    message = str(no_tokens(["a.b"], "error"))
     assert "(calibrate_all_experts=True)" in message
     assert "on_unseen='weights_only'" in message
     assert "on_unseen='peers'" in message

@@ -13,7 +13,7 @@ import torch
 
 from calipers import oneshot
 from calipers.calibration.launch import Launch, check_address, find_launch
-from calipers.errors import LaunchError
+from calipers.errors import ConfigurationError
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"}
@@ -66,13 +66,16 @@ def test_the_environment_is_read(environment: dict[str, str], found: Launch) -> 
     ],
 )
 def test_processes_that_cannot_meet_are_refused(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(LaunchError, match=said) as caught:
+    with pytest.raises(ConfigurationError, match=said) as caught:
         check_address(find_launch(environment), environment)
     assert caught.value.exit_code == 2
 
 
 def test_nothing_is_written_then(tmp_path: Path) -> None:
-    with mock.patch.dict(os.environ, SRUN), pytest.raises(LaunchError, match="srun started 3"):
+    with (
+        mock.patch.dict(os.environ, SRUN),
+        pytest.raises(ConfigurationError, match="srun started 3"),
+    ):
         oneshot(rank_jobs.llama(torch.float32), "W8A16", output_dir=tmp_path / "out")
     assert os.listdir(tmp_path) == []
 

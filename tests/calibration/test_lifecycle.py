@@ -31,7 +31,7 @@ from calipers.calibration.lifecycle import (
     update_qparams,
 )
 from calipers.calibration.masks import token_mask
-from calipers.errors import ConfigurationError, NonFiniteError, NoStatisticsError
+from calipers.errors import ConfigurationError, NoStatisticsError, TensorValueError
 
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False)
 CHANNEL = QuantizationArgs(num_bits=8, strategy="channel")
@@ -252,7 +252,7 @@ def test_non_finite_values_name_the_module() -> None:
     initialize_observer(module, "weight", name="layers.7.up_proj")
     with torch.no_grad():
         module.weight[0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"\(weight of layers\.7\.up_proj\) was given 1 "):
+    with pytest.raises(TensorValueError, match=r"\(weight of layers\.7\.up_proj\) was given 1 "):
         observe(module, "weight")
 
 

@@ -20,7 +20,7 @@ from calipers import evaluate, oneshot
 from calipers.calibration import precision
 from calipers.calibration.context import Calibration
 from calipers.calibration.precision import computing_in, forward_dtype
-from calipers.errors import CalipersWarning, UnknownChoiceError
+from calipers.errors import CalipersWarning, ConfigurationError
 from calipers.observers import Observer
 from calipers.recipes import load_recipe
 
@@ -69,7 +69,7 @@ def test_a_cpu_without_instructions_for_a_dtype_computes_in_float32(
 
 def test_a_dtype_that_is_none_is_refused_before_anything_is_loaded() -> None:
     text = r"^dtype='int8' is not allowed\. Allowed: auto, float32, bfloat16, float16\.$"
-    with pytest.raises(UnknownChoiceError, match=text):
+    with pytest.raises(ConfigurationError, match=text):
         oneshot("nowhere/at/all", "FP8", dtype="int8")  # type: ignore[arg-type]
 
 

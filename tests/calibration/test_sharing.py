@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from calipers.calibration.sharing import SharedInputs
-from calipers.errors import ChangedInputError
+from calipers.errors import ModelRunError
 from calipers.observers import Observer
 from calipers.statistics.moments import SquareSums
 
@@ -155,7 +155,7 @@ def test_a_tensor_changed_while_readers_wait_is_refused() -> None:
         "before all have read it: it cannot be measured once for all. Pass share_inputs=False to "
         "measure it for each of them."
     )
-    with pytest.raises(ChangedInputError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ModelRunError, match=f"^{re.escape(message)}$"):
         sharing.settle()
 
 

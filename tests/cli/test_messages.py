@@ -18,7 +18,8 @@ from calipers.cli import INTERRUPTED, command
 from calipers.cli.app import app
 from calipers.cli.command import OUR_BUG, CommandOutput, add_to
 from calipers.cli.spelling import FLAGS, as_typed
-from calipers.errors import ANY, CalipersWarning, Call, Option, UnseenModulesError
+from calipers.errors import ANY, CalipersWarning, Call, Option
+from calipers.modifiers.unseen import no_tokens
 
 
 @pytest.mark.parametrize(
@@ -101,11 +102,11 @@ def test_success() -> None:
 
 
 def test_an_error_of_the_user() -> None:
-    done = invoke(UnseenModulesError(["a.b"], "error"))
+    done = invoke(no_tokens(["a.b"], "error"))
     assert (done.exit_code, done.stdout) == (4, "")
     assert "Error: 1 module saw no tokens: a.b." in done.stderr
     assert "--on-unseen weights_only" in done.stderr
-    done = invoke(UnseenModulesError(["a.b"], "error"), "--json")
+    done = invoke(no_tokens(["a.b"], "error"), "--json")
     told = json.loads(done.stderr.splitlines()[-1])["error"]
     assert (told["type"], told["exit_code"]) == ("UnseenModulesError", 4)
     assert told["context"]["what"] == "1 module saw no tokens: a.b"
@@ -153,8 +154,8 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_observer_is_an_option_unless_a_file_names_it() -> None:
     key = "QuantizationModifier.weight_observer"
-    typed = errors.CodeNotAllowedError("a.py:A", key).spelt(as_typed)
+    typed = errors.code_not_allowed("a.py:A", key).spelt(as_typed)
     assert typed.startswith("--observer: 'a.py:A' is Python code, which was not run")
     assert typed.endswith("If you trust the file 'a.py', pass --allow-code.")
-    in_file = errors.CodeNotAllowedError("a.py:A", key, source="r.yaml", line=2)
+    in_file = errors.code_not_allowed("a.py:A", key, source="r.yaml", line=2)
     assert in_file.spelt(as_typed).startswith(f"r.yaml, line 2: {key}: 'a.py:A' is Python code")

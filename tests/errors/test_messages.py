@@ -45,6 +45,7 @@ def shout(term: Option | Call) -> str:
         (Context("no", hint="Is it?"), "no. Is it?"),
         (Context("no", hint="Pass " + Option("dataset", ANY)), "no. Pass dataset=…"),
         (Context("no:\n  a\n  b"), "no:\n  a\n  b"),
+        (Context("no:\n  a", hint="Do it"), "no:\n  a\nDo it."),
         (
             Context("is wrong", "It", "here", "1", "2", ["2", "3"], "Do it"),
             "here: It is wrong, got 1. Did you mean '2'? Allowed: 2, 3. Do it.",
@@ -87,11 +88,11 @@ ONE_OF_EACH = [
     CalipersError("no", hint="Pass " + OVERWRITE),
     errors.ModelLoadError("no", subject="The model"),
     errors.CheckpointExistsError("no"),
-    errors.NonFiniteError("here", 1, 2, (3,)),
-    errors.UnknownObserverError("mnimax", ["minmax"]),
+    errors.not_finite("here", 1, 2, (3,)),
+    errors.UnknownObserverError("no", meant="minmax", allowed=["minmax", "mse"]),
     errors.RecipeError("no", path=("a", 0), source="r.yaml", line=3),
-    errors.UnseenModulesError(["a"], "peers"),
-    errors.RankFailedError(1, "planning", "KeyError: 'x'"),
+    errors.UnseenModulesError("no", names=["a"]),
+    errors.FusedExpertsError("no", subject="The experts"),
 ]
 
 
@@ -150,8 +151,11 @@ def test_what_a_caller_of_python_would_catch() -> None:
         errors.CheckpointError: OSError,
         errors.CheckpointExistsError: FileExistsError,
         errors.UnknownObserverError: KeyError,
+        errors.TensorKindError: TypeError,
         errors.NoStatisticsError: AssertionError,
         errors.ImportanceUnsupportedError: NotImplementedError,
+        errors.UnseenModulesError: ValueError,
+        errors.FusedExpertsError: NotImplementedError,
         errors.RankError: RuntimeError,
         errors.MergeError: ValueError,
     }
@@ -168,8 +172,11 @@ def test_what_a_caller_of_python_would_catch() -> None:
         "CheckpointError": 7,
         "CheckpointExistsError": 7,
         "UnknownObserverError": 2,
+        "TensorKindError": 2,
         "NoStatisticsError": 4,
         "ImportanceUnsupportedError": 3,
+        "UnseenModulesError": 4,
+        "FusedExpertsError": 3,
         "RankError": 6,
         "MergeError": 5,
     }

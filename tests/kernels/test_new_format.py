@@ -13,7 +13,7 @@ from data import DTYPES
 from engines import native_only, with_engines
 from torch import Tensor
 
-from calipers.errors import UnsupportedFormatError
+from calipers.errors import ConfigurationError
 from calipers.kernels.dispatch import native_for
 from calipers.kernels.optimum import best_scales
 from calipers.kernels.quantize import quantization_errors, quantize_with_error
@@ -104,7 +104,7 @@ class TestNumbers:
         assert fmt.grid.native_name == name
 
     def test_a_zero_point_is_refused(self, name: str) -> None:
-        with pytest.raises(UnsupportedFormatError, match=f"Asymmetric fp{ROWS[name].bits} is not"):
+        with pytest.raises(ConfigurationError, match=f"Asymmetric fp{ROWS[name].bits} is not"):
             Format.of(arguments(name, symmetric=False))
 
 

@@ -14,7 +14,7 @@ from data import FORMATS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calipers.errors import UnsupportedFormatError
+from calipers.errors import ConfigurationError
 from calipers.numerics.formats import Format, ScaleKind
 
 
@@ -140,5 +140,5 @@ def test_scale_kinds(kwargs: dict[str, object], kind: ScaleKind) -> None:
     ],
 )
 def test_formats_that_do_not_exist(kwargs: dict[str, object], message: str) -> None:
-    with pytest.raises(UnsupportedFormatError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         Format.of(QuantizationArgs(**kwargs))

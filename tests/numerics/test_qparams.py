@@ -9,7 +9,7 @@ from data import DTYPES, FORMATS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calipers.errors import NonFiniteRangeError
+from calipers.errors import TensorValueError
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import global_scale_of, qparams_of, quantize_dequantize
 
@@ -134,14 +134,14 @@ def test_powers_of_two_in_float16(bits: int) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_range_that_is_not_finite(bad: float) -> None:
-    with pytest.raises(NonFiniteRangeError, match="1 of 2 ranges have no finite, positive scale"):
+    with pytest.raises(TensorValueError, match="1 of 2 ranges have no finite, positive scale"):
         qparams_of(torch.tensor([0.0, -1.0]), torch.tensor([1.0, bad]), QuantizationArgs())
 
 
 def test_a_scale_that_is_not_positive() -> None:
     args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16)
     one = torch.ones(1)
-    with pytest.raises(NonFiniteRangeError, match="1 of 1 ranges have no finite, positive scale"):
+    with pytest.raises(TensorValueError, match="1 of 1 ranges have no finite, positive scale"):
         qparams_of(-one, one, args, global_scale=-one)
 
 

@@ -24,7 +24,7 @@ class TestBadInput:
         with pytest.raises(errors.UnknownObserverError) as caught:
             build("minmaxx", args=INT4)
         assert str(caught.value) == (
-            "Unknown observer 'minmaxx'. Did you mean 'minmax'? Registered: "
+            "Unknown observer 'minmaxx'. Did you mean 'minmax'? Allowed: "
             f"{', '.join(Observer.registered_names())}. "
             "A class of your own is given as 'path/to/file.py:Class'."
         )
@@ -37,26 +37,24 @@ class TestBadInput:
     def test_errors_of_the_layout_name_the_observer(self) -> None:
         observer = build("minmax", args=INT4)
         observer.module_name = "lm_head"
-        with pytest.raises(
-            errors.DivisibilityError, match=r"^Observer 'minmax' \(weight of lm_head"
-        ):
+        with pytest.raises(errors.LayoutError, match=r"^Observer 'minmax' \(weight of lm_head"):
             observer(torch.ones(2, 6))
 
     def test_a_range_without_a_scale_names_the_observer(self) -> None:
         observer = build("static_minmax", args=INT8)(torch.ones(2, 2))
         observer.max_vals = torch.tensor([math.nan])
-        with pytest.raises(errors.NonFiniteRangeError, match=r"^Observer 'static_minmax' \(weight"):
+        with pytest.raises(errors.TensorValueError, match=r"^Observer 'static_minmax' \(weight"):
             observer.get_qparams()
 
     def test_unknown_option(self) -> None:
-        with pytest.raises(errors.UnknownOptionError) as caught:
+        with pytest.raises(errors.ConfigurationError) as caught:
             build("mse", args=INT4, maxshrnk=0.1)
         assert str(caught.value) == (
-            "Unknown option 'maxshrnk' for observer 'mse'. Did you mean 'maxshrink'? Options: "
+            "Unknown option 'maxshrnk' for observer 'mse'. Did you mean 'maxshrink'? Allowed: "
             "averaging_constant, expand, grid, maxshrink, nonfinite, norm, patience."
         )
         args = QuantizationArgs(num_bits=4, observer_kwargs={"averaging_constant": 0.5})
-        with pytest.raises(errors.UnknownOptionError, match="for observer 'static_minmax'"):
+        with pytest.raises(errors.ConfigurationError, match="for observer 'static_minmax'"):
             build("static_minmax", args=args)
 
     @pytest.mark.parametrize(
@@ -82,37 +80,37 @@ class TestBadInput:
         ],
     )
     def test_option_out_of_range(self, option: str, value: object, demand: str) -> None:
-        with pytest.raises(errors.InvalidOptionError) as caught:
+        with pytest.raises(errors.ConfigurationError) as caught:
             build("mse", args=INT4, **{option: value})
         assert str(caught.value) == f"Observer 'mse': {demand}."
         assert isinstance(caught.value, ValueError)
 
     def test_several_problems_are_told_at_once(self) -> None:
-        with pytest.raises(errors.InvalidOptionError) as caught:
+        with pytest.raises(errors.ConfigurationError) as caught:
             build("mse", args=INT4, grid=-1, patience=-1)
         assert str(caught.value) == (
             "Observer 'mse': patience must be >= 0, got -1; grid must be > 0, got -1.0."
         )
 
     def test_unknown_base_name(self) -> None:
-        with pytest.raises(errors.UnknownBaseNameError, match="Unknown base_name 'bias'"):
+        with pytest.raises(errors.ConfigurationError, match="Unknown base_name 'bias'"):
             build("minmax", base_name="bias", args=INT4)
 
     def test_unsupported_format(self) -> None:
-        with pytest.raises(errors.UnsupportedFormatError, match="int with 16 bits"):
+        with pytest.raises(errors.ConfigurationError, match="int with 16 bits"):
             build("minmax", args=QuantizationArgs(num_bits=16))
 
     def test_strategy_that_does_not_suit(self) -> None:
         observer = build("minmax", base_name="input", args=QuantizationArgs(strategy="channel"))
-        with pytest.raises(errors.StrategyError, match="'channel' cannot be applied to 'input'"):
+        with pytest.raises(errors.LayoutError, match="'channel' cannot be applied to 'input'"):
             observer(torch.zeros(2, 4))
 
     def test_group_that_does_not_divide(self) -> None:
-        with pytest.raises(errors.DivisibilityError, match="6 is not divisible by 4"):
+        with pytest.raises(errors.LayoutError, match="6 is not divisible by 4"):
             build("minmax", args=INT4)(torch.zeros(2, 6))
 
     def test_complex(self) -> None:
-        with pytest.raises(errors.ComplexTensorError) as caught:
+        with pytest.raises(errors.TensorKindError) as caught:
             build("minmax", args=INT4)(torch.zeros(2, 4, dtype=torch.complex64))
         assert str(caught.value) == (
             "Observer 'minmax' (weight) was given a complex tensor (torch.complex64). Observe its "
@@ -126,7 +124,7 @@ class TestBadInput:
         observer.module_name = "model.layers.3.mlp.down_proj"
         value = torch.randn(2, 3, 8)
         value[0, 1, 2] = value[1, 2, 3] = bad
-        with pytest.raises(errors.NonFiniteError) as caught:
+        with pytest.raises(errors.TensorValueError) as caught:
             observer(value)
         assert str(caught.value) == (
             f"Observer '{name}' (input of model.layers.3.mlp.down_proj) was given 2 non-finite "
@@ -150,7 +148,7 @@ class TestBadInput:
     def test_shape_that_changes(self) -> None:
         observer = build("static_minmax", args=INT4)(torch.ones(2, 8))
         kept = observer.min_vals.clone()
-        with pytest.raises(errors.ShapeChangedError) as caught:
+        with pytest.raises(errors.DataError) as caught:
             observer(torch.ones(2, 12))
         assert str(caught.value) == (
             "Observer 'static_minmax' (weight) has seen tensors with min_vals of shape (2, 2), and "
@@ -162,7 +160,7 @@ class TestBadInput:
     def test_merge_of_different_configurations_shows_both(self) -> None:
         one = build("static_minmax", base_name="input", args=QuantizationArgs(num_bits=8))
         other = build("static_minmax", base_name="output", args=QuantizationArgs(num_bits=4))
-        with pytest.raises(errors.ConfigurationMismatchError) as caught:
+        with pytest.raises(errors.MergeError) as caught:
             one(torch.ones(2, 2)).merge(other(torch.ones(2, 2)))
         assert str(caught.value) == (
             "Cannot merge into Observer 'static_minmax' (input): the configurations differ.\n"
@@ -173,16 +171,12 @@ class TestBadInput:
     def test_merge_of_different_options(self) -> None:
         strict = build("static_minmax", args=INT4)(torch.ones(2, 8))
         lax = build("static_minmax", args=INT4, nonfinite="ignore")(torch.ones(2, 8))
-        with pytest.raises(
-            errors.ConfigurationMismatchError, match=r"options\.nonfinite: 'raise' here, 'ignore'"
-        ):
+        with pytest.raises(errors.MergeError, match=r"options\.nonfinite: 'raise' here, 'ignore'"):
             strict.merge(lax)
 
     def test_merge_of_different_shapes(self) -> None:
         one, other = (build("static_minmax", args=INT4)(torch.ones(n, 8)) for n in (2, 3))
-        with pytest.raises(
-            errors.ShapeChangedError, match=r"shape \(2, 2\).* one of shape \(3, 2\)"
-        ):
+        with pytest.raises(errors.DataError, match=r"shape \(2, 2\).* one of shape \(3, 2\)"):
             one.merge(other)
 
     def test_merge_of_something_else(self) -> None:
@@ -191,7 +185,7 @@ class TestBadInput:
 
     def test_merge_of_what_forgets(self) -> None:
         one, other = (build("minmax", args=INT4)(torch.ones(2, 8)) for _ in range(2))
-        with pytest.raises(errors.NotMergeableError) as caught:
+        with pytest.raises(errors.MergeError) as caught:
             one.merge(other)
         assert str(caught.value) == (
             "Observer 'minmax' (weight) cannot merge: what it keeps depends on the order of the "
@@ -202,7 +196,7 @@ class TestBadInput:
     def test_state_of_another_configuration(self) -> None:
         saved = build("static_minmax", args=INT4)(torch.ones(2, 8)).state_dict()
         other = build("static_minmax", args=QuantizationArgs(num_bits=4, group_size=8))
-        with pytest.raises(errors.ConfigurationMismatchError, match=r"args\.group_size: 8 here, 4"):
+        with pytest.raises(errors.MergeError, match=r"args\.group_size: 8 here, 4"):
             other.load_state_dict(saved)
         assert not other.has_statistics
 

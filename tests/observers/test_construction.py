@@ -97,7 +97,7 @@ class TestConstruction:
         observer.patience = 9
         assert observer.options.patience == 9
         with pytest.raises(
-            errors.InvalidOptionError, match="Observer 'mse': patience must be >= 0, got -2"
+            errors.ConfigurationError, match="Observer 'mse': patience must be >= 0, got -2"
         ):
             observer.patience = -2
         assert observer.options.patience == 9

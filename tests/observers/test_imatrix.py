@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import nvfp4
 
-from calipers.errors import CalipersWarning, ImportanceError, NonFiniteError
+from calipers.errors import CalipersWarning, ImportanceError, TensorValueError
 from calipers.observers import IMatrixMSEObserver, Observer
 from calipers.solvers.importance import Weights
 
@@ -63,7 +63,7 @@ class TestHook:
         linear(x)
         before = linear._imatrix_sum.clone()
         x[3, 5] = torch.nan
-        with pytest.raises(NonFiniteError, match=r"\(weight of up_proj\) was given 1 non-finite"):
+        with pytest.raises(TensorValueError, match=r"\(weight of up_proj\) was given 1 non-finite"):
             linear(x)
         assert torch.equal(linear._imatrix_sum, before)
         assert int(observer._imatrix_count) == int(linear._imatrix_count) == 64

@@ -23,7 +23,7 @@ from torch import Tensor
 from weights import MX
 
 from calipers.calibration.lifecycle import store_qparams
-from calipers.errors import NonFiniteRangeError
+from calipers.errors import TensorValueError
 from calipers.numerics.layout import Layout
 from calipers.observers import Observer
 
@@ -96,7 +96,7 @@ def check(
     found = errors_as_stored(weight, args, "optimal", importance="none")
     try:
         limit = errors_as_stored(weight, args, than, **options)
-    except NonFiniteRangeError:  # it has no scale that can be stored
+    except TensorValueError:  # it has no scale that can be stored
         limit = torch.full_like(found, torch.inf)
     possible = torch.isfinite(limit)
     assert bool((found[possible] <= limit[possible] * (1 + 1e-6)).all())

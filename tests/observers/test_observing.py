@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 from laws import FOR_INPUTS, PROMISES
 
-from calipers.errors import NonFiniteError
+from calipers.errors import TensorValueError
 from calipers.observers import (
     Observer,
     get_observer_token_count,
@@ -250,7 +250,7 @@ def test_float64_streams_are_averaged_in_float64() -> None:
 def test_nothing_is_kept_of_the_tensor_itself() -> None:
     observer = build("minmax", base_name="input", args=INT8)(torch.ones(2, 4))
     assert observer._observation is None
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(TensorValueError, match="was given 8 non-finite values"):
         observer(torch.full((2, 4), math.nan))
     assert observer._observation is None
 

@@ -10,9 +10,7 @@ import torch
 from data import nvfp4
 from weights import build, error, layer, least_error, local_scales
 
-from calipers.errors import (
-    WeightGoneError,
-)
+from calipers.errors import NoStatisticsError
 from calipers.observers import Observer, fuse_weight_observers
 
 
@@ -94,7 +92,7 @@ class TestFused:
         loaded = Attention()
         loaded.load_state_dict(saved)
         fuse_weight_observers(loaded)
-        with pytest.raises(WeightGoneError) as caught:
+        with pytest.raises(NoStatisticsError) as caught:
             loaded.q_proj.weight_observer.get_qparams()
         assert str(caught.value) == (
             "Observer 'optimal' (weight of q_proj) no longer has the weight it observed, which a "

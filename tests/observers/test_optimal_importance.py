@@ -23,12 +23,7 @@ from weights import (
     rounded,
 )
 
-from calipers.errors import (
-    CalipersWarning,
-    ConfigurationError,
-    ImportanceError,
-    WeightGoneError,
-)
+from calipers.errors import CalipersWarning, ConfigurationError, ImportanceError, NoStatisticsError
 from calipers.observers import Observer
 
 
@@ -85,7 +80,7 @@ class TestHook:
         expected = original.get_qparams()["scale"]
         assert torch.equal(before.get_qparams()["scale"], expected)
         assert torch.equal(loaded.get_qparams()["scale"], expected)
-        with pytest.raises(WeightGoneError, match=r"Call observer\(weight\) again"):
+        with pytest.raises(NoStatisticsError, match=r"Call observer\(weight\) again"):
             loaded.report()
         again = loaded(linear.weight)  # the sums were saved with it
         assert torch.equal(again.get_qparams()["scale"], expected)

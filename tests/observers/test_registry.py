@@ -6,7 +6,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from calipers.errors import RegistrationError
+from calipers.errors import ConfigurationError
 from calipers.observers import MinMaxObserver, Observer, StaticMinMaxObserver
 
 PLUGIN = """
@@ -57,7 +57,7 @@ def test_register_under_the_name_of_the_class() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(RegistrationError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
 
         @Observer.register("minmax")
         class Impostor(StaticMinMaxObserver):
@@ -74,7 +74,7 @@ def test_a_name_is_taken_once_within_a_file_too() -> None:
     class First(StaticMinMaxObserver):
         pass
 
-    with pytest.raises(RegistrationError, match="The name 'taken' already stands for"):
+    with pytest.raises(ConfigurationError, match="The name 'taken' already stands for"):
 
         @Observer.register("taken")
         class Second(StaticMinMaxObserver):
@@ -84,7 +84,7 @@ def test_a_name_is_taken_once_within_a_file_too() -> None:
 
 
 def test_only_observers_can_be_registered() -> None:
-    with pytest.raises(RegistrationError, match="is not a subclass of Observer"):
+    with pytest.raises(ConfigurationError, match="is not a subclass of Observer"):
         Observer.register_value(dict)  # type: ignore[arg-type]
 
 
@@ -102,16 +102,20 @@ class TestPlugin:
         assert Observer.get_value_from_registry(f"{path}:Mine") is type(observer)
 
     def test_file_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(RegistrationError, match=r"There is no file .*none.py' to load 'Mine'"):
+        with pytest.raises(ConfigurationError, match=r"There is no file .*none.py' to load 'Mine'"):
             Observer.get_value_from_registry(f"{tmp_path / 'none.py'}:Mine")
 
     @pytest.mark.parametrize("name", ["Missing", "NotMine"])
     def test_class_that_is_not_there(self, path: Path, name: str) -> None:
-        with pytest.raises(RegistrationError, match=f"has no class '{name}' derived from Observer"):
+        with pytest.raises(
+            ConfigurationError, match=f"has no class '{name}' derived from Observer"
+        ):
             Observer.get_value_from_registry(f"{path}:{name}")
 
     def test_file_that_fails(self, tmp_path: Path) -> None:
         path = tmp_path / "broken.py"
         path.write_text("import nowhere_to_be_found")
-        with pytest.raises(RegistrationError, match=r"Loading .*broken.py' failed: ModuleNotFound"):
+        with pytest.raises(
+            ConfigurationError, match=r"Loading .*broken.py' failed: ModuleNotFound"
+        ):
             Observer.get_value_from_registry(f"{path}:Mine")

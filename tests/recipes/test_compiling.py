@@ -9,14 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from models import small_llama
 from transformers import OPTConfig, OPTForCausalLM
 
-from calipers.errors import (
-    AlreadyQuantizedError,
-    ClaimError,
-    DivisibilityError,
-    RecipeError,
-    UnfitError,
-    UnmatchedPatternError,
-)
+from calipers.errors import LayoutError, RecipeError
 from calipers.modifiers import IMatrixGatherer, QuantizationModifier
 from calipers.recipes import load_recipe
 
@@ -35,7 +28,7 @@ class TestClaims:
             "a_stage: {modifiers: {QuantizationModifier: {scheme: W8A8}}}\n"
             "b_stage: {modifiers: {QuantizationModifier: {scheme: FP8, targets: lm_head}}}"
         )
-        with pytest.raises(ClaimError) as caught:
+        with pytest.raises(RecipeError) as caught:
             recipe.compile(llama)
         assert str(caught.value).startswith(
             "Both QuantizationModifier (number 1 of stage 'a') and QuantizationModifier (number 1 "
@@ -76,21 +69,21 @@ class TestClaims:
         config = OPTConfig(**sizes, num_attention_heads=2, word_embed_proj_dim=32)
         message = (
             "Module 'model.decoder.layers.0.self_attn', k/v: compressed-tensors does not find the "
-            "shape of the attention states of OPTForCausalLM: Cannot determine "
-            "num_key_value_heads from config. Its queries, keys and values cannot be quantized."
+            "shape of the attention states of OPTForCausalLM: its config does not tell "
+            "num_key_value_heads. Its queries, keys and values cannot be quantized."
         )
-        with pytest.raises(UnfitError, match=f"^{re.escape(message)}$"):
+        with pytest.raises(RecipeError, match=f"^{re.escape(message)}$"):
             load_recipe(QuantizationModifier(kv_cache_scheme=FP8)).compile(OPTForCausalLM(config))
 
     def test_the_cache_twice(self, llama: torch.nn.Module) -> None:
         attention = QuantizationModifier(targets="LlamaAttention", input_activations=FP8)
         cache = QuantizationModifier(kv_cache_scheme=FP8)
-        with pytest.raises(ClaimError, match=r"quantize 'model.layers.0.self_attn.k'"):
+        with pytest.raises(RecipeError, match=r"quantize 'model.layers.0.self_attn.k'"):
             load_recipe([attention, cache]).compile(llama)
 
     def test_the_cache_twice_by_one_modifier(self, llama: torch.nn.Module) -> None:
         both = {"targets": "LlamaAttention", "input_activations": FP8, "kv_cache_scheme": FP8}
-        with pytest.raises(ClaimError, match=r"quantize 'model.layers.0.self_attn.k'"):
+        with pytest.raises(RecipeError, match=r"quantize 'model.layers.0.self_attn.k'"):
             load_recipe(QuantizationModifier(**both)).compile(llama)
 
     def test_gathered_modules(self, llama: torch.nn.Module) -> None:
@@ -108,7 +101,7 @@ def compiled(model: torch.nn.Module, **given: Any) -> Any:
 
 class TestFit:
     def test_group_size(self, llama: torch.nn.Module) -> None:
-        with pytest.raises(DivisibilityError) as caught:
+        with pytest.raises(LayoutError) as caught:
             load_recipe("W4A16").compile(llama)
         lines = str(caught.value).splitlines()
         assert lines[0] == "The group or block size of the recipe does not divide 12 tensors:"
@@ -155,7 +148,7 @@ class TestFit:
         ],
     )
     def test_other_tensors(self, llama: torch.nn.Module, given: dict[str, Any], text: str) -> None:
-        with pytest.raises(DivisibilityError, match=text):
+        with pytest.raises(LayoutError, match=text):
             compiled(llama, **given)
 
     def test_rows_of_blocks_need_not_divide(self, llama: torch.nn.Module) -> None:
@@ -200,20 +193,20 @@ class TestFit:
         ],
     )
     def test_unfit(self, llama: torch.nn.Module, given: dict[str, Any], text: str) -> None:
-        with pytest.raises(UnfitError, match=text):
+        with pytest.raises(RecipeError, match=text):
             compiled(llama, **given)
 
     def test_quantized_already(self) -> None:
         model = small_llama()
         scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs())
         model.lm_head.quantization_scheme = scheme
-        with pytest.raises(AlreadyQuantizedError, match="'lm_head' is already quantized"):
+        with pytest.raises(RecipeError, match="'lm_head' is already quantized"):
             compiled(model, scheme="FP8")
         assert len(compiled(model, scheme="FP8", ignore="lm_head").modules) == 14
 
     def test_nothing_to_quantize(self) -> None:
         model = torch.nn.Sequential(torch.nn.ReLU())
-        with pytest.raises(UnmatchedPatternError) as caught:
+        with pytest.raises(RecipeError) as caught:
             compiled(model, scheme="FP8", unmatched="ignore")
         assert str(caught.value) == (
             "The recipe quantizes nothing in Sequential: no module that can be quantized matches. "

@@ -98,9 +98,9 @@ class TestSeeds:
         with pytest.raises(RecipeError) as caught:
             load_recipe(OVERVIEW.format(modifier="GPTQModifier"))
         assert str(caught.value) == (
-            "recipe, line 3: Calipers does not have 'GPTQModifier'. The nearest is "
-            "QuantizationModifier with 'weight_observer: {name: optimal, importance: hessian}'. "
-            "Modifiers: QuantizationModifier, IMatrixGatherer."
+            "recipe, line 3: Calipers does not have 'GPTQModifier'. Allowed: QuantizationModifier, "
+            "IMatrixGatherer. The nearest is QuantizationModifier with 'weight_observer: {name: "
+            "optimal, importance: hessian}'."
         )
 
     def test_what_the_error_names_as_nearest_works(self) -> None:

@@ -51,7 +51,7 @@ class PeakImportance(Importance):
 
     def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
         if inputs is None or not inputs.num_tokens:
-            raise ImportanceError(of.label, "no peaks were seen")
+            raise ImportanceError("no peaks were seen", where=of.label)
         return Weights(of.layout.over_columns(inputs.fields()["peaks"].square()))
 
 

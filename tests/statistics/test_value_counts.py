@@ -8,7 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calipers.errors import SavedStateError
+from calipers.errors import MergeError
 from calipers.kernels.counts import BINS
 from calipers.observers import ValueCountsObserver
 from calipers.statistics.value_counts import ValueCounts
@@ -130,7 +130,7 @@ class TestSaving:
         saved = ValueCountsObserver("input", INT8)(torch.tensor([[1.0, 2.0]])).state_dict()
         saved["counts_bfloat16"] = damage(saved["counts_bfloat16"])
         observer = ValueCountsObserver("input", INT8)(torch.ones(1, 3))
-        with pytest.raises(SavedStateError, match=problem) as caught:
+        with pytest.raises(MergeError, match=problem) as caught:
             observer.load_state_dict(saved)
         assert str(caught.value).startswith(
             "Observer 'value_counts' (input) cannot load 'counts_bfloat16': "
@@ -140,7 +140,7 @@ class TestSaving:
         assert observer.max_vals == 1
 
     def test_shape_that_cannot_be(self) -> None:
-        with pytest.raises(SavedStateError, match=r"\(2, 7\), which does not end in 65536"):
+        with pytest.raises(MergeError, match=r"\(2, 7\), which does not end in 65536"):
             ValueCounts().unpacked("counts_float16", torch.zeros(2, 0, dtype=torch.int64), (2, 7))
 
 

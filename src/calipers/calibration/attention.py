@@ -15,7 +15,7 @@ from compressed_tensors.modeling import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from calipers.errors import HiddenQueriesError
+from calipers.errors import ConfigurationError
 from calipers.planning.specs import ModuleKind
 
 _STATES = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
@@ -42,5 +42,11 @@ def expose_states(model: Any, module: torch.nn.Module, kind: ModuleKind) -> None
 
         implementation = model.config._attn_implementation
         if implementation not in ALL_ATTENTION_FUNCTIONS:
-            raise HiddenQueriesError(type(model).__name__, implementation)
+            raise ConfigurationError(
+                f"computes attention by '{implementation}', in which the queries cannot be seen "
+                "or quantized",
+                subject=type(model).__name__,
+                hint='Call model.set_attn_implementation("sdpa") first, or quantize the keys and '
+                "values alone (kv_cache_scheme)",
+            )
         initialize_hooked_attention(model, module)

@@ -17,7 +17,7 @@ from calipers.calibration.masks import mask_for, token_mask
 from calipers.calibration.precision import own_dtype
 from calipers.calibration.sharing import SharedInputs, rounded
 from calipers.calibration.snapshot import left_as_found
-from calipers.errors import MaskShapeError, NonFiniteError
+from calipers.errors import LayoutError, TensorValueError
 from calipers.measurements import Measurements
 from calipers.numerics.tensors import first_tensor
 from calipers.planning.plan import Plan
@@ -77,7 +77,7 @@ class Calibration:
                 yield
                 if self._sharing is not None:
                     self._sharing.settle()
-        except NonFiniteError as error:
+        except TensorValueError as error:
             error.add_hint(f"It was batch {index}, the first one with such values.")
             raise
 
@@ -162,7 +162,7 @@ class Calibration:
                 return
             try:
                 mask = mask_for(tensor, base_name, "" if first is None else first.label())
-            except MaskShapeError:
+            except LayoutError:
                 if first is not None:
                     raise
                 return

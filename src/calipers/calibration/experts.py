@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from calipers.calibration.masks import routed_tokens, token_mask
 from calipers.calibration.stacks import StackedForm, is_fused
-from calipers.errors import FusedExpertsError
+from calipers.errors import cannot_unfuse
 
 Gate = Callable[[nn.Module, Tensor], Tensor]
 
@@ -146,10 +146,10 @@ def _check_activation(unfused: UnfusedExperts, fused: nn.Module, where: str) -> 
         shape = unfused._activate(gate, up).shape
     except Exception as error:
         problem = f"its activation fails by itself ({type(error).__name__}: {error})"
-        raise FusedExpertsError(where, type(fused).__name__, problem) from error
+        raise cannot_unfuse(where, fused, problem) from error
     if shape != up.shape:
         problem = f"its activation turns {tuple(up.shape)} into {tuple(shape)}"
-        raise FusedExpertsError(where, type(fused).__name__, problem)
+        raise cannot_unfuse(where, fused, problem)
 
 
 @torch.no_grad()
@@ -158,7 +158,7 @@ def _check_result(unfused: UnfusedExperts, fused: nn.Module, where: str) -> None
     count, down = unfused.num_experts, fused.get_parameter("down_proj")
     if down.is_meta:
         problem = "whether that is faithful can only be tried, and its parameters are on 'meta'"
-        raise FusedExpertsError(where, type(fused).__name__, problem)
+        raise cannot_unfuse(where, fused, problem)
     first = next(unfused.get_submodule("0").children())
     assert isinstance(first, nn.Linear)
     random = torch.Generator().manual_seed(0)
@@ -174,7 +174,7 @@ def _check_result(unfused: UnfusedExperts, fused: nn.Module, where: str) -> None
         error = float((result - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
     except Exception as failure:
         problem = f"it does not run like experts do ({type(failure).__name__}: {failure})"
-        raise FusedExpertsError(where, type(fused).__name__, problem) from failure
+        raise cannot_unfuse(where, fused, problem) from failure
     if not error <= 16 * torch.finfo(down.dtype).eps:
         problem = f"its result on random tokens would differ by {error:.1g} of the largest value"
-        raise FusedExpertsError(where, type(fused).__name__, problem)
+        raise cannot_unfuse(where, fused, problem)

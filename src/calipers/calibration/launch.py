@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from calipers.errors import LaunchError
+from calipers.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ _LAUNCHERS = {
     ),
 }
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_MEANINGS = {
+    "MASTER_ADDR": "MASTER_ADDR (the machine of rank 0)",
+    "MASTER_PORT": "MASTER_PORT (a free port there)",
+    "RANK": "RANK (the number of the process, from 0)",
+    "WORLD_SIZE": "WORLD_SIZE (how many processes there are)",
+}
 
 
 def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
@@ -45,7 +51,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
     given = os.environ if environment is None else environment
     for launcher, (rank, size, local_rank) in _LAUNCHERS.items():
         if launcher == "torchrun" and size not in given and _number(given, rank):
-            raise LaunchError(f"{rank}={given[rank]} is set, but {size} is not", [size])
+            raise _cannot_find_others(f"{rank}={given[rank]} is set, but {size} is not", [size])
         if size in given:
             return _launch(given, launcher, rank, size, local_rank)
     return Launch()
@@ -55,7 +61,7 @@ def is_first_process() -> bool:
     """Whether this process speaks for all that were started together."""
     try:
         return find_launch().rank == 0
-    except LaunchError:  # who needs the others says so
+    except ConfigurationError:  # who needs the others says so
         return True
 
 
@@ -66,10 +72,10 @@ def _launch(
     if world_size == 1:
         return Launch()
     if rank not in given:
-        raise LaunchError(f"{size}={world_size} is set, but {rank} is not", [rank])
+        raise _cannot_find_others(f"{size}={world_size} is set, but {rank} is not", [rank])
     number = _number(given, rank)
     if not 0 <= number < world_size:
-        raise LaunchError(f"{rank}={number} is not below {size}={world_size}", [rank])
+        raise _cannot_find_others(f"{rank}={number} is not below {size}={world_size}", [rank])
     local = _number(given, local_rank) if local_rank in given else None
     return Launch(launcher, number, world_size, local)
 
@@ -83,11 +89,21 @@ def check_address(launch: Launch, environment: Mapping[str, str] | None = None) 
         if launch.launcher == "torchrun":
             found = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are there"
         are = "is" if len(missing) == 1 else "are"
-        raise LaunchError(f"{found}, but {' and '.join(missing)} {are} not set", missing)
+        raise _cannot_find_others(f"{found}, but {' and '.join(missing)} {are} not set", missing)
 
 
 def _number(given: Mapping[str, str], name: str) -> int:
     try:
         return int(given.get(name, "0"))
     except ValueError:
-        raise LaunchError(f"{name}={given[name]!r} is no number", [name]) from None
+        raise _cannot_find_others(f"{name}={given[name]!r} is no number", [name]) from None
+
+
+def _cannot_find_others(problem: str, missing: Sequence[str]) -> ConfigurationError:
+    wanted = " and ".join(_MEANINGS.get(name, name) for name in missing)
+    return ConfigurationError(
+        f"{problem}, so this process cannot find the others of its job, and each would do all the "
+        "work",
+        hint=f"Start them with torchrun, or set {wanted} for all of them. If every process is "
+        "meant to work for itself, set WORLD_SIZE=1",
+    )

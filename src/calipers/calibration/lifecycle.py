@@ -39,7 +39,7 @@ from torch import Tensor
 
 from calipers.calibration.attention import expose_states
 from calipers.calibration.masks import mask_for
-from calipers.errors import ConfigurationError, NoStatisticsError
+from calipers.errors import ConfigurationError, no_statistics
 from calipers.numerics.tensors import first_tensor
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.spec import ObserverSpec
@@ -104,8 +104,8 @@ def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> Non
     observer = observer_of(module, base_name)
     if observer is None:
         raise ConfigurationError(
-            f"{type(module).__name__} has no observer for '{base_name}'. Call "
-            f"initialize_observer(module, '{base_name}') before the model runs."
+            f"{type(module).__name__} has no observer for '{base_name}'",
+            hint=f"Call initialize_observer(module, '{base_name}') before the model runs",
         )
     if tensor is not None and tensor.numel():
         observer(tensor, mask=mask_for(tensor, base_name, observer.label()))
@@ -133,7 +133,7 @@ def update_qparams(
             if observer is None:
                 continue
             if not observer.has_statistics:
-                raise NoStatisticsError(observer.label())
+                raise no_statistics(observer.label())
             store_qparams(each, name, observer.get_qparams())
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from calipers.errors import LayoutError, MaskShapeError
+from calipers.errors import LayoutError, Option, mask_of_scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +35,10 @@ class TokenMask:
             return cls()
         if mask.ndim != 2:
             raise LayoutError(
-                f"A mask of a batch must have shape (batch, sequence), got {tuple(mask.shape)}."
+                "A mask of a batch must have shape (batch, sequence)", got=f"{tuple(mask.shape)}"
             )
         if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
-            raise LayoutError(
-                "The mask must be 1 for tokens that count and 0 for others; this looks like one "
-                "that is added to attention scores."
-            )
+            raise mask_of_scores()
         return cls._without_idle(mask != 0)
 
     def routed(self, token_index: Tensor, tokens: int, where: str) -> TokenMask:
@@ -49,7 +46,7 @@ class TokenMask:
         if self.mask is None:
             return self
         if self.mask.numel() != tokens:
-            raise MaskShapeError(where, tuple(self.mask.shape), (tokens,))
+            raise _other_tokens(where, self.mask, (tokens,))
         return self._without_idle(self.mask.reshape(-1).to(token_index.device)[token_index])
 
     @classmethod
@@ -104,8 +101,17 @@ def mask_for(tensor: Tensor, base_name: str, where: str) -> Tensor | None:
         return None
     fitting = _over_states(mask, tensor) if base_name in "qkv" else _over_hidden(mask, tensor)
     if fitting is None:
-        raise MaskShapeError(where, tuple(mask.shape), tuple(tensor.shape))
+        raise _other_tokens(where, mask, tuple(tensor.shape))
     return fitting
+
+
+def _other_tokens(where: str, mask: Tensor, shape: tuple[int, ...]) -> LayoutError:
+    return LayoutError(
+        f"the mask of shape {tuple(mask.shape)} does not say which tokens of the tensor of shape "
+        f"{shape} count",
+        where=where,
+        hint="Use " + Option("batch_size", 1) + " or pack the data, so that there is no padding",
+    )
 
 
 def _over_states(mask: Tensor, states: Tensor) -> Tensor | None:

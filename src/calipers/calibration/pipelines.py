@@ -20,7 +20,7 @@ from calipers.calibration.early import EarlyLook
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks
-from calipers.errors import DeviceError, ForwardError, library_errors
+from calipers.errors import ConfigurationError, ModelRunError, Option, first_line, library_errors
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,16 @@ def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False)
 
 def errors_of_forward(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Tell what a model raises while it runs as an error about the model."""
-    name = type(model).__name__
-    return library_errors(lambda words: ForwardError(name, words))
+
+    def told(words: str) -> ModelRunError:
+        return ModelRunError(
+            f"failed while data ran through it: {words}",
+            subject=type(model).__name__,
+            hint="If it fails in transformers by itself, too, compare its config.json with the "
+            "original",
+        )
+
+    return library_errors(told)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -112,7 +120,12 @@ def usable_device(device: torch.device | str | None) -> torch.device | None:
         found = torch.device(device)
         float(torch.ones(1, device=found).sum())
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        raise DeviceError(str(device), str(error)) from error
+        raise ConfigurationError(
+            f"cannot be used: {first_line(str(error))}",
+            subject=Option("device", str(device)),
+            hint="Give a device of torch such as 'cpu' or 'cuda:0', or leave it out to compute "
+            "where the model is",
+        ) from error
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.offload import disable_onloading
 from torch import Tensor
 
-from calipers.errors import UnknownChoiceError
+from calipers.errors import not_allowed
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 """How the dtype of a forward pass is chosen: by name, or as suits the model and the device."""
@@ -47,7 +47,7 @@ def dtype_choice(given: DtypeChoice | torch.dtype) -> DtypeChoice:
     """
     name = str(given).removeprefix("torch.")
     if name not in get_args(DtypeChoice):
-        raise UnknownChoiceError("dtype", name, get_args(DtypeChoice))
+        raise not_allowed("dtype", name, get_args(DtypeChoice))
     return cast(DtypeChoice, name)
 
 

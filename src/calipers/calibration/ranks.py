@@ -24,12 +24,10 @@ from calipers.calibration.launch import Launch, check_address, find_launch
 from calipers.calibration.termination import TerminationHandler, my_address
 from calipers.errors import (
     CalipersError,
-    RankFailedError,
-    RankLostError,
-    RanksDisagreeError,
-    StoreLostError,
-    TerminatedError,
+    ConfigurationError,
+    RankError,
     Text,
+    first_line,
     text_of,
 )
 from calipers.statistics.base import Statistic
@@ -152,7 +150,7 @@ class Ranks:
         self._termination.remove()
         told = self._termination.told
         if told is not None and error is not None:
-            raise TerminatedError(self.rank, self._step, told.gone) from error
+            raise _was_told_to_stop(self.rank, self._step, told.gone) from error
 
     def _connect(self) -> None:
         world: Any = dist.group.WORLD
@@ -204,7 +202,7 @@ class Ranks:
         if failure is not None and (not together or isinstance(failure, CalipersError)):
             raise failure
         if missing:
-            raise RankLostError(what, self.timeout.total_seconds(), missing) from failure
+            raise _does_not_answer(what, self.timeout.total_seconds(), missing) from failure
         self.check()
         if failure is not None:
             raise failure
@@ -216,7 +214,11 @@ class Ranks:
         if self.world_size > 1 and self._store.check([key]):
             told = json.loads(self._store.get(key))
             if told["rank"] != self.rank:
-                raise RankFailedError(told["rank"], told["step"], Text.from_data(told["error"]))
+                raise RankError(
+                    f"failed while {told['step']}, so this process stops too",
+                    subject=f"Rank {told['rank']}",
+                    hint=Text.from_data(told["error"]),
+                )
 
     def _meet(self, what: str, failure: Exception | None, patience: timedelta) -> list[int]:
         """Tell the others how it went, wait for them, and return who will not come."""
@@ -224,7 +226,12 @@ class Ranks:
             self._arrive(what, failure)
             return self._await(patience.total_seconds())
         except RuntimeError as error:
-            raise StoreLostError(what, str(error)) from failure or error
+            raise RankError(
+                f"The store of the process group cannot be reached after {what}: "
+                f"{first_line(str(error))}",
+                hint="It is kept by torchrun or, without it, by rank 0: look at the output of "
+                "that process",
+            ) from failure or error
 
     def _await(self, patience: float) -> list[int]:
         """Wait for all; return those that neither come nor give a sign of life.
@@ -286,7 +293,7 @@ class Ranks:
         for name in mine:
             values = [theirs.get(name) for theirs in everyone]
             if any(value != values[0] for value in values):
-                raise RanksDisagreeError(name, values)
+                raise _disagree(name, values)
 
     # Work
 
@@ -324,3 +331,42 @@ class _Pulse(threading.Thread):
 
 def _sign(rank: int) -> str:
     return f"alive/{rank}"
+
+
+# What is said
+
+
+def _does_not_answer(step: str, seconds: float, ranks: Sequence[int]) -> RankError:
+    names = ", ".join(f"rank {rank}" for rank in ranks)
+    return RankError(
+        f"did not finish {step} and gave no sign of life for {seconds:g} s, so this process stops "
+        "too",
+        subject=f"{names[0].upper()}{names[1:]}",
+        hint="Look at the output of that rank: it died, or its machine cannot be reached",
+    )
+
+
+def _was_told_to_stop(rank: int, step: str, gone: Mapping[int, str]) -> RankError:
+    """Say that it was, as launchers do with all others when one has died."""
+    told = f"was told to stop (SIGTERM) while {step}"
+    hint = (
+        "Launchers do that when another process of the job has ended, or the job is cancelled. "
+        "Look at what the launcher says"
+    )
+    if gone:
+        who = " and ".join(f"rank {other} ({where})" for other, where in gone.items())
+        told += (
+            f", and {who} {'is' if len(gone) == 1 else 'are'} gone: it crashed or was killed, "
+            "perhaps for want of memory"
+        )
+        hint = "Look at its output"
+    return RankError(told, subject=f"Rank {rank}", hint=f"{hint}. Nothing half-written is left")
+
+
+def _disagree(what: str, values: Sequence[Any]) -> ConfigurationError:
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    return ConfigurationError(
+        f"The ranks do not agree on {what}: rank 0 has {values[0]}, rank {other} has "
+        f"{values[other]}",
+        hint="Every process must be given the same model, recipe, data and options",
+    )

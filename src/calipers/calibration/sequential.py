@@ -12,7 +12,7 @@ from torch import Tensor
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import Run, call_model, errors_of_forward, moved, onloaded
 from calipers.calibration.precision import computing_in
-from calipers.errors import NoDecoderLayersError
+from calipers.errors import ConfigurationError, Option
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -64,7 +64,11 @@ def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     stacks = [found for found in everywhere if found[1] in within] or everywhere
     named = [(n, m) for n, m in stacks if all(type(layer).__name__ in classes for layer in m)]
     if not (named or stacks):
-        raise NoDecoderLayersError(type(model).__name__)
+        raise ConfigurationError(
+            "has no ModuleList of layers, so it cannot be calibrated layer by layer",
+            subject=type(model).__name__,
+            hint="Pass " + Option("pipeline", "basic"),
+        )
     name, stack = max(named or stacks, key=lambda found: len(found[1]))
     return {f"{name}.{index}": layer for index, layer in enumerate(stack)}
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from calipers.errors import ChangedInputError
+from calipers.errors import ModelRunError, Option
 from calipers.numerics.tensors import tensor_version
 from calipers.statistics.base import Statistic
 
@@ -160,7 +160,12 @@ class _Group:
         tensor, self.pending = self.pending, None
         self.arrived = set()
         if tensor_version(tensor) != self.version:
-            raise ChangedInputError(self.members[0].statistic.label())
+            raise ModelRunError(
+                "reads a tensor that other modules read too, and that one of them changes in "
+                "place before all have read it: it cannot be measured once for all",
+                subject=self.members[0].statistic.label(),
+                hint="Pass " + Option("share_inputs", False) + " to measure it for each of them",
+            )
         self.members[0].measure(tensor, self.mask)
         self.mask = None
         self.last = weakref.ref(tensor)

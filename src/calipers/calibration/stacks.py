@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from calipers.errors import FusedExpertsError
+from calipers.errors import cannot_unfuse
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -39,7 +39,7 @@ class StackedForm:
         """Find the form of a fused module; what has none that is known is refused."""
         problem = _obstacle(fused)
         if problem is not None:
-            raise FusedExpertsError(where, type(fused).__name__, problem)
+            raise cannot_unfuse(where, fused, problem)
         declared = all(hasattr(fused, name) for name in _DECLARED)
         has_gate = "gate_up_proj" in fused._parameters
         down = _stack(fused, "down_proj")
@@ -52,9 +52,8 @@ class StackedForm:
         )
         if not form._fits(fused):
             shapes = {name: tuple(p.shape) for name, p in fused.named_parameters(recurse=False)}
-            raise FusedExpertsError(
-                where, type(fused).__name__, f"the shapes of its parameters do not match: {shapes}"
-            )
+            problem = f"the shapes of its parameters do not match: {shapes}"
+            raise cannot_unfuse(where, fused, problem)
         return form
 
     def _fits(self, fused: nn.Module) -> bool:

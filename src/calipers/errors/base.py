@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
@@ -62,7 +62,7 @@ class Context:
             joined(": ", ["Allowed", _listed(self.allowed)]) if self.allowed else "",
             self.hint,
         )
-        return joined(": ", [self.where, joined(" ", map(_ended, sentences))])
+        return joined(": ", [self.where, _paragraph(sentences)])
 
     def as_dict(self, spelling: Spelling = str) -> dict[str, str]:
         """Return what is said as plain data, without what is not."""
@@ -72,6 +72,14 @@ class Context:
 
 def _listed(words: Words | Collection[str]) -> Text:
     return Text.of(words if isinstance(words, Words) else listing(words))
+
+
+def _paragraph(sentences: Iterable[Words]) -> Text:
+    """Put sentences side by side; after a list of several lines a new one begins."""
+    whole = Text()
+    for each in map(_ended, sentences):
+        whole = joined("\n" if "\n" in str(whole) else " ", [whole, each])
+    return whole
 
 
 def _ended(words: Words) -> Text:

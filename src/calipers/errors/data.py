@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from calipers.errors.base import ConfigurationError, DataError
-from calipers.errors.formatting import listing
+from calipers.errors.formatting import listing, nearest
 from calipers.errors.text import Option, Text, Words
 
 
@@ -39,9 +39,11 @@ def several_splits(splits: Iterable[str], folder: str | None = None) -> DataErro
     )
 
 
-def not_allowed(option: str, value: object, allowed: str) -> ConfigurationError:
-    """Refuse a value outside the domain of an option."""
-    return ConfigurationError("is not allowed", subject=Option(option, value), allowed=allowed)
+def not_allowed(option: str, value: object, allowed: str | Collection[str]) -> ConfigurationError:
+    """Refuse a value outside the domain of an option: a description, or all its words."""
+    meant = None if isinstance(allowed, str) else nearest(str(value), allowed)
+    subject = Option(option, value)
+    return ConfigurationError("is not allowed", subject=subject, meant=meant, allowed=allowed)
 
 
 def no_meaning(option: str, value: object, here: str) -> ConfigurationError:

@@ -17,16 +17,6 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a sentence with the nearest known word, or nothing.
-
-    >>> did_you_mean("minmaxx", ["mse", "minmax"])
-    " Did you mean 'minmax'?"
-    """
-    found = nearest(word, known)
-    return "" if found is None else f" Did you mean '{found}'?"
-
-
 def listing(words: Iterable[str]) -> str:
     """Return words with commas between them."""
     return ", ".join(words)

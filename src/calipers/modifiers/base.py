@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.utils.match import is_match
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
-from calipers.errors import ConfigurationError, RecipeError, did_you_mean
+from calipers.errors import CalipersError, ConfigurationError, RecipeError, first_line, nearest
 from calipers.modifiers.steps import Changes, Layer
 from calipers.planning.plan import StepPlan
 
@@ -29,23 +29,22 @@ def read_patterns(value: Any) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple):
         raise ConfigurationError(
-            f"must be a name, a class, a 're:' pattern or a list, got {value!r}"
+            "must be a name, a class, a 're:' pattern or a list", got=repr(value)
         )
     for index, pattern in enumerate(patterns):
-        problem = _problem_of(pattern)
-        if problem:
-            raise RecipeError(problem, path=(index,))
+        _check_pattern(pattern, (index,))
     return tuple(patterns)
 
 
-def _problem_of(pattern: Any) -> str | None:
+def _check_pattern(pattern: Any, path: Path) -> None:
     if not isinstance(pattern, str):
-        return f"a name, a class or a 're:' pattern must be text, got {pattern!r}."
+        must = "a name, a class or a 're:' pattern must be text"
+        raise RecipeError(must, got=repr(pattern), path=path)
     try:
         re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
     except re.error as error:
-        return f"'{pattern}' is not a regular expression: {error}."
-    return None
+        problem = f"'{pattern}' is not a regular expression: {error}"
+        raise RecipeError(problem, path=path) from None
 
 
 Patterns = Annotated[tuple[str, ...], PlainValidator(read_patterns)]
@@ -117,30 +116,40 @@ class Modifier(BaseModel):
         problems = error.errors()
         unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
         problem = (unknown or problems)[0]
-        text, path = cls._problem(problem["loc"], problem)
-        return RecipeError(text, path=path)
+        return cls._error(problem["loc"], problem)
 
     @classmethod
-    def _problem(cls, path: Path, problem: Mapping[str, Any]) -> tuple[str, Path]:
-        where = ".".join(map(str, (cls.__name__, *path)))
-        owner = ".".join(map(str, (cls.__name__, *path[:-1])))
+    def _error(cls, path: Path, problem: Mapping[str, Any]) -> RecipeError:
+        where = cls._key(path)
         if problem["type"] == "extra_forbidden":
-            known = list(cls.known_keys(path[:-1]))
-            word = str(path[-1])
-            return (
-                f"unknown key '{word}' in {owner}.{did_you_mean(word, known)} "
-                f"Allowed: {', '.join(known)}.",
-                path,
-            )
+            return cls._unknown_key(path)
         if problem["type"] == "value_error":
-            cause = problem["ctx"]["error"]
-            if isinstance(cause, RecipeError):
-                place = f"{where}: " if path else ""
-                return f"{place}{cause.problem}", (*path, *cause.path)
-            hint = (cause.option,) if hasattr(cause, "option") else ()
-            return f"{where}: {_sentence(str(cause))}", (*path, *hint)
-        message = problem["msg"].replace("Input should", "must")
-        return f"{where} {message}, got {problem['input']!r}.", path
+            return _at(problem["ctx"]["error"], where, path)
+        demand = problem["msg"].replace("Input should", "must")
+        return RecipeError(demand, subject=where, got=repr(problem["input"]), path=path)
+
+    @classmethod
+    def _unknown_key(cls, path: Path) -> RecipeError:
+        word, known = str(path[-1]), list(cls.known_keys(path[:-1]))
+        return RecipeError(
+            f"unknown key '{word}' in {cls._key(path[:-1])}",
+            meant=nearest(word, known),
+            allowed=known,
+            path=path,
+        )
+
+    @classmethod
+    def _key(cls, path: Path) -> str:
+        return ".".join(map(str, (cls.__name__, *path)))
+
+
+def _at(cause: Exception, where: str, path: Path) -> RecipeError:
+    """Return what a validator raised, as an error of a recipe at a place inside a modifier."""
+    if isinstance(cause, RecipeError):  # one about the modifier as a whole names it itself
+        return RecipeError.of(cause, where if path else "", (*path, *cause.path))
+    if isinstance(cause, CalipersError):
+        return RecipeError.of(cause, where, path)
+    return RecipeError(first_line(str(cause)), where=where, path=path)
 
 
 def plain_fields(model: BaseModel) -> dict[str, Any]:
@@ -174,9 +183,3 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     return str(value)
-
-
-def _sentence(text: str) -> str:
-    """Keep the first line, and end it with a full stop."""
-    line = text.splitlines()[0] if text else "is not valid"
-    return line if line.endswith((".", "?")) else f"{line}."

@@ -21,8 +21,8 @@ from calipers.errors import (
     ConfigurationError,
     RecipeError,
     UnknownObserverError,
-    UnsupportedFormatError,
-    did_you_mean,
+    nearest,
+    unsupported_format,
 )
 from calipers.modifiers.base import Path, Patterns, read_patterns, to_plain
 from calipers.numerics.formats import Format
@@ -78,7 +78,8 @@ def read_choice(value: Any) -> ObserverChoice:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ConfigurationError(
             "an observer is given by its name, such as mse, or as a mapping with the key 'name', "
-            f"such as {{name: mse, averaging_constant: 0.01}}, got {value!r}"
+            "such as {name: mse, averaging_constant: 0.01}",
+            got=repr(value),
         )
     options = {key: option for key, option in value.items() if key != "name"}
     check_observer(value["name"], options, "name")
@@ -93,7 +94,7 @@ def read_args(value: Any) -> QuantizationArgs:
         _check_words(value)
         args = _parse(QuantizationArgs, dict(value))
     else:
-        raise ConfigurationError(f"must be a mapping such as {{num_bits: 8}}, got {value!r}")
+        raise ConfigurationError("must be a mapping such as {num_bits: 8}", got=repr(value))
     Format.of(args)
     if args.observer is not None:
         check_observer(args.observer, args.observer_kwargs or {}, "observer")
@@ -120,7 +121,7 @@ def read_scheme(value: Any) -> QuantizationScheme:
     if isinstance(value, QuantizationScheme):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f"must be a mapping with weights or activations, got {value!r}")
+        raise ConfigurationError("must be a mapping with weights or activations", got=repr(value))
     read = _Scheme.model_validate(dict(value))
     given = {name: getattr(read, name) for name in _Scheme.model_fields}
     return build_scheme({**given, "targets": list(read.targets)})
@@ -156,8 +157,9 @@ def preset_name(name: str, path: Path = ()) -> str:
     key = name.strip().upper()
     if key not in PRESETS:
         raise RecipeError(
-            f"unknown scheme '{name}'.{did_you_mean(name, PRESETS)} "
-            f"Presets: {', '.join(sorted(PRESETS))}.",
+            f"unknown scheme '{name}'",
+            meant=nearest(name, PRESETS),
+            allowed=sorted(PRESETS),
             path=path,
         )
     return key
@@ -195,7 +197,9 @@ def _with_presets(value: Any) -> Any:
     if value is None:
         return None
     if not isinstance(value, Mapping) or not value:
-        raise ConfigurationError(f"must map names of groups to schemes with targets, got {value!r}")
+        raise ConfigurationError(
+            "must map names of groups to schemes with targets", got=repr(value)
+        )
     return {
         str(name): each if isinstance(each, Mapping | BaseModel) else preset(name, _targets(each))
         for name, each in value.items()
@@ -213,8 +217,9 @@ Groups = Annotated[dict[str, Scheme] | None, BeforeValidator(_with_presets)]
 def _no_bare_name(value: Any) -> Any:
     if not isinstance(value, Mapping | BaseModel):
         raise ConfigurationError(
-            f"must say for which tensors, such as {{weights: mse, input: minmax}}, got {value!r}. "
-            "For weights alone use 'weight_observer'"
+            "must say for which tensors, such as {weights: mse, input: minmax}",
+            got=repr(value),
+            hint="For weights alone use 'weight_observer'",
         )
     return value
 
@@ -260,11 +265,15 @@ def check_observer(
     except CodeNotAllowedError:
         return
     except UnknownObserverError as error:
-        raise RecipeError(str(error), path=(key,)) from None
+        raise RecipeError.of(error, path=(key,)) from None
     if cls.Options is None:
         return
     known: type[ObserverOptions] = cls.Options
-    parse_options(known, options, cls.registered_name())
+    try:
+        parse_options(known, options, cls.registered_name())
+    except ConfigurationError as error:
+        unknown = [name for name in options if name not in known.model_fields]
+        raise RecipeError.of(error, path=unknown[:1]) from None
 
 
 def _check_words(given: Mapping[str, Any]) -> None:
@@ -273,13 +282,11 @@ def _check_words(given: Mapping[str, Any]) -> None:
         value = given.get(key)
         known = [str(word.value) for word in words]
         if isinstance(value, str) and value.lower() not in known:
-            hint = did_you_mean(value, known)
-            raise RecipeError(
-                f"unknown {key} '{value}'.{hint} Allowed: {', '.join(known)}.", path=(key,)
-            )
+            unknown, meant = f"unknown {key} '{value}'", nearest(value, known)
+            raise RecipeError(unknown, meant=meant, allowed=known, path=(key,))
     size = given.get("group_size")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-        raise RecipeError(f"group_size must be an integer, got {size!r}.", path=("group_size",))
+        raise RecipeError("group_size must be an integer", got=repr(size), path=("group_size",))
 
 
 def _parse(model: type[Any], given: dict[str, Any]) -> Any:
@@ -289,14 +296,14 @@ def _parse(model: type[Any], given: dict[str, Any]) -> Any:
     except NotImplementedError as error:
         if model is QuantizationArgs:
             what = f"{given.get('type', 'int')} with {given.get('num_bits', 8)} bits"
-            raise UnsupportedFormatError(what) from None
+            raise unsupported_format(what) from None
         raise ConfigurationError(str(error)) from None
 
 
 def _targets(value: Any) -> tuple[str, ...]:
     named = read_patterns(value)
     if not named:
-        raise ConfigurationError(f"a preset needs its targets, such as [Linear], got {value!r}")
+        raise ConfigurationError("a preset needs its targets, such as [Linear]", got=repr(value))
     return named
 
 

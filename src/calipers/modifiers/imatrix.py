@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from compressed_tensors.utils.match import match_named_modules
 
-from calipers.errors import UnmatchedPatternError
+from calipers.errors import RecipeError
 from calipers.modifiers.base import Modifier, Patterns
 from calipers.modifiers.steps import Changes, Layer
 from calipers.planning.matching import Unmatched, check_patterns, what_there_is
@@ -44,9 +44,9 @@ class IMatrixGatherer(Modifier):
         matched = match_named_modules(model, self.targets, self.ignore)
         found = [name for name, module in matched if isinstance(module, torch.nn.Linear)]
         if not found and self.unmatched == "error":
-            raise UnmatchedPatternError(
-                f"{self.label()} finds no Linear module in {type(model).__name__}. "
-                f"{what_there_is(model)}"
+            raise RecipeError(
+                f"{self.label()} finds no Linear module in {type(model).__name__}",
+                hint=what_there_is(model),
             )
         return StepPlan(measured=dict.fromkeys(found, (Requirement("input", _KEY, _sums),)))
 

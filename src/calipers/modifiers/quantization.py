@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationScheme, is_cached_attent
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils.match import is_narrow_match, match_named_modules, match_targets
 
-from calipers.errors import CalipersWarning, Option, RecipeError, UnfitError, UnmatchedPatternError
+from calipers.errors import CalipersWarning, Option, RecipeError, listing, unfit
 from calipers.modifiers.choices import ARGS_FIELDS
 from calipers.modifiers.quantization_settings import QuantizationSettings
 from calipers.modifiers.solving import solve_activations, solve_weights
@@ -92,10 +92,11 @@ class QuantizationModifier(QuantizationSettings):
             if found and not any(_kind(model, n, m, [target]) for n, m in found.items()):
                 classes = sorted({type(module).__name__ for module in found.values()})
                 report(
-                    f"{self.label()}.targets: '{target}' matches only {', '.join(classes)}. "
-                    "Linear and Embedding modules can be quantized, and attention modules "
-                    "that a pattern matches without their parts.",
+                    f"'{target}' matches only {listing(classes)}",
                     self.unmatched,
+                    where=f"{self.label()}.targets",
+                    hint="Linear and Embedding modules can be quantized, and attention modules "
+                    "that a pattern matches without their parts",
                 )
 
     def _cached(self, model: torch.nn.Module, resolved: _Schemes) -> Iterator[ModuleSpec]:
@@ -107,9 +108,10 @@ class QuantizationModifier(QuantizationSettings):
         )
         found = {n: m for n, m in model.named_modules() if is_cached_attention_module(m)}
         if not found:
-            raise UnmatchedPatternError(
-                f"{self.label()}.kv_cache_scheme: {type(model).__name__} has no attention module "
-                f"with a cache. {what_there_is(model)}"
+            raise RecipeError(
+                f"{type(model).__name__} has no attention module with a cache",
+                where=f"{self.label()}.kv_cache_scheme",
+                hint=what_there_is(model),
             )
         for name, module in found.items():
             yield resolved.spec(name, module, scheme, "kv_cache")
@@ -141,8 +143,8 @@ def _check_scheme(name: str, kind: ModuleKind, scheme: QuantizationScheme) -> No
             "which quantize q, k and v. To quantize weights, target its Linear modules."
         )
     if scheme.weights is not None and scheme.weights.actorder is not None:
-        problem = "'actorder' is for GPTQ, which orders columns; observers do not. Leave it out."
-        raise UnfitError(name, "weight", problem)
+        problem = "'actorder' is for GPTQ, which orders columns; observers do not"
+        raise unfit(name, "weight", problem, hint="Leave it out")
 
 
 def _kind(

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from calipers.calibration.coverage import Coverage
+from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.ranks import Ranks
-from calipers.errors import UnseenModulesError
+from calipers.errors import Option, UnseenModulesError, Words, counted, shortened
 from calipers.measurements import Measurements
 from calipers.observers import Observer
 from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec, TensorSpec
+
+_ALL_EXPERTS = "show all tokens to all experts (" + Option("calibrate_all_experts", True) + ")"
+_WEIGHTS_ONLY = Option("on_unseen", "weights_only")
+_HINTS: dict[str, Words] = {
+    "error": (
+        "Give more or other data, "
+        + _ALL_EXPERTS
+        + ", ignore these modules, or choose what to do without data: "
+        + _WEIGHTS_ONLY
+        + " (their activations stay as they are) or, for experts, "
+        + Option("on_unseen", "peers")
+        + " (the largest range among their siblings)"
+    ),
+    "weights_only": "They have no weights to fall back on. Give more or other data",
+    "peers": (
+        "They have no siblings that saw any. Give more or other data, "
+        + _ALL_EXPERTS
+        + ", ignore these modules, or pass "
+        + _WEIGHTS_ONLY
+    ),
+}
+"""What to do next, by the policy that has not helped."""
 
 Range = tuple[Tensor, Tensor, Tensor]
 """The least, the largest, and a tensor like those that were seen."""
@@ -26,7 +49,7 @@ def settle_unseen(
     unseen = [module for module in modules if coverage.tokens.get(module.name) == 0]
     helpless = [module.name for module in unseen if not _can_settle(module, coverage)]
     if helpless:
-        raise UnseenModulesError(helpless, coverage.policy)
+        raise no_tokens(helpless, coverage.policy)
     changed = {}
     for module in unseen:
         if coverage.policy == "weights_only":
@@ -36,6 +59,15 @@ def settle_unseen(
             _learn_from_peers(module, coverage.siblings(module.name), measurements, ranks)
             coverage.applied[module.name] = "largest range of its peers"
     return changed
+
+
+def no_tokens(names: Sequence[str], policy: UnseenPolicy) -> UnseenModulesError:
+    """Refuse modules that saw nothing, and that a policy does not help."""
+    return UnseenModulesError(
+        f"{counted(len(names), 'module')} saw no tokens: {shortened(names)}",
+        names=names,
+        hint=_HINTS[policy],
+    )
 
 
 def _can_settle(module: ModuleSpec, coverage: Coverage) -> bool:

@@ -20,7 +20,7 @@ from compressed_tensors.quantization import (
 )
 from torch import Tensor
 
-from calipers.errors import UnsupportedFormatError
+from calipers.errors import unsupported_format
 
 FP8_DTYPE = torch.float8_e4m3fn
 MX_GROUP_SIZE = 32
@@ -160,9 +160,9 @@ class Format:
         kind = QuantizationType(args.type).value
         grid = GRIDS.get((kind, args.num_bits))
         if grid is None:
-            raise UnsupportedFormatError(f"{kind} with {args.num_bits} bits")
+            raise unsupported_format(f"{kind} with {args.num_bits} bits")
         if not (args.symmetric or grid.has_zero_points):
-            raise UnsupportedFormatError(f"Asymmetric fp{args.num_bits}")
+            raise unsupported_format(f"Asymmetric fp{args.num_bits}")
         return cls(grid, args.symmetric, _scale_kind(args, grid))
 
     @property
@@ -208,7 +208,7 @@ def _scale_kind(args: QuantizationArgs, grid: Grid) -> ScaleKind:
     grouped = args.strategy == QuantizationStrategy.GROUP and args.group_size == MX_GROUP_SIZE
     if grid.takes_powers_of_two and args.symmetric and grouped:
         return ScaleKind.POWER_OF_TWO
-    raise UnsupportedFormatError(
+    raise unsupported_format(
         f"{grid.kind} with {args.num_bits} bits, group_size {args.group_size} and uint8 scales "
         f"(MX scales: symmetric float, strategy group, group_size {MX_GROUP_SIZE})"
     )

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
 from torch import Tensor
 
-from calipers.errors import DivisibilityError, LayoutError, StrategyError, UnknownBaseNameError
+from calipers.errors import ConfigurationError, LayoutError, sizes_that_divide
 from calipers.numerics.tensors import checked_mask
 
 _WEIGHT = ("tensor", "channel", "group", "tensor_group", "block")
@@ -113,7 +113,10 @@ class Layout:
         """Check that the strategy suits the tensor, and how ``g_idx`` maps columns to groups."""
         check_base_name(base_name)
         if args.strategy not in STRATEGIES[base_name]:
-            raise StrategyError(strategy_name(args), base_name, STRATEGIES[base_name])
+            raise LayoutError(
+                f"Strategy '{strategy_name(args)}' cannot be applied to '{base_name}'",
+                allowed=STRATEGIES[base_name],
+            )
         order = column_order(g_idx)
         if order is not None:
             _check_g_idx(g_idx, base_name, args)
@@ -132,7 +135,9 @@ class Layout:
         if self.base_name == "weight":
             return self._weight(value)
         if value.ndim == 0:
-            raise LayoutError(f"'{self.base_name}' must have at least one dimension, got a scalar.")
+            raise LayoutError(
+                "must have at least one dimension", subject=f"'{self.base_name}'", got="a scalar"
+            )
         if self.base_name in ("input", "output"):
             return self._activation(value).unsqueeze(-2)
         return self._attention(value).unsqueeze(-2)
@@ -193,9 +198,9 @@ class Layout:
         (tokens, heads, 1, head_dim): batch and sequence are no longer told apart.
         """
         if self.base_name == "weight":
-            raise LayoutError("A mask says which tokens count: it cannot be applied to a weight.")
+            raise LayoutError("A mask says which tokens count: it cannot be applied to a weight")
         if self.args.strategy == QuantizationStrategy.TOKEN:
-            raise LayoutError("With strategy 'token' each position has a scale: it takes no mask.")
+            raise LayoutError("With strategy 'token' each position has a scale: it takes no mask")
         by_token = value.transpose(1, 2) if self.base_name in ("q", "k", "v") else value
         dims = 2 if self.base_name in ("q", "k", "v") else value.ndim - 1
         kept = by_token[checked_mask(mask, by_token, self.base_name, dims)]
@@ -206,10 +211,10 @@ class Layout:
             return value[None, None] if value.ndim == 2 else value.reshape(1, 1, 1, -1)
         is_block = self.args.strategy == QuantizationStrategy.BLOCK
         if value.ndim < 2 or (is_block and value.ndim > 2):
-            advice = " Observe a stack of matrices one by one." if value.ndim > 2 else ""
             raise LayoutError(
-                f"Strategy '{strategy_name(self.args)}' needs a weight of two dimensions, "
-                f"got shape {tuple(value.shape)}.{advice}"
+                f"Strategy '{strategy_name(self.args)}' needs a weight of two dimensions",
+                got=f"shape {tuple(value.shape)}",
+                hint="Observe a stack of matrices one by one" if value.ndim > 2 else "",
             )
         if self.args.strategy == QuantizationStrategy.CHANNEL:
             return value[None, ..., None, None, :]
@@ -228,8 +233,9 @@ class Layout:
     def _attention(self, value: Tensor) -> Tensor:
         if value.ndim != 4:
             raise LayoutError(
-                f"'{self.base_name}' must have shape (batch, heads, sequence, head_dim), "
-                f"got {tuple(value.shape)}."
+                "must have shape (batch, heads, sequence, head_dim)",
+                subject=f"'{self.base_name}'",
+                got=f"{tuple(value.shape)}",
             )
         tokens = value.transpose(1, 2).flatten(0, 1)
         if self.args.strategy == QuantizationStrategy.TENSOR:
@@ -241,14 +247,18 @@ class Layout:
             return value
         if self.order.numel() != value.shape[-1]:
             raise LayoutError(
-                f"g_idx has {self.order.numel()} entries for {value.shape[-1]} columns."
+                f"g_idx has {self.order.numel()} entries for {value.shape[-1]} columns"
             )
         return value.index_select(-1, self.order.to(value.device))
 
     def _grouped(self, value: Tensor) -> Tensor:
         size, group_size = value.shape[-1], self.args.group_size
         if indivisible_by(size, self.args):
-            raise DivisibilityError(strategy_name(self.args), self.base_name, size, group_size)
+            raise LayoutError(
+                f"Strategy '{strategy_name(self.args)}' needs group_size to divide the last "
+                f"dimension of '{self.base_name}': {size} is not divisible by {group_size}",
+                hint=sizes_that_divide(size),
+            )
         return value.reshape(*value.shape[:-1], size // group_size, group_size)
 
     def _blocked(self, value: Tensor) -> Tensor:
@@ -266,7 +276,7 @@ def strategy_name(args: QuantizationArgs) -> str:
 def check_base_name(base_name: str) -> None:
     """Refuse the name of a tensor role that does not exist."""
     if base_name not in STRATEGIES:
-        raise UnknownBaseNameError(base_name, STRATEGIES)
+        raise ConfigurationError(f"Unknown base_name {base_name!r}", allowed=list(STRATEGIES))
 
 
 def _check_g_idx(g_idx: Tensor | None, base_name: str, args: QuantizationArgs) -> None:
@@ -274,11 +284,11 @@ def _check_g_idx(g_idx: Tensor | None, base_name: str, args: QuantizationArgs) -
     if base_name != "weight" or args.strategy not in _GROUPED:
         raise LayoutError(
             f"g_idx maps a weight's columns to groups: it has no meaning for '{base_name}' with "
-            f"strategy '{strategy_name(args)}'."
+            f"strategy '{strategy_name(args)}'"
         )
     sizes = torch.unique(g_idx, return_counts=True)[1]
     if bool((sizes != args.group_size).any()):
         raise LayoutError(
             f"g_idx must name each group {args.group_size} times (group_size); its groups have "
-            f"from {int(sizes.min())} to {int(sizes.max())} columns."
+            f"from {int(sizes.min())} to {int(sizes.max())} columns"
         )

@@ -14,7 +14,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import generate_gparam, round_to_power_2
 from torch import Tensor
 
-from calipers.errors import NonFiniteRangeError
+from calipers.errors import TensorValueError
 from calipers.numerics.formats import FP8_DTYPE, Format, ScaleKind
 
 __all__ = ["fake_quantize", "global_scale_of", "qparams_of", "quantize_dequantize", "safe_qparams"]
@@ -41,7 +41,11 @@ def qparams_of(
     sound = (torch.isfinite(min_vals) & torch.isfinite(max_vals)).reshape(scale.shape)
     sound &= torch.isfinite(scale) & (scale > 0)
     if not bool(sound.all()):
-        raise NonFiniteRangeError(where, int((~sound).sum()), sound.numel())
+        raise TensorValueError(
+            f"{int((~sound).sum())} of {sound.numel()} ranges have no finite, positive scale",
+            where=where,
+            hint="Their min or max is NaN, Inf, or beyond what the dtype of the scale can hold",
+        )
     return scale, zero_point
 
 

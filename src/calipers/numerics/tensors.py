@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calipers.errors import LayoutError
+from calipers.errors import LayoutError, mask_of_scores
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -43,14 +43,11 @@ def checked_mask(mask: Tensor, value: Tensor, base_name: str, dims: int) -> Tens
     :param value: what is masked, with one token for each position in its first ``dims`` dimensions
     """
     if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
-        raise LayoutError(
-            "The mask must be 1 for tokens that count and 0 for others; this looks like one "
-            "that is added to attention scores."
-        )
+        raise mask_of_scores()
     leading = value.shape[:dims]
     if mask.shape != leading:
         raise LayoutError(
-            f"The mask must have one entry per token of '{base_name}', shape "
-            f"{tuple(leading)}, got {tuple(mask.shape)}."
+            f"The mask must have one entry per token of '{base_name}', shape {tuple(leading)}",
+            got=f"{tuple(mask.shape)}",
         )
     return mask.to(device=value.device, dtype=torch.bool)

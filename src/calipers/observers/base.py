@@ -16,9 +16,11 @@ from typing_extensions import Self
 
 from calipers.errors import (
     CalipersWarning,
-    FusedStatisticsError,
     ImportanceError,
     NoStatisticsError,
+    listing,
+    no_statistics,
+    text_of,
 )
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, has_global_scale, strategy_name
@@ -184,7 +186,7 @@ class Observer(
     def get_statistics(self) -> dict[str, Tensor]:
         """Return everything the observer remembers, by name; further data does not change it."""
         if not self.has_statistics:
-            raise NoStatisticsError(self.module_name)
+            raise no_statistics(self.module_name)
         fields = self.fields_to_share()
         return {k: v for k, v in fields.items() if not k.startswith("observed_")}
 
@@ -195,7 +197,7 @@ class Observer(
         It has the dtype of what was observed, even if the statistics are kept in a wider one.
         """
         if not self.has_statistics:
-            raise NoStatisticsError(self.module_name)
+            raise no_statistics(self.module_name)
         low, high = self.min_vals, self.max_vals
         dtype = getattr(self, "observed_like", low).dtype
         return low.to(dtype), high.to(dtype)
@@ -218,7 +220,12 @@ class Observer(
             return None
         missing = [other.label() for other in self._fused_observers if not other.has_statistics]
         if missing:
-            raise FusedStatisticsError(self.label(), sorted(missing))
+            raise NoStatisticsError(
+                "shares its global_scale with observers that have no statistics: "
+                f"{listing(sorted(missing))}",
+                subject=self.label(),
+                hint="Call each of them on its tensor before get_qparams() on any",
+            )
         absmax = _absmax(*self.get_range())
         for other in self._fused_observers:
             absmax = torch.maximum(absmax, _absmax(*other.get_range()).to(absmax.device))
@@ -273,10 +280,12 @@ class Observer(
             return self.possible_weights(pieces, least)
         except ImportanceError as error:
             if getattr(self.options, "strict", False):
+                error.add_hint("With strict=False it would fall back to plain error")
                 raise
             if not self._has_warned:
                 self.fall_back_silently()
-                warnings.warn(f"{error.reason} Falls back to plain error.", CalipersWarning, 3)
+                error.add_hint("Falls back to plain error")
+                warnings.warn(CalipersWarning(text_of(error)), stacklevel=3)
             return Weights()
 
     def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:

@@ -12,11 +12,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import (
-    ConfigurationMismatchError,
-    CountedStrategyError,
-    EntropyFormatError,
     MergeError,
-    UncountableError,
+    TensorValueError,
+    UnsuitableError,
+    different_configurations,
 )
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import strategy_name
@@ -61,7 +60,12 @@ class ValueCountsObserver(Observer):
         """Refuse strategies with many pieces, for each of which all values would be counted."""
         super().check(base_name, args, options, fmt)
         if args.strategy not in _COUNTED:
-            raise CountedStrategyError(cls.label_of(base_name), strategy_name(args))
+            raise UnsuitableError(
+                "values are counted per tensor or per head (strategies tensor and attn_head), not "
+                f"per '{strategy_name(args)}'",
+                where=cls.label_of(base_name),
+                hint="Use 'static_minmax' or 'mse' for this strategy",
+            )
 
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
@@ -69,7 +73,13 @@ class ValueCountsObserver(Observer):
         low, high = self.extrema(observed)
         pieces = self.pieces(observed)
         if pieces.dtype != torch.float16 and _overflows(low, high):
-            raise UncountableError(self.label(), float(low.min()), float(high.max()), pieces.dtype)
+            raise TensorValueError(
+                f"was given values from {float(low.min()):g} to {float(high.max()):g} "
+                f"({pieces.dtype}). They are counted as bfloat16, which ends at ±3.38953e+38. "
+                "Nothing was recorded",
+                subject=self.label(),
+                hint="Scale the tensor down, or use 'static_minmax'",
+            )
         self.absorb(min_vals=low, max_vals=high)
         self.counts.count(pieces, self._observation.tokens if self._observation else 0)
 
@@ -80,10 +90,12 @@ class ValueCountsObserver(Observer):
         may differ.
         """
         if not isinstance(other, ValueCountsObserver):
-            raise MergeError(f"{self.label()} cannot adopt a {type(other).__name__}: no counts.")
+            raise MergeError(
+                f"cannot adopt a {type(other).__name__}: no counts", subject=self.label()
+            )
         ours, theirs = self._measured(), other._measured()
         if ours != theirs:
-            raise ConfigurationMismatchError(f"adopt by {self.label()}", ours, theirs)
+            raise different_configurations(f"adopt by {self.label()}", ours, theirs)
         with other.lock:  # never both locks at once
             # Copied together: what ranks have in common already stays the same tensor in both.
             fields, synced = copy.deepcopy((other.fields(), other.synced))
@@ -200,7 +212,11 @@ class EntropyObserver(ValueCountsObserver):
         """Refuse formats of few codes."""
         super().check(base_name, args, options, fmt)
         if fmt.bits != 8:
-            raise EntropyFormatError(cls.label_of(base_name), fmt.name)
+            raise UnsuitableError(
+                f"entropy compares distributions of 8-bit codes, int8 or fp8, not {fmt.name}",
+                where=cls.label_of(base_name),
+                hint="Use 'percentile' or 'mse' for this format",
+            )
 
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:

@@ -69,9 +69,9 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         """Return E[x²] of each column over its mean; refuse pieces of more than one row."""
         if self.base_name != "weight" or self.args.strategy not in _SUPPORTED:
             raise ImportanceUnsupportedError(
-                self.label(),
                 f"importance has no meaning for '{self.base_name}' with strategy "
                 f"'{strategy_name(self.args)}' (only for weights: channel, group, tensor_group)",
+                where=self.label(),
             )
         return super().possible_weights(pieces, least)
 

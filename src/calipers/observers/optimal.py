@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field
 from torch import Tensor
 
-from calipers.errors import NoStatisticsError, UnsuitableError, WeightGoneError
+from calipers.errors import UnsuitableError, no_statistics, weight_gone
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import has_global_scale
 from calipers.observers.base import Observer, QParamsDict
@@ -96,14 +96,17 @@ class OptimalObserver(Observer):
         super().check(base_name, args, options, fmt)
         if base_name != "weight":
             raise UnsuitableError(
-                f"{cls.label_of(base_name)} looks at a whole weight at once. For activations and "
-                "attention states use 'histogram_mse', which finds the optimum over all data."
+                "looks at a whole weight at once",
+                subject=cls.label_of(base_name),
+                hint="For activations and attention states use 'histogram_mse', which finds the "
+                "optimum over all data",
             )
         signed = isinstance(options, OptimalOptions) and options.signed_scale
         if signed and not fmt.takes_signed_scales:
             raise UnsuitableError(
-                f"{cls.label_of(base_name)}: signed_scale is for symmetric int formats, whose "
-                f"lowest code has no counterpart. Leave it out for {fmt.name}."
+                "signed_scale is for symmetric int formats, whose lowest code has no counterpart",
+                where=cls.label_of(base_name),
+                hint=f"Leave it out for {fmt.name}",
             )
 
     @classmethod
@@ -153,7 +156,7 @@ class OptimalObserver(Observer):
         if not has_global_scale(self.args):
             return None
         if not self.has_statistics:
-            raise NoStatisticsError(self.module_name)
+            raise no_statistics(self.module_name)
         if not self._shares_global_scale and "_global_scale" in self.fields():
             return self._global_scale.clone()
         return self._best_global_scale()
@@ -163,7 +166,7 @@ class OptimalObserver(Observer):
     def get_qparams(self) -> QParamsDict:
         """Return the parameters; with fused observers, those under their common global scale."""
         if not self.has_statistics:
-            raise NoStatisticsError(self.module_name)
+            raise no_statistics(self.module_name)
         global_scale = self.get_global_scale()
         if self._shares_global_scale or "_scale" not in self.fields():
             scale, zero_point, _ = self.solutions().under(global_scale)
@@ -197,7 +200,7 @@ class OptimalObserver(Observer):
     def solutions(self) -> Solutions:
         """Return the best parameters of the weight under any global scale; refuse if it is gone."""
         if self._solutions is None:
-            raise WeightGoneError(self.label(), "no longer has")
+            raise weight_gone(self.label(), "no longer has")
         self._solutions.label = self.label()
         return self._solutions
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from calipers.errors import InvalidOptionError, UnknownOptionError
+from calipers.errors import ConfigurationError, nearest
 from calipers.observers.compatibility import ALIASES
 from calipers.solvers.grid_search import SearchedParts
 
@@ -100,15 +100,21 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> 
 
     >>> parse_options(SearchOptions, {"patience": -1}, "mse")
     Traceback (most recent call last):
-    calipers.errors.observing.InvalidOptionError: Observer 'mse': patience must be >= 0, got -1.
+    calipers.errors.base.ConfigurationError: Observer 'mse': patience must be >= 0, got -1.
     """
+    known = sorted(kind.model_fields)
     for key in given:
-        if key not in kind.model_fields:
-            raise UnknownOptionError(owner, key, kind.model_fields)
+        if key not in known:
+            raise ConfigurationError(
+                f"Unknown option '{key}' for observer '{owner}'",
+                meant=nearest(key, known),
+                allowed=known,
+            )
     try:
         return kind(**given)
     except ValidationError as error:
-        raise InvalidOptionError(owner, map(_problem, error.errors())) from None
+        problems = "; ".join(map(_problem, error.errors()))
+        raise ConfigurationError(problems, where=f"Observer '{owner}'") from None
 
 
 class OptionAttributes:

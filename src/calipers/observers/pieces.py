@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from calipers.errors import NonFiniteError
+from calipers.errors import not_finite
 from calipers.kernels.extrema import extrema
 from calipers.statistics.observation import Observation
 
@@ -48,9 +48,7 @@ class ObservedPieces:
         else:
             found = extrema(observed.unsqueeze(-2))
             if found.nonfinite:
-                raise NonFiniteError(
-                    self.label(), found.nonfinite, observed.numel(), observed.shape
-                )
+                raise not_finite(self.label(), found.nonfinite, observed.numel(), observed.shape)
         return found.min_vals, found.max_vals
 
     def pieces(self, observed: Tensor) -> Tensor:

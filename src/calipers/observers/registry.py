@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from typing_extensions import Self
 
-from calipers.errors import CodeNotAllowedError, RegistrationError, UnknownObserverError
+from calipers.errors import ConfigurationError, UnknownObserverError, code_not_allowed, nearest
 from calipers.observers.compatibility import construct
 
 T = TypeVar("T")
@@ -56,15 +56,16 @@ class Registry(Generic[T]):
     def add(self, cls: type[T], name: str | None, alias: str | Iterable[str] | None) -> None:
         """Register a class; a name that stands for another class is refused."""
         if not isinstance(cls, type) or not issubclass(cls, self._base):
-            raise RegistrationError(f"{cls!r} is not a subclass of {self._base.__name__}.")
+            raise ConfigurationError(f"{cls!r} is not a subclass of {self._base.__name__}")
         key = standardize(name or cls.__name__)
         aliases = [alias] if isinstance(alias, str) else list(alias or ())
         for word in (key, *map(standardize, aliases)):
             present = self._classes.get(self._aliases.get(word, word))
             if present is not None and _identity(present) != _identity(cls):
-                raise RegistrationError(
-                    f"The name '{word}' already stands for {present.__module__}."
-                    f"{present.__qualname__}. Choose another one for {cls.__qualname__}."
+                raise ConfigurationError(
+                    f"already stands for {present.__module__}.{present.__qualname__}",
+                    subject=f"The name '{word}'",
+                    hint=f"Choose another one for {cls.__qualname__}",
                 )
         self._classes[key] = cls
         self._aliases.update((standardize(word), key) for word in aliases)
@@ -88,29 +89,37 @@ class Registry(Generic[T]):
             file was allowed to run before
         """
         if not isinstance(name, str):
-            raise UnknownObserverError(str(name), self._classes)
+            raise self._unknown(str(name))
         if is_file_of_code(name):
             path, _, class_name = name.rpartition(":")
             return self._load(Path(path), class_name, allow_code)
         key = standardize(name)
         key = self._aliases.get(key, key)
         if key not in self._classes:
-            raise UnknownObserverError(name, self._classes)
+            raise self._unknown(name)
         return self._classes[key]
 
     def name_of(self, cls: type) -> str:
         """Return the name of a class, or of the class itself if it is not registered."""
         return next((key for key, known in self._classes.items() if known is cls), cls.__name__)
 
+    def _unknown(self, name: str) -> UnknownObserverError:
+        return UnknownObserverError(
+            f"Unknown observer '{name}'",
+            meant=nearest(name, self.names()),
+            allowed=self.names(),
+            hint="A class of your own is given as 'path/to/file.py:Class'",
+        )
+
     def _load(self, path: Path, class_name: str, allow_code: bool) -> type[T]:
         if not path.is_file():
-            raise RegistrationError(f"There is no file '{path}' to load '{class_name}' from.")
+            raise ConfigurationError(f"There is no file '{path}' to load '{class_name}' from")
         if not allow_code and _module_name(path) not in sys.modules:
-            raise CodeNotAllowedError(f"{path}:{class_name}")
+            raise code_not_allowed(f"{path}:{class_name}")
         found = getattr(_module_of(path), class_name, None)
         if not isinstance(found, type) or not issubclass(found, self._base):
-            raise RegistrationError(
-                f"'{path}' has no class '{class_name}' derived from {self._base.__name__}."
+            raise ConfigurationError(
+                f"'{path}' has no class '{class_name}' derived from {self._base.__name__}"
             )
         return found
 
@@ -190,5 +199,5 @@ def _module_of(path: Path) -> ModuleType:
         del sys.modules[name]
         if not isinstance(error, Exception):
             raise
-        raise RegistrationError(f"Loading '{path}' failed: {error!r}.") from error
+        raise ConfigurationError(f"Loading '{path}' failed: {error!r}") from error
     return module

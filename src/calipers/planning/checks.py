@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
 
 from calipers.errors import (
-    AlreadyQuantizedError,
-    ModulesDivisibilityError,
-    UnfitError,
+    LayoutError,
+    Option,
+    RecipeError,
+    Words,
+    counted,
     group_sizes_for,
+    joined,
+    listing,
+    shortened,
+    sizes_that_divide,
+    unfit,
 )
 from calipers.numerics.layout import indivisible_by
 from calipers.planning.schemes import has_free_groups
 from calipers.planning.specs import ModuleSpec, TensorSpec
+
+_SHOWN = 5
+_HEADS: dict[str, Callable[[Any], int]] = {
+    "num_attention_heads": get_num_attn_heads,
+    "num_key_value_heads": get_num_kv_heads,
+    "head_dim": get_head_dim,
+}
+"""What compressed-tensors asks a config for, to shape the scales of attention states."""
 
 
 def check_modules(model: torch.nn.Module, planned: Sequence[ModuleSpec]) -> None:
@@ -30,57 +45,97 @@ def check_modules(model: torch.nn.Module, planned: Sequence[ModuleSpec]) -> None
         if getattr(module, "quantization_scheme", None) is not None
     ]
     if quantized:
-        raise AlreadyQuantizedError(quantized)
+        raise RecipeError(
+            f"{'is' if len(quantized) == 1 else 'are'} already quantized (has a "
+            "quantization_scheme)",
+            subject=shortened(f"'{name}'" for name in quantized),
+            hint="Start from the unquantized model, or ignore these modules",
+        )
     if any(each.kind != "linear" for each in planned):
         _check_heads(model, next(each for each in planned if each.kind != "linear"))
     for each in planned:
         if each.tensor("input") and isinstance(modules[each.name], torch.nn.Embedding):
-            problem = "the input of an Embedding is token ids. Quantize its weights only."
-            raise UnfitError(each.name, "input", problem)
+            problem = "the input of an Embedding is token ids"
+            raise unfit(each.name, "input", problem, hint="Quantize its weights only")
     _check_divisibility(modules, planned)
 
 
 def _check_heads(model: Any, planned: ModuleSpec) -> None:
     """Ask compressed-tensors for the shape of attention states now, not after all the data."""
-    try:
-        config = model.config.get_text_config(decoder=True)
-        for find in (get_num_attn_heads, get_num_kv_heads, get_head_dim):
-            find(config)
-    except Exception as error:
-        reason = str(error).split(". ")[0]
-        tensors = "/".join(tensor.base_name for tensor in planned.tensors)
-        problem = (
+    missing = [name for name, find in _HEADS.items() if not _finds(find, model)]
+    if missing:
+        raise unfit(
+            planned.name,
+            "/".join(tensor.base_name for tensor in planned.tensors),
             "compressed-tensors does not find the shape of the attention states of "
-            f"{type(model).__name__}: {reason}. Its queries, keys and values cannot be quantized."
+            f"{type(model).__name__}: its config does not tell {listing(missing)}",
+            hint="Its queries, keys and values cannot be quantized",
         )
-        raise UnfitError(planned.name, tensors, problem) from error
+
+
+def _finds(find: Callable[[Any], int], model: Any) -> bool:
+    try:
+        find(model.config.get_text_config(decoder=True))
+    except Exception:  # it promises no kind of error
+        return False
+    return True
+
+
+class _Unfit(NamedTuple):
+    """A tensor that groups or blocks of a width do not divide."""
+
+    module: str
+    base_name: str
+    size: int
+    width: int
 
 
 def _check_divisibility(modules: dict[str, torch.nn.Module], planned: Sequence[ModuleSpec]) -> None:
-    indivisible: list[tuple[str, str, int, int]] = []
+    indivisible: list[_Unfit] = []
     grouped: list[int] = []  # the sizes that groups cut, where another size can be chosen
     for each in planned:
         for tensor in each.tensors:
-            unfit = list(_indivisible(each, modules[each.name], tensor))
-            indivisible.extend(unfit)
+            found = list(_indivisible(each, modules[each.name], tensor))
+            indivisible.extend(found)
             if tensor.base_name == "weight" and has_free_groups(tensor.args):
                 grouped.append(_size(modules[each.name], tensor))
-            elif unfit:
+            elif found:
                 grouped.append(1)  # no other size helps here
     if indivisible:
-        raise ModulesDivisibilityError(indivisible, group_sizes_for(math.gcd(*grouped)))
+        raise _not_divided(indivisible, group_sizes_for(math.gcd(*grouped)))
+
+
+def _not_divided(indivisible: Sequence[_Unfit], group_sizes: Sequence[int]) -> LayoutError:
+    """Name the tensors, and sizes that fit all weights."""
+    lines = [
+        f"  {each.module}, {each.base_name}: {each.size} is not divisible by {each.width}. "
+        f"{sizes_that_divide(each.size)}."
+        for each in indivisible[:_SHOWN]
+    ]
+    if len(indivisible) > _SHOWN:
+        lines.append(f"  and {len(indivisible) - _SHOWN} more")
+    head = "The group or block size of the recipe does not divide"
+    told = [f"{head} {counted(len(indivisible), 'tensor')}:", *lines]
+    return LayoutError("\n".join(told), hint=_way_out(group_sizes))
+
+
+def _way_out(group_sizes: Sequence[int]) -> Words:
+    if not group_sizes:
+        return "Choose another scheme, or ignore these modules"
+    sizes = joined(", ", (Option("group_size", size) for size in sorted(group_sizes, reverse=True)))
+    return "Sizes that fit every weight: " + sizes + ". Choose one, or ignore these modules"
 
 
 def _indivisible(
     planned: ModuleSpec, module: torch.nn.Module, tensor: TensorSpec
-) -> Iterator[tuple[str, str, int, int]]:
+) -> Iterator[_Unfit]:
     """Yield the tensor with its size and that of its groups, if they do not fit."""
     if tensor.base_name in ("q", "k", "v"):
         return
     size = _size(module, tensor)
     width = indivisible_by(size, tensor.args)
     if width is not None:
-        yield planned.name, tensor.base_name, size, width
+        yield _Unfit(planned.name, tensor.base_name, size, width)
 
 
 def _size(module: torch.nn.Module, tensor: TensorSpec) -> int:

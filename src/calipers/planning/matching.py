@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from compressed_tensors.utils.match import is_match
 
-from calipers.errors import CalipersWarning, UnmatchedPatternError, did_you_mean, shortened
+from calipers.errors import CalipersWarning, Fields, RecipeError, Words, nearest, shortened
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Unmatched = Literal["error", "warn", "ignore"]
 """What a pattern that matches nothing leads to."""
@@ -34,17 +37,18 @@ def check_patterns(
         return
     for pattern in patterns:
         if not matches(model, pattern):
-            report(_nothing(model, key, pattern), unmatched)
+            what = f"'{pattern}' matches no module of {type(model).__name__}"
+            report(what, unmatched, **_advice(model, key, pattern))
 
 
-def report(problem: str, unmatched: Unmatched) -> None:
+def report(what: Words, unmatched: Unmatched, **fields: Unpack[Fields]) -> None:
     """Raise, warn of, or pass over a pattern that matches nothing."""
     if unmatched == "error":
-        raise UnmatchedPatternError(
-            f"{problem} With 'unmatched: warn' or 'unmatched: ignore' this is no error."
-        )
+        error = RecipeError(what, **fields)
+        error.add_hint("With 'unmatched: warn' or 'unmatched: ignore' this is no error")
+        raise error
     if unmatched == "warn":
-        warnings.warn(problem, CalipersWarning, 4)
+        warnings.warn(CalipersWarning(what, **fields), stacklevel=4)
 
 
 def what_there_is(model: torch.nn.Module) -> str:
@@ -61,14 +65,13 @@ def what_there_is(model: torch.nn.Module) -> str:
     )
 
 
-def _nothing(model: torch.nn.Module, key: str, pattern: str) -> str:
+def _advice(model: torch.nn.Module, key: str, pattern: str) -> Fields:
+    """Say what was meant by a pattern that matches nothing, or how names are given."""
     known = {type(module).__name__ for module in model.modules()}
     known |= {name for name, _ in model.named_modules() if name}
-    hint = "" if pattern.startswith("re:") else did_you_mean(pattern, known)
-    suffixed = [name for name in sorted(known) if name.endswith(f".{pattern}")]
-    if suffixed:
-        hint = f" Names are given in full, or as 're:.*{re.escape(pattern)}'."
-    return (
-        f"{key}: '{pattern}' matches no module of {type(model).__name__}.{hint} "
-        f"{what_there_is(model)}"
-    )
+    there_is = what_there_is(model)
+    if any(name.endswith(f".{pattern}") for name in known):
+        in_full = f"Names are given in full, or as 're:.*{re.escape(pattern)}'."
+        return {"where": key, "hint": f"{in_full} {there_is}"}
+    meant = None if pattern.startswith("re:") else nearest(pattern, known)
+    return {"where": key, "meant": meant, "hint": there_is}

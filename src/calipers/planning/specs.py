@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from calipers.errors import CalipersError, UnfitError
+from calipers.errors import CalipersError, RecipeError, tensor_of, unfit
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, granularity_name, has_few_scales, strategy_name
 from calipers.observers.spec import ObserverSpec
@@ -127,13 +127,13 @@ def tensor_specs(
 
 def _tensor_spec(base_name: str, args: QuantizationArgs, step: str, where: str) -> TensorSpec:
     if base_name == "weight" and args.dynamic:
-        problem = "a weight does not change while the model runs. Set 'dynamic: false'."
-        raise UnfitError(where, base_name, problem)
+        problem = "a weight does not change while the model runs"
+        raise unfit(where, base_name, problem, hint="Set 'dynamic: false'")
     try:
         Layout.of(base_name, args)
         return TensorSpec(base_name, args, ObserverSpec.resolve(base_name, args), step)
     except CalipersError as error:
-        raise UnfitError(where, base_name, error) from error
+        raise RecipeError.of(error, tensor_of(where, base_name)) from error
 
 
 @dataclass(frozen=True, eq=False)

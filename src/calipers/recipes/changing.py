@@ -9,9 +9,9 @@ from typing import Any
 from calipers.errors import (
     CalipersWarning,
     ConfigurationError,
-    GroupSizeError,
     Option,
     RecipeError,
+    listing,
     not_allowed,
 )
 from calipers.modifiers import Modifier
@@ -26,7 +26,7 @@ def regroup(modifiers: Modifiers, size: int) -> Modifiers:
         raise not_allowed("group_size", size, "a whole number, 1 or more")
     changed = [modifier.regrouped(size) for modifier in modifiers]
     if not any(changed):
-        raise GroupSizeError(size, _weights(modifiers))
+        raise _no_free_groups(size, _weights(modifiers))
     return tuple(new or old for new, old in zip(changed, modifiers, strict=True))
 
 
@@ -47,10 +47,18 @@ def observe(modifiers: Modifiers, key: str, given: Any) -> Modifiers:
 def _read(key: str, given: Any) -> ObserverChoice:
     try:
         return read_choice(given)
-    except RecipeError as error:
-        raise RecipeError(error.problem, where=Option(key)) from None
     except ConfigurationError as error:
-        raise RecipeError(error.context.text, where=Option(key)) from None
+        raise RecipeError.of(error, Option(key)) from None
+
+
+def _no_free_groups(size: int, weights: list[str]) -> RecipeError:
+    found = f"its weights are {listing(weights)}" if weights else "it quantizes no weights"
+    return RecipeError(
+        f"has no meaning here: {found}",
+        subject=Option("group_size", size),
+        hint="Groups whose size can be chosen are those of strategy 'group', as in W4A16; those "
+        "of NVFP4 and MX are fixed by the format. Leave it out, or choose another scheme",
+    )
 
 
 def _weights(modifiers: Iterable[Modifier]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 
 from calipers.calibration.experts import fused_experts, unfuse_experts
-from calipers.errors import ClaimError, UnmatchedPatternError
+from calipers.errors import RecipeError
 from calipers.planning.checks import check_modules
 from calipers.planning.matching import what_there_is
 from calipers.planning.plan import Plan, Step
@@ -55,9 +55,10 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     modules = sorted(claims.modules(), key=lambda module: order[module.name])
     if not modules and not measured:
-        raise UnmatchedPatternError(
+        raise RecipeError(
             f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
-            f"quantized matches. {what_there_is(model)}"
+            "quantized matches",
+            hint=what_there_is(model),
         )
     check_modules(model, modules)
     besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
@@ -79,7 +80,12 @@ class _Claims:
         for tensor in module.tensors:
             other = known.tensor(tensor.base_name)
             if other is not None:
-                raise ClaimError(f"{module.name}.{tensor.base_name}", other.step, tensor.step)
+                raise RecipeError(
+                    f"Both {other.step} and {tensor.step} quantize "
+                    f"'{module.name}.{tensor.base_name}'",
+                    hint="A tensor is quantized once: narrow the targets of one of them, or add "
+                    "the module to its ignore list",
+                )
         self._modules[module.name] = _merged(known, module)
 
     def modules(self) -> list[ModuleSpec]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from calipers.errors import RecipeError, Words
+from calipers.errors import Fields, RecipeError, Words
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Path = tuple[str | int, ...]
 
@@ -42,9 +45,15 @@ class Document:
             return found[0] if found else self.line_of(path[:-1])
         return None
 
-    def error(self, problem: Words, path: Path = ()) -> RecipeError:
+    def error(self, what: Words, path: Path = (), **fields: Unpack[Fields]) -> RecipeError:
         """Make the error that says where a problem is."""
-        return RecipeError(problem, path=path, source=self.source, line=self.line_of(path))
+        return self.located(RecipeError(what, path=path, **fields))
+
+    def located(self, error: RecipeError, path: Path = ()) -> RecipeError:
+        """Say where in the document an error is that knows the keys that come after a path."""
+        error.path = (*path, *error.path)
+        error.add_line(self.source, self.line_of(error.path))
+        return error
 
 
 def read_document(text: str, source: str) -> Document:
@@ -56,7 +65,7 @@ def read_document(text: str, source: str) -> Document:
     try:
         return _read(text, source)
     except RecursionError:
-        raise RecipeError("is nested too deeply.", source=source) from None
+        raise RecipeError("is nested too deeply", source=source) from None
     except yaml.YAMLError as error:
         data = _as_json(text)
         if data is not None:
@@ -64,7 +73,7 @@ def read_document(text: str, source: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = None if mark is None else mark.line + 1
-        raise RecipeError(f"this is no YAML: {problem}.", source=source, line=line) from None
+        raise RecipeError(f"this is no YAML: {problem}", source=source, line=line) from None
 
 
 def _read(text: str, source: str) -> Document:
@@ -94,9 +103,9 @@ class _Walk:
         if node.tag not in _PLAIN_TAGS:
             return self._word(node)
         if id(node) in self._open:
-            raise self._error("an anchor contains itself.", node)
+            raise self._error("an anchor contains itself", node)
         if len(self.lines) > _MOST_ENTRIES:
-            raise self._error(f"more than {_MOST_ENTRIES} entries.", node)
+            raise self._error(f"more than {_MOST_ENTRIES} entries", node)
         self._open.add(id(node))
         try:
             return self._collection(node, path)
@@ -118,7 +127,7 @@ class _Walk:
         try:
             return self._loader.construct_object(node)
         except ValueError as error:
-            raise self._error(f"'{node.value}' cannot be read: {error}.", node) from None
+            raise self._error(f"'{node.value}' cannot be read: {error}", node) from None
 
     def _word(self, node: yaml.Node) -> Any:
         """Return the word of an enum as llm-compressor writes it; refuse all other tags."""
@@ -127,7 +136,7 @@ class _Walk:
         if node.tag.startswith(_ENUM_TAG) and is_word and isinstance(value[0], yaml.ScalarNode):
             return self._scalar(value[0])
         name = node.tag.replace("tag:yaml.org,2002:", "!!")
-        raise self._error(f"the tag '{name}' is refused: a recipe holds plain data only.", node)
+        raise self._error(f"the tag '{name}' is refused: a recipe holds plain data only", node)
 
     def _at(self, node: yaml.Node, place: yaml.Node, path: Path) -> Any:
         self.lines[path] = place.start_mark.line + 1
@@ -135,7 +144,7 @@ class _Walk:
 
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise self._error("a key must be a word, not a list or a mapping.", node)
+            raise self._error("a key must be a word, not a list or a mapping", node)
         return str(self._scalar(node))
 
     def _refuse_doubles(self, node: yaml.MappingNode) -> None:
@@ -143,9 +152,9 @@ class _Walk:
         for key, place in self._own_keys(node):
             if key in seen:
                 raise self._error(
-                    f"the key '{key}' stands twice, first in line {seen[key]}. Keep one; several "
-                    "modifiers of one kind are given as a list.",
+                    f"the key '{key}' stands twice, first in line {seen[key]}",
                     place,
+                    hint="Keep one; several modifiers of one kind are given as a list",
                 )
             seen[key] = place.start_mark.line + 1
 
@@ -154,8 +163,8 @@ class _Walk:
             if key.tag != "tag:yaml.org,2002:merge":
                 yield self._key(key), key
 
-    def _error(self, problem: str, node: yaml.Node) -> RecipeError:
-        return RecipeError(problem, source=self._source, line=node.start_mark.line + 1)
+    def _error(self, what: str, node: yaml.Node, hint: str = "") -> RecipeError:
+        return RecipeError(what, hint=hint, source=self._source, line=node.start_mark.line + 1)
 
 
 def _as_json(text: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from calipers.errors import CalipersError, CodeNotAllowedError, RecipeError, did_you_mean
+from calipers.errors import CalipersError, RecipeError, code_not_allowed, nearest
 from calipers.html import html_table
 from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.modifiers.choices import check_observer, named_observers, preset_name
@@ -29,8 +29,8 @@ MODIFIERS: Mapping[str, type[Modifier]] = {
 """The modifiers that a recipe can name."""
 
 _NEAREST = (
-    " The nearest is QuantizationModifier with "
-    "'weight_observer: {name: optimal, importance: hessian}'."
+    "The nearest is QuantizationModifier with "
+    "'weight_observer: {name: optimal, importance: hessian}'"
 )
 _FOREIGN = {
     "GPTQModifier": _NEAREST,
@@ -171,7 +171,7 @@ def _read(source: Any, allow_code: bool) -> Recipe:
     if isinstance(source, str):
         return _from_text(source, allow_code)
     raise RecipeError(
-        f"A recipe is a path, YAML, a mapping, a modifier or a list of modifiers, got {source!r}."
+        "A recipe is a path, YAML, a mapping, a modifier or a list of modifiers", got=repr(source)
     )
 
 
@@ -182,13 +182,13 @@ def _settle_code(modifier: Modifier, document: Document, path: Path) -> None:
             continue
         at, key = (*path, *inner), ".".join(map(str, (modifier.label(), *inner)))
         if not document.allow_code:
-            raise CodeNotAllowedError(
+            raise code_not_allowed(
                 choice.name, key, path=at, source=document.source, line=document.line_of(at)
             )
         try:
             check_observer(choice.name, choice.options, str(inner[-1]), allow_code=True)
         except CalipersError as error:
-            raise document.error(f"{key}: {error}", at) from error
+            raise document.located(RecipeError.of(error, key), at) from error
 
 
 def _joined(sources: Iterable[Any], allow_code: bool) -> Recipe:
@@ -222,7 +222,7 @@ def _from_file(path: FilePath, allow_code: bool) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise RecipeError(f"The recipe '{path}' cannot be read: {reason}.") from None
+        raise RecipeError(f"The recipe '{path}' cannot be read: {reason}") from None
     return _from_document(replace(read_document(text, str(path)), allow_code=allow_code))
 
 
@@ -237,10 +237,11 @@ def _from_preset(name: str) -> Recipe:
     try:
         scheme = preset_name(name)
     except RecipeError as error:
-        raise RecipeError(
+        error.add_place(
             f"'{name}' is neither a file, nor YAML with stages or modifiers, nor the name of a "
-            f"preset: {error.problem}"
-        ) from None
+            "preset"
+        )
+        raise
     modifier = QuantizationModifier(scheme=scheme, ignore=("lm_head",), unmatched="ignore")
     return Recipe((Stage(_DEFAULT, (modifier,)),))
 
@@ -253,7 +254,8 @@ def _from_document(document: Document) -> Recipe:
         elif _is_group(key):
             stages.append(Stage(_DEFAULT, tuple(_modifiers(document, body, (key,)))))
         else:
-            raise document.error(_unknown_key(key, "the recipe", ["<name>_stage"]), (key,))
+            unknown = _unknown_key(key, "the recipe", ["<name>_stage"])
+            raise document.located(unknown, (key,))
     return _checked(stages, document)
 
 
@@ -261,9 +263,8 @@ def _stage(document: Document, key: str, body: Any) -> Stage:
     found: list[Modifier] = []
     for group, inner in _mapping(document, body, (key,), f"'{key}'").items():
         if not _is_group(group):
-            raise document.error(
-                _unknown_key(group, f"'{key}'", ["<name>_modifiers"]), (key, group)
-            )
+            unknown = _unknown_key(group, f"'{key}'", ["<name>_modifiers"])
+            raise document.located(unknown, (key, group))
         found.extend(_modifiers(document, inner, (key, group)))
     return Stage(key.removesuffix("_stage"), tuple(found))
 
@@ -272,14 +273,18 @@ def _is_group(key: str) -> bool:
     return key == "modifiers" or (key.endswith("_modifiers") and key != "_modifiers")
 
 
-def _unknown_key(key: str, owner: str, shapes: list[str]) -> str:
+def _unknown_key(key: str, owner: str, shapes: list[str]) -> RecipeError:
     if key in MODIFIERS:
-        return f"'{key}' stands directly in {owner}. Put it under 'modifiers:'."
+        hint = "Put it under 'modifiers:'."
+        return RecipeError(f"'{key}' stands directly in {owner}", hint=hint)
     words = {
         shape.replace("<name>", name) for shape in shapes for name in ("quantization", _DEFAULT)
     }
-    hint = did_you_mean(key, ["modifiers", *sorted(words)])
-    return f"unknown key '{key}' in {owner}.{hint} Allowed: {', '.join([*shapes, 'modifiers'])}."
+    return RecipeError(
+        f"unknown key '{key}' in {owner}",
+        meant=nearest(key, ["modifiers", *sorted(words)]),
+        allowed=[*shapes, "modifiers"],
+    )
 
 
 def _modifiers(document: Document, body: Any, path: Path) -> Iterator[Modifier]:
@@ -296,28 +301,29 @@ def _modifiers(document: Document, body: Any, path: Path) -> Iterator[Modifier]:
 
 def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifier:
     if name not in MODIFIERS:
-        raise document.error(_unknown_modifier(name), path)
+        raise document.located(_unknown_modifier(name), path)
     if isinstance(fields, MODIFIERS[name]):
         return fields
     given = {} if fields is None else _mapping(document, fields, path, f"'{name}'")
     try:
         modifier = MODIFIERS[name](**given)
     except RecipeError as error:
-        raise document.error(error.problem, (*path, *error.path)) from None
+        raise document.located(error, path) from None
     _settle_code(modifier, document, path)
     return modifier
 
 
-def _unknown_modifier(name: str) -> str:
-    known = f"Modifiers: {', '.join(MODIFIERS)}."
+def _unknown_modifier(name: str) -> RecipeError:
     if name in _FOREIGN:
-        return f"Calipers does not have '{name}'.{_FOREIGN[name]} {known}"
-    return f"unknown modifier '{name}'.{did_you_mean(name, MODIFIERS)} {known}"
+        what = f"Calipers does not have '{name}'"
+        return RecipeError(what, allowed=list(MODIFIERS), hint=_FOREIGN[name])
+    meant = nearest(name, MODIFIERS)
+    return RecipeError(f"unknown modifier '{name}'", meant=meant, allowed=list(MODIFIERS))
 
 
 def _mapping(document: Document, data: Any, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise document.error(f"{what} must be a mapping, got {_shown(data)}.", path)
+        raise document.error(f"{what} must be a mapping", path, got=_shown(data))
     return {str(key): value for key, value in data.items()}
 
 
@@ -328,7 +334,7 @@ def _shown(data: Any) -> str:
 def _checked(stages: list[Stage], document: Document) -> Recipe:
     """Give every stage a name of its own; a recipe without modifiers is refused."""
     if not any(stage.modifiers for stage in stages):
-        raise document.error(f"The recipe has no modifiers. There are: {', '.join(MODIFIERS)}.")
+        raise document.error("The recipe has no modifiers", allowed=list(MODIFIERS))
     named: dict[str, Stage] = {}
     for stage in stages:
         name, number = stage.name, 1

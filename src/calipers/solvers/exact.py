@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.errors import WeightGoneError
+from calipers.errors import weight_gone
 from calipers.kernels.optimum import best_scales
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import qparams_of, quantize_dequantize, safe_qparams
@@ -100,7 +100,7 @@ class Solutions:
     def problem(self) -> Problem:
         """What was asked; the weight must be as it was."""
         if tensor_version(self._problem.pieces) != self._version:
-            raise WeightGoneError(self.label, "cannot trust, since it was changed in place,")
+            raise weight_gone(self.label, "cannot trust, since it was changed in place,")
         return self._problem
 
     def under(self, global_scale: Tensor | None) -> Solution:

@@ -136,7 +136,7 @@ def _gathered(inputs: Statistic | None, fields: tuple[str, ...], label: str) -> 
     held = {} if inputs is None else inputs.fields()
     total, count = (held.get(name) for name in fields)
     if total is None or count is None or not int(count):
-        raise ImportanceError(label, "no importance was gathered")
+        raise ImportanceError("no importance was gathered", where=label)
     return total, count
 
 
@@ -144,9 +144,9 @@ def _diagonal(mean: Tensor, of: Weighed) -> Tensor:
     columns = of.layout.columns_of(of.pieces, mean.numel())
     if columns is None:
         raise ImportanceUnsupportedError(
-            of.label,
             f"importance has no meaning for a weight without columns, cut by strategy "
             f"'{strategy_name(of.layout.args)}'",
+            where=of.label,
         )
     diagonal = _over_mean(mean, columns, of.label)
     return of.layout.over_columns(diagonal.clamp(min=of.least) if of.least else diagonal)
@@ -156,15 +156,15 @@ def _over_mean(importance: Tensor, columns: int, label: str) -> Tensor:
     """Return importance over its mean; refuse what cannot be one."""
     if importance.numel() != columns:
         raise ImportanceError(
-            label,
             f"importance has {importance.numel()} channels for {columns} columns of the weight",
+            where=label,
         )
     if not bool(torch.isfinite(importance).all()):
-        raise ImportanceError(label, "importance has NaN or Inf in it")
+        raise ImportanceError("importance has NaN or Inf in it", where=label)
     if bool((importance < 0).any()):
-        raise ImportanceError(label, "importance has negative values")
+        raise ImportanceError("importance has negative values", where=label)
     if not bool(importance.any()):
-        raise ImportanceError(label, "importance is zero for every channel")
+        raise ImportanceError("importance is zero for every channel", where=label)
     return importance / importance.mean()
 
 
@@ -173,15 +173,16 @@ def _fitted(blocks: Tensor, tokens: int, of: Weighed) -> Tensor:
     width, piece = blocks.shape[-1], of.pieces.shape[-1]
     if of.layout.order is not None:
         raise ImportanceError(
-            of.label, "a Hessian is of neighbouring columns, which g_idx tears apart"
+            "a Hessian is of neighbouring columns, which g_idx tears apart", where=of.label
         )
     if not bool(torch.isfinite(blocks).all()):
-        raise ImportanceError(of.label, "the Hessian has NaN or Inf in it")
+        raise ImportanceError("the Hessian has NaN or Inf in it", where=of.label)
     padded = -blocks.shape[0] * width % piece  # columns of a block that the matrix does not fill
     if (width % piece and piece % width) or padded % width:
         raise ImportanceError(
-            of.label,
             f"the Hessian has blocks of {width} columns, which do not fit pieces of {piece} "
-            "columns. Gather it with this observer",
+            "columns",
+            where=of.label,
+            hint="Gather it with this observer",
         )
     return torch.cat([shrunk(blocks, tokens), blocks.new_zeros(padded // width, width, width)])

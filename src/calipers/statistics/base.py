@@ -16,12 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from typing_extensions import Self
 
-from calipers.errors import (
-    ConfigurationMismatchError,
-    MergeError,
-    NotMergeableError,
-    ShapeChangedError,
-)
+from calipers.errors import DataError, MergeError, different_configurations, listing
 from calipers.statistics.locking import Lock, guarded
 
 
@@ -165,7 +160,12 @@ class Statistic:
         for name, value in new.items():
             before = held.get(name, value)
             if before.shape != value.shape and reductions[name] is not Reduction.LAST:
-                raise ShapeChangedError(self.label(), name, before.shape, value.shape)
+                raise DataError(
+                    f"has seen tensors with {name} of shape {tuple(before.shape)}, and now one of "
+                    f"shape {tuple(value.shape)}",
+                    subject=self.label(),
+                    hint="One observer watches one tensor: use another one, or reset() this one",
+                )
         for name, value in new.items():
             if name in held:
                 value = self.combine(name, held[name].to(value.device), value)
@@ -181,10 +181,10 @@ class Statistic:
     def merge(self, other: Self) -> Self:
         """Take in what ``other`` has seen, as if this statistic had seen it itself."""
         if not isinstance(other, Statistic):
-            raise MergeError(f"Cannot merge a {type(other).__name__} into {self.label()}.")
+            raise MergeError(f"Cannot merge a {type(other).__name__} into {self.label()}")
         ours, theirs = self.configuration(), other.configuration()
         if ours != theirs:
-            raise ConfigurationMismatchError(f"merge into {self.label()}", ours, theirs)
+            raise different_configurations(f"merge into {self.label()}", ours, theirs)
         self._merge_fields(other.copied_fields())  # never both locks at once
         return self
 
@@ -197,7 +197,12 @@ class Statistic:
             if name in held and not reduction.is_mergeable
         }
         if forgetful and self.fields() and theirs:
-            raise NotMergeableError(self.label(), forgetful)
+            reasons = listing(f"{name} ({kept})" for name, kept in forgetful.items())
+            raise MergeError(
+                f"cannot merge: what it keeps depends on the order of the data: {reasons}",
+                subject=self.label(),
+                hint="Use a statistic with memory of all data, such as 'static_minmax'",
+            )
         self.absorb(
             **{name: value.to(getattr(self, name, value).device) for name, value in theirs.items()}
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from calipers.errors import ConfigurationMismatchError
+from calipers.errors import different_configurations
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import Lock, guarded
 
@@ -148,7 +148,7 @@ class StatisticModule(Statistic, torch.nn.Module):
         saved = _read(state)["configuration"]
         if saved != self.configuration():
             action = f"load a state into {self.label()}"
-            raise ConfigurationMismatchError(action, self.configuration(), saved)
+            raise different_configurations(action, self.configuration(), saved)
 
     @guarded
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from calipers.errors import NonFiniteError
+from calipers.errors import not_finite
 from calipers.kernels.moments import sum_of_squares
 from calipers.numerics.tensors import checked_mask
 from calipers.statistics.base import Reduction, Statistic
@@ -68,7 +68,7 @@ class TokenSums(Statistic):
         kept = tokens if marks is None else tokens[marks]
         count = int((~torch.isfinite(kept)).sum())
         if count:
-            raise NonFiniteError(self.label(), count, x.numel(), x.shape)
+            raise not_finite(self.label(), count, x.numel(), x.shape)
 
 
 class SquareSums(TokenSums):

@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.errors import ComplexTensorError, LayoutError, NonFiniteError
+from calipers.errors import LayoutError, TensorKindError, not_finite
 from calipers.kernels.extrema import Extrema, extrema
 from calipers.numerics.layout import Layout
 from calipers.numerics.tensors import as_float
@@ -80,7 +80,11 @@ def observation_of(
     if value.numel() == 0:
         return None
     if value.is_complex():
-        raise ComplexTensorError(label(), value.dtype)
+        raise TensorKindError(
+            f"was given a complex tensor ({value.dtype})",
+            subject=label(),
+            hint="Observe its real and imaginary parts separately, or exclude the module",
+        )
     try:
         layout = Layout.of(base_name, args, g_idx)
         if mask is not None:
@@ -93,5 +97,5 @@ def observation_of(
         raise
     found = extrema(pieces)
     if found.nonfinite and nonfinite == "raise":
-        raise NonFiniteError(label(), found.nonfinite, value.numel(), value.shape)
+        raise not_finite(label(), found.nonfinite, value.numel(), value.shape)
     return Observation(pieces, pieces, layout, found, layout.tokens(value))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from calipers.errors import ConfigurationMismatchError, SyncError
+from calipers.errors import RankError, different_configurations
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.communication import communication_device, gather
 from calipers.statistics.locking import full_precision
@@ -64,9 +64,7 @@ def _reduce_fields(
     for held in ranks:
         if held["configuration"] != ranks[0]["configuration"]:
             action = f"synchronise {statistic.label()}"
-            raise ConfigurationMismatchError(
-                action, ranks[0]["configuration"], held["configuration"]
-            )
+            raise different_configurations(action, ranks[0]["configuration"], held["configuration"])
     works = []
     device = communication_device(group)
     for name, reduction in statistic.declared().items():
@@ -75,9 +73,10 @@ def _reduce_fields(
             continue
         shapes = {shape for shape, _ in held_by}
         if len(shapes) > 1:
-            raise SyncError(
+            raise RankError(
                 f"Cannot synchronise {statistic.label()}: ranks hold '{name}' with shapes "
-                f"{sorted(shapes)}. Every rank must observe the same module."
+                f"{sorted(shapes)}",
+                hint="Every rank must observe the same module",
             )
         dtype = reduce(torch.promote_types, (dtype for _, dtype in held_by))
         if name in statistic.fields():

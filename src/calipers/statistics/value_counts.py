@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.errors import SavedStateError
+from calipers.errors import MergeError
 from calipers.kernels.counts import BINS, count_values
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.tensors import as_float
@@ -137,7 +137,11 @@ class ValueCounts(Statistic):
             return saved
         problem = _problem(saved, shape)
         if problem:
-            raise SavedStateError(self.label(), name, problem)
+            raise MergeError(
+                f"cannot load '{name}': {problem}. Nothing was loaded",
+                subject=self.label(),
+                hint="The file is damaged; save it again from the observer that gathered it",
+            )
         bins, counts = saved
         table = torch.zeros(math.prod(shape), dtype=torch.int64, device=saved.device)
         return table.index_copy_(0, bins, counts).reshape(*shape)
