@@ -28,12 +28,13 @@ PRESETS = (
 )
 KV_CACHE = {"scheme": "W8A16", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}}
 HEAD_TOO = {"scheme": "W8A16"}
+FP8_HEAD_TOO = {"scheme": "FP8_DYNAMIC"}  # whose weights keep their name
 MIXED = {"scheme": {"W4A16": ["re:.*q_proj"], "W8A16": ["re:.*o_proj"]}, "ignore": ["lm_head"]}
 EMBEDDING = {"targets": "Embedding", "weights": {"num_bits": 8, "strategy": "channel"}}
 ASYM_CHANNEL = {"weights": {"num_bits": 3, "symmetric": False, "strategy": "channel"}}
 BY_FAMILY: dict[str, tuple[Any, ...]] = {
     "llama": (*PRESETS, KV_CACHE, HEAD_TOO, MIXED, ASYM_CHANNEL),
-    "llama tied": ("W4A16", "NVFP4", HEAD_TOO, EMBEDDING),
+    "llama tied": ("W4A16", "NVFP4", HEAD_TOO, FP8_HEAD_TOO, EMBEDDING),
     "qwen2": ("W4A16_ASYM", "FP8"),
     "mixtral": ("W4A16_ASYM", "FP8", "NVFP4"),
     "qwen3-moe": ("W4A16", "MXFP4"),
