@@ -1,0 +1,214 @@
+"""Codes that make up for each other's errors under a Hessian: error feedback, and descent from it.
+
+The error of a row is Δ H Δᵀ, Δ = q − w. With H = M D Mᵀ, M unit upper triangular, it is the sum of
+D_j (Δ M)_j², whose j-th term knows the columns up to j only. Error feedback, known as GPTQ, makes
+these terms as small as it can, column after column. Descent then goes over the columns again and
+gives each the best value that all others leave it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from calipers.numerics.formats import Format
+from calipers.numerics.qparams import quantize_dequantize
+
+LEAST_GAIN = 2.0**-14
+"""Of what a step costs by itself. A gain that is less can be one of rounding alone."""
+
+
+class Scaling(NamedTuple):
+    """What the values of a matrix are divided by: scales and zero points (rows, groups)."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor
+    fmt: Format
+
+
+@torch.no_grad()
+def feed_back(
+    target: Tensor,
+    factor: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor,
+    fmt: Format,
+    block: int = 128,
+) -> Tensor:
+    """Quantize column after column, each with the errors of those before it: q_j = Q(w_j − Σ Δ M).
+
+    Returns the values after quantization, (rows, columns), in the working precision: float64 for a
+    float64 target, else float32. All numbers must be finite, and scales not zero.
+
+    :param target: what is quantized, (rows, columns)
+    :param factor: M of H = M D Mᵀ, (columns, columns); only what is above its diagonal is read
+    :param scales: what codes are multiplied by, of either sign, (rows or 1, groups)
+    :param zeros: zero points of the same shape; None, and of no use, for symmetric formats
+    :param groups: the group of each column, in any order
+    :param block: columns that are worked on at a time
+
+    >>> from compressed_tensors.quantization import QuantizationArgs
+    >>> w, m = torch.tensor([[0.4, 0.4, 0.4]]), torch.tensor([[1.0, 1, 1], [0, 1, 1], [0, 0, 1]])
+    >>> fmt = Format.of(QuantizationArgs(num_bits=4))
+    >>> feed_back(w, m, torch.ones(1, 1), None, torch.zeros(3, dtype=torch.int64), fmt)
+    tensor([[0., 1., 0.]])
+    """
+    target = _working(target)
+    scaling = _scaling(target, scales, zeros, groups, fmt)
+    factor = _square(factor, target, "factor")
+    result, errors = torch.empty_like(target), torch.zeros_like(target)
+    for columns in _blocks(target, block):
+        adjusted = torch.addmm(
+            target[:, columns], errors[:, : columns.start], factor[: columns.start, columns]
+        )
+        _feed_back_in_torch(adjusted, target, factor, scaling, columns, result, errors)
+    return result
+
+
+@torch.no_grad()
+def descend(
+    values: Tensor,
+    target: Tensor,
+    hessian: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor,
+    fmt: Format,
+    sweeps: int,
+    block: int = 128,
+) -> tuple[Tensor, int]:
+    """Give each value the best that all others leave it, column after column, again and again.
+
+    Returns the values, and how many changes were made; none: they were at the best before. What a
+    value becomes lowers Δ H Δᵀ of its row, Δ = values − target, by more than rounding could, or it
+    stays. So do columns whose diagonal of H is not positive. Ends after so many ``sweeps``, or
+    before, when nothing changes any more. ``hessian`` is symmetric, (columns, columns); all else is
+    as for ``feed_back``.
+
+    >>> from compressed_tensors.quantization import QuantizationArgs
+    >>> w, h = torch.tensor([[0.4, 0.4]]), torch.tensor([[1.0, 0.9], [0.9, 1.0]])
+    >>> fmt, groups = Format.of(QuantizationArgs(num_bits=4)), torch.zeros(2, dtype=torch.int64)
+    >>> descend(torch.zeros(1, 2), w, h, torch.ones(1, 1), None, groups, fmt, sweeps=4)
+    (tensor([[1., 0.]]), 1)
+    """
+    target = _working(target)
+    if values.shape != target.shape:
+        raise ValueError(f"Values of shape {tuple(values.shape)} for {tuple(target.shape)}.")
+    values = values.detach().to(target).clone(memory_format=torch.contiguous_format)
+    scaling = _scaling(target, scales, zeros, groups, fmt)
+    hessian = _square(hessian, target, "hessian")
+    return values, _descend_in_torch(values, target, hessian, scaling, sweeps, block)
+
+
+# What comes in
+
+
+def _working(target: Tensor) -> Tensor:
+    if target.dim() != 2 or not target.is_floating_point():
+        raise ValueError("The target must be a matrix of floats.")
+    return target.detach().to(torch.promote_types(target.dtype, torch.float32)).contiguous()
+
+
+def _square(matrix: Tensor, target: Tensor, name: str) -> Tensor:
+    columns = target.shape[1]
+    if matrix.shape != (columns, columns):
+        raise ValueError(f"The {name} has shape {tuple(matrix.shape)} for {columns} columns.")
+    return matrix.detach().to(target).contiguous()
+
+
+def _scaling(
+    target: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
+) -> Scaling:
+    rows, columns = target.shape
+    zeros = None if fmt.symmetric else zeros
+    for name, part in (("scales", scales), ("zeros", zeros)):
+        if part is not None and (part.shape[:-1] not in ((rows,), (1,)) or part.dim() != 2):
+            raise ValueError(f"The {name} have shape {tuple(part.shape)} for {rows} rows.")
+    if zeros is not None and zeros.shape[1] != scales.shape[1]:
+        raise ValueError("Scales and zeros must have the same groups.")
+    if groups.shape != (columns,) or groups.dtype != torch.int64:
+        raise ValueError(f"Groups must be int64, one for each of {columns} columns.")
+    if columns and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+        raise ValueError(f"Groups must number the {scales.shape[1]} columns of scales.")
+    return Scaling(
+        scales.detach().to(target).expand(rows, -1),
+        None if zeros is None else zeros.detach().to(target).expand(rows, -1),
+        groups.to(target.device),
+        fmt,
+    )
+
+
+def _blocks(target: Tensor, block: int) -> list[slice]:
+    if block < 1:
+        raise ValueError("A block has at least one column.")
+    columns = target.shape[1]
+    return [slice(start, min(start + block, columns)) for start in range(0, columns, block)]
+
+
+# In torch
+
+
+def _rounded(values: Tensor, scaling: Scaling, group: int, rows: Tensor | None = None) -> Tensor:
+    """Round one column, of all rows or of some."""
+    scale, zero = (
+        None if part is None else part[:, group] if rows is None else part[rows, group]
+        for part in (scaling.scales, scaling.zeros)
+    )
+    assert scale is not None
+    return quantize_dequantize(values, scale, zero, scaling.fmt)
+
+
+def _feed_back_in_torch(
+    adjusted: Tensor,
+    target: Tensor,
+    factor: Tensor,
+    scaling: Scaling,
+    columns: slice,
+    result: Tensor,
+    errors: Tensor,
+) -> None:
+    """Quantize a block, which comes adjusted to all before it; write its values and errors."""
+    groups = scaling.groups[columns].tolist()
+    for i, (j, group) in enumerate(zip(range(columns.start, columns.stop), groups, strict=True)):
+        result[:, j] = _rounded(adjusted[:, i], scaling, group)
+        errors[:, j] = target[:, j] - result[:, j]
+        adjusted[:, i + 1 :].addr_(errors[:, j], factor[j, j + 1 : columns.stop])
+
+
+def _descend_in_torch(
+    values: Tensor, target: Tensor, hessian: Tensor, scaling: Scaling, sweeps: int, block: int
+) -> int:
+    """Change values in place. A row in which a sweep changed nothing is done with."""
+    total, groups = 0, scaling.groups.tolist()
+    rows = torch.arange(len(values), device=values.device)
+    for _ in range(sweeps):
+        now = values[rows]
+        for columns in _blocks(target, block):
+            pull = (now - target[rows]) @ hessian[:, columns]
+            for i, j in enumerate(range(columns.start, columns.stop)):
+                best = _best(now[:, j], pull[:, i], hessian[j, j], scaling, groups[j], rows)
+                pull.addr_(best - now[:, j], hessian[j, columns])
+                now[:, j] = best
+        changed = now != values[rows]
+        values[rows] = now
+        total += int(changed.sum())
+        rows = rows[changed.any(1)]
+        if not len(rows):
+            break
+    return total
+
+
+def _best(
+    now: Tensor, pull: Tensor, curvature: Tensor, scaling: Scaling, group: int, rows: Tensor
+) -> Tensor:
+    """Return what a column becomes, given half the slope of the error and its curvature."""
+    if not float(curvature) > 0:
+        return now
+    best = _rounded(now - pull / curvature, scaling, group, rows)
+    step = best - now
+    gains = step * (step * curvature + 2 * pull) < -LEAST_GAIN * step * step * curvature
+    return torch.where(gains, best, now)
