@@ -8,11 +8,13 @@ gives each the best value that all others leave it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from calipers.kernels.dispatch import native_for
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 
@@ -61,11 +63,24 @@ def feed_back(
     scaling = _scaling(target, scales, zeros, groups, fmt)
     factor = _square(factor, target, "factor")
     result, errors = torch.empty_like(target), torch.zeros_like(target)
+    kernels = native_for(target, fmt)
     for columns in _blocks(target, block):
         adjusted = torch.addmm(
             target[:, columns], errors[:, : columns.start], factor[: columns.start, columns]
         )
-        _feed_back_in_torch(adjusted, target, factor, scaling, columns, result, errors)
+        if kernels is None:
+            _feed_back_in_torch(adjusted, target, factor, scaling, columns, result, errors)
+            continue
+        kernels.feed_back(
+            adjusted,
+            target,
+            factor,
+            *_told(scaling),
+            columns.start,
+            result,
+            errors,
+            torch.get_num_threads(),
+        )
     return result
 
 
@@ -101,7 +116,10 @@ def descend(
     values = values.detach().to(target).clone(memory_format=torch.contiguous_format)
     scaling = _scaling(target, scales, zeros, groups, fmt)
     hessian = _square(hessian, target, "hessian")
-    return values, _descend_in_torch(values, target, hessian, scaling, sweeps, block)
+    kernels = native_for(target, fmt)
+    if kernels is None:
+        return values, _descend_in_torch(values, target, hessian, scaling, sweeps, block)
+    return values, _descend_natively(kernels, values, target, hessian, scaling, sweeps, block)
 
 
 # What comes in
@@ -128,16 +146,16 @@ def _scaling(
     for name, part in (("scales", scales), ("zeros", zeros)):
         if part is not None and (part.shape[:-1] not in ((rows,), (1,)) or part.dim() != 2):
             raise ValueError(f"The {name} have shape {tuple(part.shape)} for {rows} rows.")
-    if zeros is not None and zeros.shape[1] != scales.shape[1]:
-        raise ValueError("Scales and zeros must have the same groups.")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError("Scales and zeros must have the same shape.")
     if groups.shape != (columns,) or groups.dtype != torch.int64:
         raise ValueError(f"Groups must be int64, one for each of {columns} columns.")
     if columns and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise ValueError(f"Groups must number the {scales.shape[1]} columns of scales.")
     return Scaling(
-        scales.detach().to(target).expand(rows, -1),
-        None if zeros is None else zeros.detach().to(target).expand(rows, -1),
-        groups.to(target.device),
+        scales.detach().to(target).contiguous(),
+        None if zeros is None else zeros.detach().to(target).contiguous(),
+        groups.to(target.device).contiguous(),
         fmt,
     )
 
@@ -149,13 +167,37 @@ def _blocks(target: Tensor, block: int) -> list[slice]:
     return [slice(start, min(start + block, columns)) for start in range(0, columns, block)]
 
 
+# Natively
+
+
+def _told(scaling: Scaling) -> tuple[Any, ...]:
+    fmt = scaling.fmt
+    return (scaling.scales, scaling.zeros, scaling.groups, fmt.grid.native_name, *fmt.limits)
+
+
+def _descend_natively(
+    kernels: ModuleType,
+    values: Tensor,
+    target: Tensor,
+    hessian: Tensor,
+    scaling: Scaling,
+    sweeps: int,
+    block: int,
+) -> int:
+    """Change values in place."""
+    pulls = (values - target) @ hessian
+    told = (*_told(scaling), sweeps, block, LEAST_GAIN, torch.get_num_threads())
+    return int(kernels.descend(values, pulls, hessian, *told))
+
+
 # In torch
 
 
 def _rounded(values: Tensor, scaling: Scaling, group: int, rows: Tensor | None = None) -> Tensor:
     """Round one column, of all rows or of some."""
+    all_alike = rows is None or len(scaling.scales) == 1
     scale, zero = (
-        None if part is None else part[:, group] if rows is None else part[rows, group]
+        None if part is None else part[:, group] if all_alike else part[rows, group]
         for part in (scaling.scales, scaling.zeros)
     )
     assert scale is not None

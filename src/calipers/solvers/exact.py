@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from calipers.errors import weight_gone
+from calipers.kernels.joint import choose_together
 from calipers.kernels.optimum import best_scales
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import qparams_of, quantize_dequantize, safe_qparams
@@ -19,7 +20,6 @@ from calipers.numerics.scales import (
     windows_of,
 )
 from calipers.numerics.tensors import tensor_version
-from calipers.solvers.hessian import choose_together
 from calipers.solvers.minmax import minmax
 from calipers.solvers.problem import Counted, Problem, Solution, effective, error_of, errors_of
 

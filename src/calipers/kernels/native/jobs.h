@@ -245,6 +245,67 @@ struct QuantizeJob {
   double* errors;               // [chunks][pieces]
 };
 
+// What the values of a matrix are divided by, and the numbers they are rounded to.
+struct Scaling {
+  const float *scales, *zeros;  // [rows][groups]; zeros may be null
+  std::int64_t pitch;           // from row to row; 0: all rows have the same
+  const std::int64_t* groups;   // [columns]
+  std::size_t grid;
+  float lowest, highest;
+};
+
+// One block of columns. Pointers are to its first one.
+struct FeedbackJob {
+  Cut cut;                      // pieces_per_run counts rows
+  std::int64_t rows, columns;
+  std::int64_t pitch;           // from row to row of all but `adjusted`
+  Scaling scaling;
+  float* adjusted;              // [rows][columns]: the target and what comes from the blocks before
+  const float* target;
+  const float* factor;
+  float *result, *errors;
+};
+
+struct DescentJob {
+  Cut cut;                      // pieces_per_run counts rows
+  std::int64_t rows, columns, block, sweeps;
+  float least_gain;             // of what a step costs by itself
+  Scaling scaling;
+  const float* hessian;         // [columns][columns]
+  float *values, *pulls;        // [rows][columns]
+  std::int64_t* changed;        // [tasks]
+};
+
+// Values, pulls and steps of a block; of each row its number, whether it moved, and its changes.
+CALIPERS_INLINE constexpr std::size_t descent_scratch_bytes(std::int64_t rows, std::int64_t block) {
+  return 3 * block * 4 * kVectorBytes + rows * (sizeof(std::int64_t) + 1 + 3 * sizeof(void*)) +
+         rows * block * (sizeof(float) + sizeof(std::int32_t));
+}
+
+constexpr std::int64_t kPanel = 16;      // columns of a matrix that lie together
+constexpr std::int64_t kJointRows = 32;  // at most, of a task
+
+// Blocks of a Hessian, each along `places` pieces of one row. `length`: columns of a piece, filled up.
+struct JointJob {
+  Pieces values;                // of one row each
+  Cut cut;                      // pieces_per_run counts rows of the grid, a chunk is a block
+  std::int64_t candidates, places, panels, rounds;
+  const float *scales, *zeros;  // [pieces][candidates]; zeros may be null
+  const float* own;             // [blocks][places][panels][length][kPanel]: H twice above its diagonal
+  const float* across;          // [blocks][places][panels][places][columns][kPanel]
+  std::size_t grid;
+  float lowest, highest;
+  std::int64_t* chosen;         // [pieces]
+  CALIPERS_INLINE std::int64_t length() const { return panels * kPanel; }
+};
+
+// Differences, pulls twice, steps, forms, choices, and what is known of them.
+CALIPERS_INLINE inline std::size_t joint_scratch_bytes(const JointJob& job) {
+  const std::int64_t vectors = job.places * (job.candidates + 2) + 1;
+  const std::int64_t numbers = job.places * (job.candidates + 1 + job.places);
+  return job.cut.pieces_per_run * (vectors * job.length() + numbers) * 4;
+}
+
 // One set of kernels per instruction set.
 struct Kernels {
   const char* name;
@@ -255,6 +316,9 @@ struct Kernels {
   void (*moments)(const MomentsJob&, std::int64_t task, std::byte* scratch);
   void (*counts)(const CountsJob&, std::int64_t task, std::byte* scratch);
   void (*quantize)(const QuantizeJob&, std::int64_t task, std::byte* scratch);
+  void (*feedback)(const FeedbackJob&, std::int64_t task, std::byte* scratch);
+  void (*descent)(const DescentJob&, std::int64_t task, std::byte* scratch);
+  void (*joint)(const JointJob&, std::int64_t task, std::byte* scratch);
 };
 
 }  // namespace calipers

@@ -3,6 +3,8 @@
 // of the standard library that is not inlined away.
 #include "counts.h"
 #include "extrema.h"
+#include "feedback.h"
+#include "joint.h"
 #include "moments.h"
 #include "optimum.h"
 #include "quantize.h"
@@ -18,7 +20,7 @@ namespace calipers {
 extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
 const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
     CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, optimum_task, ranges_task, moments_task,
-    counts_task, quantize_task,
+    counts_task, quantize_task, feedback_task, descent_task, joint_task,
 };
 
 }  // namespace calipers

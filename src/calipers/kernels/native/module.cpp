@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -37,6 +38,8 @@ constexpr std::int64_t kThreadValues = 1 << 19;   // what is worth starting a th
 constexpr std::int64_t kCountedValues = 1 << 22;  // clearing and adding a table has its price
 constexpr std::int64_t kStage = 256;              // candidates of pieces that are cut, at a time
 constexpr std::int64_t kStrip = 1024;             // channels whose sums stay in the first cache
+
+constexpr std::int64_t kRowsPerTask = 4 * kLanes;
 
 // Which instruction set runs
 
@@ -497,6 +500,113 @@ void quantize(const Tensor& values, std::optional<Tensor> weights, Array<const f
   run(chosen->quantize, job, threads, pieces * job.values.length(), 3 * kTileBytes);
 }
 
+Scaling scaling_of(const Array<const float>& scales, const std::optional<Array<const float>>& zeros,
+                   const Array<const std::int64_t>& groups, std::int64_t rows, std::int64_t columns,
+                   const std::string& grid, float lowest, float highest) {
+  if (scales.ndim() != 2 || (zeros && zeros->ndim() != 2))
+    throw nb::value_error("Scales and zeros must be matrices.");
+  const std::int64_t count = static_cast<std::int64_t>(scales.shape(1));
+  const bool is_shared = scales.shape(0) == 1;
+  expect(scales.size(), (is_shared ? 1 : rows) * count, "scales");
+  if (zeros) expect(zeros->size(), scales.size(), "zeros");
+  expect(groups.size(), columns, "groups");
+  for (std::int64_t i = 0; i < columns; i++)
+    if (groups.data()[i] < 0 || groups.data()[i] >= count)
+      throw nb::value_error("groups must number the columns of scales.");
+  return {scales.data(), zeros ? zeros->data() : nullptr, is_shared ? 0 : count, groups.data(),
+          grid_of(grid), lowest, highest};
+}
+
+void feed_back(Array<float> adjusted, Array<const float> target, Array<const float> factor,
+               Array<const float> scales, std::optional<Array<const float>> zeros,
+               Array<const std::int64_t> groups, const std::string& grid, float lowest, float highest,
+               std::int64_t begin, Array<float> result, Array<float> errors, int threads) {
+  if (adjusted.ndim() != 2) throw nb::value_error("adjusted must be a matrix.");
+  FeedbackJob job{};
+  job.rows = static_cast<std::int64_t>(adjusted.shape(0));
+  job.columns = static_cast<std::int64_t>(adjusted.shape(1));
+  job.pitch = static_cast<std::int64_t>(groups.size());
+  if (begin < 0 || begin + job.columns > job.pitch) throw nb::value_error("The block is out of reach.");
+  expect(target.size(), job.rows * job.pitch, "target");
+  expect(result.size(), job.rows * job.pitch, "result");
+  expect(errors.size(), job.rows * job.pitch, "errors");
+  expect(factor.size(), job.pitch * job.pitch, "factor");
+  job.scaling = scaling_of(scales, zeros, groups, job.rows, job.pitch, grid, lowest, highest);
+  job.scaling.groups += begin;
+  job.adjusted = adjusted.data();
+  job.target = target.data() + begin;
+  job.factor = factor.data() + begin * (job.pitch + 1);
+  job.result = result.data() + begin;
+  job.errors = errors.data() + begin;
+  job.cut = {kRowsPerTask, 1, divide_up(job.rows, kRowsPerTask), 1};
+  run(chosen->feedback, job, threads, 8 * job.rows * job.columns,
+      2 * job.columns * 4 * kVectorBytes);
+}
+
+std::int64_t descend(Array<float> values, Array<float> pulls, Array<const float> hessian,
+                     Array<const float> scales, std::optional<Array<const float>> zeros,
+                     Array<const std::int64_t> groups, const std::string& grid, float lowest,
+                     float highest, std::int64_t sweeps, std::int64_t block, float least_gain,
+                     int threads) {
+  if (values.ndim() != 2) throw nb::value_error("values must be a matrix.");
+  DescentJob job{};
+  job.rows = static_cast<std::int64_t>(values.shape(0));
+  job.columns = static_cast<std::int64_t>(values.shape(1));
+  expect(pulls.size(), job.rows * job.columns, "pulls");
+  expect(hessian.size(), job.columns * job.columns, "hessian");
+  job.scaling = scaling_of(scales, zeros, groups, job.rows, job.columns, grid, lowest, highest);
+  job.sweeps = sweeps;
+  job.block = std::clamp<std::int64_t>(block, 1, job.columns);
+  job.least_gain = least_gain;
+  job.hessian = hessian.data();
+  job.values = values.data();
+  job.pulls = pulls.data();
+  // The more rows a task has, the less often the Hessian is read.
+  const std::int64_t rows = std::clamp<std::int64_t>(job.rows / 16, 1, 256);
+  job.cut.pieces_per_run = divide_up(rows, 4 * kLanes) * 4 * kLanes;
+  job.cut.positions_per_chunk = job.cut.chunks = 1;
+  job.cut.runs = divide_up(job.rows, job.cut.pieces_per_run);
+  std::vector<std::int64_t> changed(job.cut.tasks());
+  job.changed = changed.data();
+  run(chosen->descent, job, threads, 16 * job.rows * job.columns,
+      descent_scratch_bytes(job.cut.pieces_per_run, job.block));
+  return std::accumulate(changed.begin(), changed.end(), std::int64_t{0});
+}
+
+void choose_together(const Tensor& values, Array<const float> scales,
+                     std::optional<Array<const float>> zeros, Array<const float> own,
+                     Array<const float> across, const std::string& grid, float lowest, float highest,
+                     std::int64_t rounds, Array<std::int64_t> choice, int threads) {
+  JointJob job{};
+  job.values = pieces_of(values);
+  const Pieces& pieces = job.values;
+  if (pieces.observations != 1 || pieces.rows != 1)
+    throw nb::value_error("The pieces must be of one row each.");
+  if (own.ndim() != 5 || !own.shape(0) || !own.shape(1))
+    throw nb::value_error("The Hessian must come in panels.");
+  const std::int64_t blocks = static_cast<std::int64_t>(own.shape(0));
+  job.places = static_cast<std::int64_t>(own.shape(1));
+  job.panels = divide_up(pieces.columns, kPanel);
+  expect(blocks * job.places, pieces.grid_columns, "Hessian");
+  expect(own.size(), pieces.grid_columns * job.length() * job.length(), "own");
+  expect(across.size(), pieces.grid_columns * job.length() * job.places * pieces.columns, "across");
+  job.candidates = static_cast<std::int64_t>(scales.size()) / pieces.count();
+  if (!job.candidates) throw nb::value_error("There must be a candidate to choose.");
+  expect(scales.size(), pieces.count() * job.candidates, "scales");
+  expect(choice.size(), pieces.count(), "chosen");
+  job.scales = scales.data();
+  job.zeros = data_or_null(zeros, pieces.count() * job.candidates, "zeros");
+  job.own = own.data();
+  job.across = across.data();
+  job.grid = grid_of(grid);
+  job.lowest = lowest;
+  job.highest = highest;
+  job.rounds = rounds;
+  job.chosen = choice.data();
+  job.cut = {kJointRows, 1, divide_up(pieces.grid_rows, kJointRows), blocks};
+  run(chosen->joint, job, threads, 64 * pieces.count() * pieces.columns, joint_scratch_bytes(job));
+}
+
 }  // namespace
 }  // namespace calipers
 
@@ -532,4 +642,14 @@ NB_MODULE(_native, m) {
         "zero_points"_a.noconvert().none(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a,
         "output"_a.noconvert().none(),
         "errors"_a.noconvert(), "threads"_a);
+  m.def("feed_back", &feed_back, "adjusted"_a.noconvert(), "target"_a.noconvert(),
+        "factor"_a.noconvert(), "scales"_a.noconvert(), "zeros"_a.noconvert().none(),
+        "groups"_a.noconvert(), "grid"_a, "lowest"_a, "highest"_a, "begin"_a, "result"_a.noconvert(),
+        "errors"_a.noconvert(), "threads"_a);
+  m.def("descend", &descend, "values"_a.noconvert(), "pulls"_a.noconvert(), "hessian"_a.noconvert(),
+        "scales"_a.noconvert(), "zeros"_a.noconvert().none(), "groups"_a.noconvert(), "grid"_a,
+        "lowest"_a, "highest"_a, "sweeps"_a, "block"_a, "least_gain"_a, "threads"_a);
+  m.def("choose_together", &choose_together, "values"_a, "scales"_a.noconvert(),
+        "zeros"_a.noconvert().none(), "own"_a.noconvert(), "across"_a.noconvert(), "grid"_a, "lowest"_a,
+        "highest"_a, "rounds"_a, "choice"_a.noconvert(), "threads"_a);
 }
