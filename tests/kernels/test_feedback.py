@@ -132,7 +132,8 @@ def test_any_memory_and_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(found, expected)
     moved = descend(found.T.contiguous().T, strided, of.hessian, *others, of.fmt, 2)
     again = descend(expected, plain.weight, of.hessian, *of.given, 2)
-    assert torch.equal(moved[0], again[0]) and moved[1] == again[1] > 0
+    assert torch.equal(moved[0], again[0])
+    assert moved[1] == again[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_descends_to_where_nothing_is_better(kind: str, shape: tuple[int, int], 
         if not changed:
             break
     assert not changes[-1]
-    assert all(b <= a for a, b in zip(errors, errors[1:], strict=False))
+    assert errors == sorted(errors, reverse=True)
     for j in range(shape[1]):  # no other number is better by more than rounding
         scale, zero = of.parameters(j)
         others = (of.fmt.values().double()[:, None] - zero) * scale - values[:, j]
@@ -215,14 +216,16 @@ def test_dead_columns_stay() -> None:
     of.hessian[:, dead] = 0
     start = torch.zeros(9, 60)
     values, changed = descend(start, of.weight, of.hessian, *of.given, sweeps=9)
-    assert not values[:, dead].any() and changed
+    assert changed
+    assert not values[:, dead].any()
     assert of.error(values) < of.error(start)
 
 
 def test_nothing_to_do_is_done_at_once() -> None:
     of = layer("int4", (9, 60), "one")
     values, changed = descend(of.weight, of.weight, of.hessian, *of.given, sweeps=0)
-    assert torch.equal(values, of.weight) and not changed
+    assert torch.equal(values, of.weight)
+    assert not changed
     assert values.data_ptr() != of.weight.data_ptr()
     optimum, _ = descend(values, of.weight, of.hessian, *of.given, sweeps=99)
     assert descend(optimum, of.weight, of.hessian, *of.given, sweeps=3)[1] == 0
@@ -237,5 +240,6 @@ def test_threads_do_not_matter(kind: str) -> None:
             values = feed_back(of.weight, of.factor, *of.given)
             found.append((values, *descend(values, of.weight, of.hessian, *of.given, sweeps=3)))
     for values, moved, changed in found[1:]:
-        assert torch.equal(values, found[0][0]) and torch.equal(moved, found[0][1])
+        assert torch.equal(values, found[0][0])
+        assert torch.equal(moved, found[0][1])
         assert changed == found[0][2] > 0

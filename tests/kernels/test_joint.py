@@ -73,4 +73,4 @@ def test_threads_do_not_matter() -> None:
     for threads in (1, 2, 5):
         with threads_in_use(threads):
             found.append(choose_together(*given, args))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -26,7 +26,17 @@ from calipers.numerics.formats import Format
 SWITCH = "CALIPERS_NATIVE"
 HIGHEST_NATIVE_NORM = 8.0  # beyond, the errors of 8-bit formats leave float32
 NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OPERATIONS = ("extrema", "search", "optimum", "sum_of_squares", "count_values", "quantize")
+OPERATIONS = (
+    "extrema",
+    "search",
+    "optimum",
+    "sum_of_squares",
+    "count_values",
+    "quantize",
+    "feed_back",
+    "descend",
+    "choose_together",
+)
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,14 @@ def _panels(hessian: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
     Returns what is within pieces, as triangles that give the same form; and all that ends in one.
     """
-    places, fill = hessian.shape[-1] // columns, -columns % _PANEL
-    cut = hessian.unflatten(1, (places, columns)).unflatten(3, (places, columns))
+    blocks, width, _ = hessian.shape
+    places, fill = width // columns, -columns % _PANEL
+    cut = hessian.reshape(blocks, places, columns, places, columns)
     own = cut.diagonal(dim1=1, dim2=3).movedim(-1, 1)
     own = (own + own.mT).triu(1) + torch.diag_embed(own.diagonal(dim1=-2, dim2=-1))
-    own = pad(own, (0, fill, 0, fill)).unflatten(-1, (-1, _PANEL)).movedim(-2, 2)
-    across = pad(cut, (0, fill)).unflatten(-1, (-1, _PANEL)).permute(0, 3, 4, 1, 2, 5)
+    own = pad(own, (0, fill, 0, fill))
+    own = own.reshape(*own.shape[:3], -1, _PANEL).movedim(-2, 2)
+    across = pad(cut, (0, fill)).reshape(*cut.shape[:4], -1, _PANEL).permute(0, 3, 4, 1, 2, 5)
     return own.contiguous(), across.contiguous()
 
 

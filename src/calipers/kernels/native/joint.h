@@ -49,9 +49,14 @@ struct Joint {
     return forms + (place * rows + row) * job.candidates;
   }
   // What `place` gets from the errors of `other`.
-  const float* across(std::int64_t other, std::int64_t place) const {
-    return job.across + ((block * job.places + place) * job.panels * job.places + other) *
-                            job.values.columns * kPanel;
+  Panels across(std::int64_t other, std::int64_t place) const {
+    const std::int64_t each = job.values.columns * kPanel, of_place = block * job.places + place;
+    return {job.across + (of_place * job.panels * job.places + other) * each, job.panels,
+            job.places * each};
+  }
+  Panels own(std::int64_t place) const {
+    const std::int64_t each = job.length() * kPanel, of_place = block * job.places + place;
+    return {job.own + of_place * job.panels * each, job.panels, each};
   }
 
   template <class Grid> void quantize(std::int64_t place) const {
@@ -79,23 +84,19 @@ struct Joint {
   }
 
   void compare(std::int64_t place) const {
-    const float* matrix =
-        job.own + (block * job.places + place) * job.panels * job.length() * kPanel;
     const float* all_of_them[kTile / 8];
     const std::int64_t count = rows * job.candidates;
     for (std::int64_t begin = 0; begin < count; begin += kTile / 8) {
       const std::int64_t part = count - begin < (std::int64_t)kTile / 8 ? count - begin : kTile / 8;
       for (std::int64_t i = 0; i < part; i++)
         all_of_them[i] = difference(place, 0, 0) + (begin + i) * job.length();
-      quadratic_forms(all_of_them, part, matrix, job.panels, job.length() * kPanel,
-                      form(place, 0) + begin);
+      quadratic_forms(all_of_them, part, own(place), form(place, 0) + begin);
     }
   }
 
   void multiply_across(std::int64_t other, std::int64_t place, const float* const* from,
                        float* const* to, std::int64_t count) const {
-    add_products(from, to, count, job.values.columns, across(other, place), job.panels,
-                 job.places * job.values.columns * kPanel);
+    add_products(from, to, count, job.values.columns, across(other, place));
   }
 
   // Let all places of a row have one candidate. Places are told of those behind them only, which is
@@ -138,8 +139,8 @@ struct Joint {
     }
   }
 
-  // Tell a place what the others chose since its last turn.
-  void tell(std::int64_t place) const {
+  // Tell a place what the others chose since its last turn, and mark the rows in which they did.
+  void tell(std::int64_t place, bool* news) const {
     const float* from[kJointRows];
     float* to[kJointRows];
     for (std::int64_t other = 0; other < job.places; other++) {
@@ -160,24 +161,37 @@ struct Joint {
         }
         to[count++] = pull(place, row);
         known[row] = chosen;
+        news[row] = true;
       }
       multiply_across(other, place, from, to, count);
     }
   }
 
-  // Returns whether any row chose anew.
-  bool choose(std::int64_t place) const {
-    bool changed = false;
-    for (std::int64_t row = 0; row < rows; row++) {
-      const float *forms = form(place, row), *pulled = pull(place, row);
-      std::int32_t best = 0;
-      float least = 0;
-      for (std::int32_t c = 0; c < job.candidates; c++) {
-        const float error = forms[c] + 2 * dot(difference(place, row, c), pulled, job.panels);
-        if (c && !(error < least)) continue;
+  std::int32_t best_of(std::int64_t place, std::int64_t row) const {
+    const float* forms = form(place, row);
+    std::int32_t best = 0;
+    float least = 0;
+    for (std::int64_t begin = 0; begin < job.candidates; begin += W) {
+      const std::int64_t left = job.candidates - begin < W ? job.candidates - begin : W;
+      const V pulled = dots(difference(place, row, begin), left, pull(place, row), job.panels);
+      for (std::int64_t i = 0; i < left; i++) {
+        const float error = forms[begin + i] + 2 * pulled[i];
+        if (begin + i && !(error < least)) continue;
         least = error;
-        best = c;
+        best = static_cast<std::int32_t>(begin + i);
       }
+    }
+    return best;
+  }
+
+  // Give one place its turn. Returns whether any row chose anew.
+  bool choose(std::int64_t place, bool is_first) const {
+    bool news[kJointRows], changed = false;
+    for (std::int64_t row = 0; row < rows; row++) news[row] = is_first;
+    tell(place, news);
+    for (std::int64_t row = 0; row < rows; row++) {
+      if (!news[row]) continue;
+      const std::int32_t best = best_of(place, row);
       changed |= choice[place * rows + row] != best;
       choice[place * rows + row] = best;
     }
@@ -194,10 +208,7 @@ inline void joint_task(const JointJob& job, std::int64_t task, std::byte* scratc
   own.start();
   for (std::int64_t round = 0; round < job.rounds; round++) {
     bool changed = false;
-    for (std::int64_t place = 0; place < job.places; place++) {
-      own.tell(place);
-      changed |= own.choose(place);
-    }
+    for (std::int64_t place = 0; place < job.places; place++) changed |= own.choose(place, !round);
     if (!changed) break;
   }
   for (std::int64_t row = 0; row < own.rows; row++)

@@ -265,11 +265,13 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
 
   // The search
 
-  // How far apart in the table the scales are that are tried first: less than 2·W to an octave.
+  // How far apart in the table the scales are that are tried first: less than 2·W to an octave, or
+  // twice as many as are kept. Were they fewer, bad ones would be kept, which rule out nothing.
   std::int64_t coarse_stride(std::int64_t top) const {
     const std::int64_t octave = top - 1 - index_of(job.storable[top - 1] / 2);
+    const std::int64_t most = 2 * (job.kept < W ? W : job.kept);
     std::int64_t stride = 1;
-    while (stride * 2 * W <= octave) stride *= kRefinement;
+    while (stride * most <= octave) stride *= kRefinement;
     return stride;
   }
   // Try every scale `stride` apart from `top` downwards, until values beyond the ends rule out the

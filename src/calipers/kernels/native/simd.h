@@ -43,7 +43,7 @@ inline void prefetch(const void* from, std::size_t ahead) {
 }
 template <class T> void store(void* to, T value) { std::memcpy(to, &value, sizeof value); }
 
-inline V all(float x) { return V{} + x; }
+inline V all(float x) { return x - V{}; }  // V{} + x would not be x for −0, and hence an addition
 inline I all_bits(std::int32_t x) { return I{} + x; }
 inline V minimum(V a, V b) { return a < b ? a : b; }
 inline V maximum(V a, V b) { return a > b ? a : b; }

@@ -1,0 +1,182 @@
+"""How long one layer takes under its Hessian: factorisation, error feedback, descent, joint scales.
+
+Each native kernel and its reference in torch take turns in one process; of each the fastest call
+counts. Beside them, if it is installed, llm-compressor's GPTQ on the same layer and Hessian, with
+the scales of min-max; ours to compare it with is the factorisation and the feedback together.
+
+    python benchmarks/feedback.py --size 4096 --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from racing import race, seconds_of_others
+from rich.console import Console
+from tables import Column, Row, number, table
+from torch import Tensor
+
+from calipers import Observer
+from calipers.kernels import describe, dispatch
+from calipers.kernels.feedback import descend, feed_back
+from calipers.numerics.formats import Format
+
+try:
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+except ImportError:
+    quantize_weight = None
+
+GROUP, SWEEPS, DAMPING = 128, 4, 0.01
+ARGS = QuantizationArgs(num_bits=4, strategy="group", group_size=GROUP)
+JOINT_FLOOR, PEER_FLOOR = 7.0, 10.0
+COLUMNS = (
+    Column("operation", "operation"),
+    Column("native", "native", lambda value: f"{number(value)} s"),
+    Column("in torch", "torch", lambda value: f"{number(value)} s"),
+    Column("times faster", "ratio", number),
+    Column("floor", "floor", number),
+)
+
+
+class Layer(NamedTuple):
+    """A weight and what is known of its inputs."""
+
+    weight: Tensor
+    inputs: Tensor
+    hessian: Tensor
+    scales: Tensor
+    groups: Tensor
+
+    @classmethod
+    def random(cls, size: int) -> Layer:
+        """Draw a layer whose inputs go together."""
+        torch.manual_seed(0)
+        weight = torch.randn(size, size) * 0.02
+        inputs = torch.randn(2 * size, size) @ torch.randn(size, size) / size**0.5
+        inputs *= torch.randn(size).mul(0.5).exp()
+        hessian = inputs.T @ inputs / len(inputs)
+        scales = weight.reshape(size, -1, GROUP).abs().amax(-1) / 7.5
+        return cls(weight, inputs, hessian, scales, torch.arange(size) // GROUP)
+
+    def factor(self) -> Tensor:
+        """Factorise the damped Hessian: H = M D Mᵀ."""
+        damped = self.hessian.clone()
+        damped.diagonal().add_(DAMPING * float(damped.diagonal().mean()))
+        root: Tensor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+        return root / root.diagonal()
+
+
+def main() -> None:
+    """Measure every operation, and print it."""
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    console = Console(width=100, highlight=False)
+    console.print(str(describe()))
+    layer = Layer.random(options.size)
+    used = seconds_of_others()
+    rows = measure(layer, options.quick)
+    console.print(table(COLUMNS, rows))
+    console.print(
+        f"Meanwhile other programs used {seconds_of_others() - used:.1f} s of processors."
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Time a layer under its Hessian.")
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the weight")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch and of Calipers")
+    parser.add_argument("--quick", action="store_true", help="run what is slow once")
+    return parser.parse_args()
+
+
+def measure(layer: Layer, quick: bool) -> list[Row]:
+    """Time every operation in both versions, and the peer."""
+    fmt, factor = Format.of(ARGS), layer.factor()
+    given = layer.scales, None, layer.groups, fmt
+    values = feed_back(layer.weight, factor, *given)
+    operations: dict[str, Callable[[], Callable[[], object]]] = {
+        "error feedback": lambda: lambda: feed_back(layer.weight, factor, *given),
+        f"descent, {SWEEPS} sweeps": lambda: (
+            lambda: descend(values, layer.weight, layer.hessian, *given, sweeps=SWEEPS)
+        ),
+        "optimal, hessian, bf16": lambda: observing(layer, torch.bfloat16),
+        "optimal, hessian, fp32": lambda: observing(layer, torch.float32),
+    }
+    rows: list[Row] = []
+    of_torch = race({"torch": [lambda: layer.factor]}, quick)["torch"]
+    rows.append({"operation": "factorisation (LAPACK)", "torch": of_torch})
+    for name, prepare in operations.items():
+        # What is slow runs as rarely as the peer does.
+        times = race({"native": [prepare], "peer": [in_torch(prepare)]}, quick)
+        floor = JOINT_FLOOR if name.startswith("optimal") else None
+        rows.append(compared(name, times["native"], times["peer"], floor))
+    if quantize_weight is not None:
+        ours = of_torch + float(rows[1]["native"])
+        times = race({"peer": [lambda: peer(layer)]}, quick)
+        rows.append(compared("GPTQ, beside llm-compressor", ours, times["peer"], PEER_FLOOR))
+    return rows
+
+
+def compared(name: str, native: float, other: float, floor: float | None) -> Row:
+    """Make a row of two times."""
+    ratio = other / native
+    row: Row = {"operation": name, "native": native, "torch": other, "ratio": ratio}
+    return row if floor is None else {**row, "floor": floor, "reached": ratio >= floor}
+
+
+def observing(layer: Layer, dtype: torch.dtype) -> Callable[[], object]:
+    """Observe the weight, whose inputs were gathered beforehand."""
+    options: dict[str, Any] = {"base_name": "weight", "args": ARGS, "importance": "hessian"}
+    observer = Observer.load_from_registry("optimal", **options)
+    linear, weight = torch.nn.Linear(layer.weight.shape[1], 1), layer.weight.to(dtype)
+    observer.attach(linear)
+    linear(layer.inputs)
+    observer.detach(linear)
+    return lambda: observer(weight)
+
+
+def peer(layer: Layer) -> Callable[[], object]:
+    """Quantize the layer as llm-compressor does; it works on what it is given."""
+    batch = layer.weight.clone()[None], layer.hessian.clone()[None]
+    scales = layer.scales.clone()[None]
+    zeros = torch.zeros_like(scales, dtype=torch.int8)
+    return lambda: quantize_weight(*batch, scales, zeros, None, ARGS, GROUP, DAMPING)
+
+
+def in_torch(prepare: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
+    """Run without the native kernels."""
+
+    def prepare_in_torch() -> Callable[[], object]:
+        call = prepare()
+
+        def run() -> object:
+            with without_kernels():
+                return call()
+
+        return run
+
+    return prepare_in_torch
+
+
+@contextmanager
+def without_kernels() -> Any:
+    """Turn the native kernels off for a while."""
+    load, warn = dispatch._load, dispatch._warn_once
+    try:
+        dispatch._load = lambda: (None, "a benchmark wants it so")  # type: ignore[assignment]
+        dispatch._warn_once = lambda: None  # type: ignore[assignment]
+        yield
+    finally:
+        dispatch._load, dispatch._warn_once = load, warn
+
+
+if __name__ == "__main__":
+    main()
