@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t kShortlist = 8;   // candidates whose error is summed anew in the end
 constexpr double kLongestStretch = 1.0 / 12;
+constexpr double kMostWhole = 1e6;      // more than any code
 
 float float_of(DType dtype, const std::byte* from) {
   if (dtype == DType::f32) {
@@ -57,7 +58,11 @@ struct Change {
 class PieceSweep {
  public:
   explicit PieceSweep(const SweepJob& job) : job_(job), grid_(job.magnitudes, job.magnitudes + job.magnitude_count) {
-    for (std::size_t i = 0; i + 1 < grid_.size(); i++) middles_.push_back((grid_[i] + grid_[i + 1]) / 2);
+    for (std::size_t i = 0; i + 1 < grid_.size(); i++) {
+      middles_.push_back((grid_[i] + grid_[i + 1]) / 2);
+      inverses_.push_back(1 / middles_.back());
+      whole_ &= middles_[i] == i + 0.5;
+    }
   }
 
   void search(std::int64_t piece) {
@@ -87,7 +92,12 @@ class PieceSweep {
   std::int32_t last_code(double limit) const {
     return static_cast<std::int32_t>(std::upper_bound(grid_.begin(), grid_.end(), limit) - grid_.begin()) - 1;
   }
-  double change(const Value& value) const { return value.magnitude / middles_[value.code]; }
+  double change(const Value& value) const { return value.magnitude * inverses_[value.code]; }
+  // How many middles a value is not below.
+  std::int32_t code_of(double value) const {
+    if (whole_) return static_cast<std::int32_t>(std::min(value, kMostWhole) + 0.5);
+    return static_cast<std::int32_t>(std::upper_bound(middles_.begin(), middles_.end(), value) - middles_.begin());
+  }
   bool changes(const Value& value, double scale) const {
     return value.code < value.most && change(value) > scale;
   }
@@ -98,9 +108,8 @@ class PieceSweep {
     linear_ = quadratic_ = codes_ = 0;
     for (Value& value : values_) {
       value.most = value.is_negative ? below : above;
-      const auto middle = std::upper_bound(middles_.begin(), middles_.end(), value.magnitude / scale);
-      value.code = std::min(value.most, static_cast<std::int32_t>(middle - middles_.begin()));
-      while (value.code > 0 && value.magnitude / middles_[value.code - 1] <= scale) value.code--;
+      value.code = std::min(value.most, code_of(value.magnitude / scale));
+      while (value.code > 0 && value.magnitude * inverses_[value.code - 1] <= scale) value.code--;
       while (changes(value, scale)) value.code++;
       const double g = grid_[value.code];
       linear_ += value.weight * value.magnitude * g;
@@ -131,6 +140,8 @@ class PieceSweep {
   }
 
   void look_at(double from, double to, std::int32_t window) {
+    // Mostly not even the lowest point of the whole parabola is low enough.
+    if ((squares_ * (1 - 1e-12) - kept_.worst()) * quadratic_ > linear_ * linear_) return;
     const double lowest = quadratic_ > 0 ? linear_ / quadratic_ : from;
     const float scale = static_cast<float>(std::clamp(lowest, to, from));
     if (!(scale > 0)) return;
@@ -162,11 +173,12 @@ class PieceSweep {
   }
 
   // The difference of large sums is not exact enough to tell the very best apart.
-  double exact_error(const Window& in, double scale) {
-    set_codes(in, scale);
+  double exact_error(const Window& in, double scale) const {
+    const std::int32_t above = last_code(in.highest), below = last_code(-in.lowest);
     double total = 0;
     for (const Value& value : values_) {
-      const double error = value.magnitude - grid_[value.code] * scale;
+      const std::int32_t most = value.is_negative ? below : above;
+      const double error = value.magnitude - grid_[std::min(most, code_of(value.magnitude / scale))] * scale;
       total += value.weight * error * error;
     }
     return total;
@@ -183,7 +195,8 @@ class PieceSweep {
   }
 
   const SweepJob& job_;
-  std::vector<double> grid_, middles_;
+  std::vector<double> grid_, middles_, inverses_;
+  bool whole_ = true;                   // the numbers are 0, 1, 2 and so on
   std::vector<Value> values_;
   std::vector<Change> changes_;
   double squares_ = 0, linear_ = 0, quadratic_ = 0, codes_ = 0;
