@@ -209,6 +209,16 @@ def test_many_sweeps_are_one_after_the_other() -> None:
     assert (whole == values).float().mean() > 0.97
 
 
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_what_is_no_gain_is_no_change(start: float) -> None:
+    """Half of a step: both neighbours err alike."""
+    of = layer("int4", (1, 1), "one")._replace(scales=torch.ones(1, 1))
+    values = torch.full((1, 1), start)
+    found, changed = descend(values, torch.full((1, 1), 0.5), of.hessian, *of.given, sweeps=2)
+    assert torch.equal(found, values)
+    assert not changed
+
+
 def test_dead_columns_stay() -> None:
     of = layer("int4", (9, 60), "of 32")
     dead = torch.tensor([0, 31, 59])
