@@ -214,11 +214,14 @@ def _feed_back_in_torch(
     errors: Tensor,
 ) -> None:
     """Quantize a block, which comes adjusted to all before it; write its values and errors."""
-    groups = scaling.groups[columns].tolist()
-    for i, (j, group) in enumerate(zip(range(columns.start, columns.stop), groups, strict=True)):
-        result[:, j] = _rounded(adjusted[:, i], scaling, group)
-        errors[:, j] = target[:, j] - result[:, j]
-        adjusted[:, i + 1 :].addr_(errors[:, j], factor[j, j + 1 : columns.stop])
+    # One column after the other: they are to lie together.
+    left, wanted = adjusted.T.contiguous(), target[:, columns].T.contiguous()
+    groups, within = scaling.groups[columns].tolist(), factor[columns, columns]
+    for i, group in enumerate(groups):
+        left[i] = _rounded(left[i], scaling, group)
+        wanted[i] -= left[i]
+        left[i + 1 :].addr_(within[i, i + 1 :], wanted[i])
+    result[:, columns], errors[:, columns] = left.T, wanted.T
 
 
 def _descend_in_torch(
@@ -228,15 +231,16 @@ def _descend_in_torch(
     total, groups = 0, scaling.groups.tolist()
     rows = torch.arange(len(values), device=values.device)
     for _ in range(sweeps):
-        now = values[rows]
+        # One column after the other: they are to lie together.
+        now, wanted = values[rows].T.contiguous(), target[rows].T.contiguous()
         for columns in _blocks(target, block):
-            pull = (now - target[rows]) @ hessian[:, columns]
+            pull = hessian[columns] @ (now - wanted)
             for i, j in enumerate(range(columns.start, columns.stop)):
-                best = _best(now[:, j], pull[:, i], hessian[j, j], scaling, groups[j], rows)
-                pull.addr_(best - now[:, j], hessian[j, columns])
-                now[:, j] = best
-        changed = now != values[rows]
-        values[rows] = now
+                best = _best(now[j], pull[i], hessian[j, j], scaling, groups[j], rows)
+                pull.addr_(hessian[j, columns], best - now[j])
+                now[j] = best
+        changed = values[rows] != now.T
+        values[rows] = now.T
         total += int(changed.sum())
         rows = rows[changed.any(1)]
         if not len(rows):
