@@ -219,11 +219,15 @@ def test_what_is_no_gain_is_no_change(start: float) -> None:
     assert not changed
 
 
-def test_dead_columns_stay() -> None:
+@pytest.mark.parametrize("diagonal", [None, 0.0, -1.0])
+def test_dead_columns_stay(diagonal: float | None) -> None:
     of = layer("int4", (9, 60), "of 32")
     dead = torch.tensor([0, 31, 59])
-    of.hessian[dead] = 0
-    of.hessian[:, dead] = 0
+    if diagonal is None:
+        of.hessian[dead] = 0
+        of.hessian[:, dead] = 0
+    else:  # which no data has, but rounding may
+        of.hessian[dead, dead] = diagonal
     start = torch.zeros(9, 60)
     values, changed = descend(start, of.weight, of.hessian, *of.given, sweeps=9)
     assert changed
