@@ -17,7 +17,7 @@ from torch import Tensor
 from calipers.errors import MergeError
 from calipers.observers import Observer
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians
+from calipers.statistics.hessian import BlockHessians, PairedHessians
 from calipers.statistics.moments import SquareSums, TokenSquares
 from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
 from calipers.statistics.value_counts import ValueCounts
@@ -253,6 +253,7 @@ LAWS: tuple[Law, ...] = (
 
 STATISTICS: dict[str, Callable[[], Statistic]] = {
     "BlockHessians": lambda: BlockHessians(4),
+    "PairedHessians": PairedHessians,
     "Extrema": Extrema,
     "LastRange": LastRange,
     "MovingAverage": MovingAverage,

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calipers.statistics.hessian import BlockHessians, block_width, shrunk
+from calipers.errors import TensorValueError
+from calipers.statistics.hessian import BlockHessians, PairedHessians, block_width, shrunk
 
 
 def exact(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -98,3 +99,25 @@ class TestShrinking:
         least = torch.linalg.eigvalsh(found).min()
         mean = found.diagonal(dim1=1, dim2=2).mean() / 1.01
         assert float(least) >= 0.01 * float(mean) * (1 - 1e-9)
+
+
+def test_pairs_are_summed_across_and_with_themselves() -> None:
+    before, now = torch.randn(2, 300, 6, dtype=torch.float64)
+    mask = torch.arange(300) % 3 > 0
+    sums = PairedHessians()
+    sums.update(torch.cat([before, now], -1)[:100], mask[:100])
+    sums.update(torch.cat([before, now], -1)[100:], mask[100:])
+    before, now = before[mask], now[mask]
+    torch.testing.assert_close(sums._hessian_sum[0], now.T @ now)
+    torch.testing.assert_close(sums._cross_sum[0], before.T @ now)
+    assert sums.num_tokens == 200
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_numbers_that_are_none_are_refused_in_either_half_of_a_pair(half: int) -> None:
+    pair = torch.ones(4, 2, 3)
+    pair[2, half, 1] = torch.nan
+    sums = PairedHessians()
+    with pytest.raises(TensorValueError, match="1 non-finite value"):
+        sums.update(pair.flatten(1))
+    assert not sums.fields()

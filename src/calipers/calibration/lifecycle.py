@@ -197,9 +197,8 @@ def _store(module: torch.nn.Module, planned: ModuleSpec, qparams: QParams) -> No
     for tensor in planned.tensors:
         if (planned.name, tensor.base_name) in qparams:
             store_qparams(module, tensor.base_name, qparams[planned.name, tensor.base_name])
-        if tensor.base_name == "weight" and tensor.observer is not None:
-            for name in tensor.observer.importance.fields:  # they have served
-                vars(module).pop(name, None)
+        for name in tensor.importance.published:  # they have served
+            vars(module).pop(name, None)
 
 
 def _prepare(

@@ -180,6 +180,19 @@ class Layout:
             return min(max(expected, columns - pieces.shape[-1] + 1), columns)
         return columns
 
+    def groups(self, columns: int) -> Tensor:
+        """Number, for each column of a weight, the groups of columns that share a scale."""
+        width = shared_columns(self.args) or max(columns, 1)
+        return torch.arange(columns) // width
+
+    def by_rows(self, value: Tensor, rows: int) -> Tensor:
+        """Lay scales or zero points over the rows of a weight: (rows or 1, groups of columns)."""
+        if self.args.strategy == QuantizationStrategy.TENSOR:
+            return value.reshape(1, 1)
+        if self.args.strategy == QuantizationStrategy.BLOCK:
+            return value.repeat_interleave(self.args.block_structure[0], 0)[:rows]
+        return value.reshape(rows, -1)
+
     def tokens(self, value: Tensor) -> int:
         """Count the tokens of an activation or attention state."""
         if self.base_name in ("q", "k", "v"):

@@ -14,6 +14,7 @@ from calipers.errors import CalipersError, RecipeError, tensor_of, unfit
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, granularity_name, has_few_scales, strategy_name
 from calipers.observers.spec import ObserverSpec
+from calipers.solvers.importance import Importance
 from calipers.statistics.base import Statistic
 from calipers.statistics.moments import SquareSums, TokenSquares
 from calipers.statistics.value_counts import ValueCounts
@@ -73,12 +74,22 @@ class TensorSpec:
 
     :param observer: what finds its parameters; None where they are found while the model runs
     :param step: the step of the recipe that solves it
+    :param gathered: what that step gathers of the inputs of a weight, instead of what the observer
+        asks for, which is part of it
     """
 
     base_name: str
     args: QuantizationArgs
     observer: ObserverSpec | None
     step: str = ""
+    gathered: Importance | None = None
+
+    @property
+    def importance(self) -> Importance:
+        """What is gathered of the inputs of a weight."""
+        if self.base_name != "weight" or self.observer is None:
+            return Importance()
+        return self.gathered or self.observer.importance
 
     @property
     def observer_with_options(self) -> str:
@@ -94,13 +105,11 @@ class TensorSpec:
         """Whether data must run through the model before the parameters can be found."""
         if self.observer is None:
             return False
-        return self.base_name != "weight" or bool(self.observer.importance.fields)
+        return self.base_name != "weight" or bool(self.importance.fields)
 
     def has_data_on(self, module: torch.nn.Module) -> bool:
         """Whether the data of a weight was summed up before, and the sums are on its module."""
-        if self.base_name != "weight" or self.observer is None:
-            return False
-        fields = self.observer.importance.fields
+        fields = self.importance.published
         return bool(fields) and all(hasattr(module, name) for name in fields)
 
     @property
@@ -174,9 +183,9 @@ class ModuleSpec:
                 continue
             if tensor.base_name != "weight":
                 yield Requirement(tensor.base_name, OBSERVER, observer.build)
-            elif self._importance_fields and self.columns is not None:
-                create = partial(_importance_statistic, observer, self.columns)
-                yield Requirement("input", IMPORTANCE, create, self._importance_fields)
+            elif tensor.importance.fields and self.columns is not None:
+                create = partial(_importance_statistic, tensor, self.columns)
+                yield Requirement("input", IMPORTANCE, create, tensor.importance.published)
 
     @property
     def cost_requirements(self) -> Iterator[Requirement]:
@@ -189,22 +198,21 @@ class ModuleSpec:
                 create = partial(_value_counts, tensor.base_name, strategy_name(tensor.args))
                 yield Requirement(tensor.base_name, COUNTS, create, is_optional=True)
         if self.kind == "linear" and self.columns is not None:
-            if not self._importance_fields:
+            if not self._gathers_inputs:
                 yield Requirement("input", SQUARES, _square_sums, is_optional=True)
             yield Requirement("output", SQUARES, _token_squares, is_optional=True)
 
     @cached_property
-    def _importance_fields(self) -> tuple[str, ...]:
+    def _gathers_inputs(self) -> bool:
         weight = self.tensor("weight")
-        if weight is None or weight.observer is None or self.columns is None:
-            return ()
-        return weight.observer.importance.fields
+        return weight is not None and bool(weight.importance.fields)
 
 
-def _importance_statistic(observer: ObserverSpec, columns: int, name: str) -> Statistic:
-    statistic = observer.importance.statistic(columns, observer.args)
+def _importance_statistic(tensor: TensorSpec, columns: int, name: str) -> Statistic:
+    statistic = tensor.importance.statistic(columns, tensor.args)
     assert statistic is not None
-    statistic.owner = f"{observer.name} (weight of {name})"
+    assert tensor.observer is not None
+    statistic.owner = f"{tensor.observer.name} (weight of {name})"
     return statistic
 
 

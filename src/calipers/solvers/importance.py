@@ -17,7 +17,7 @@ from torch import Tensor
 from calipers.errors import ImportanceError, ImportanceUnsupportedError
 from calipers.numerics.layout import Layout, shared_columns, strategy_name
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians, block_width, shrunk
+from calipers.statistics.hessian import BlockHessians, PairedHessians, block_width, shrunk
 from calipers.statistics.moments import NonFinite, SquareSums
 
 
@@ -58,8 +58,13 @@ class Importance:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of the statistic, which are published on the module of the weight."""
+        """The fields of the statistic."""
         return () if self.kind is None else tuple(self.kind.all_reductions())
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """The attributes of a module in which an earlier run may have left them."""
+        return self.fields
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
         """Return an empty statistic of the inputs; None where none is needed.
@@ -72,6 +77,10 @@ class Importance:
         """Return what errors are weighed by; raise where that cannot be."""
         return Weights()
 
+    def part_of(self, hessian: Tensor, tokens: int, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
+        """Return its statistic, read from Σ x xᵀ of all channels; None where none is needed."""
+        return None
+
 
 @dataclass(frozen=True)
 class DiagonalImportance(Importance):
@@ -83,6 +92,10 @@ class DiagonalImportance(Importance):
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
         """Return empty sums of x²."""
         return SquareSums(nonfinite=self.nonfinite)
+
+    def part_of(self, hessian: Tensor, tokens: int, args: QuantizationArgs) -> Statistic | None:
+        """Return the diagonal."""
+        return _filled(self.statistic(len(hessian), args), hessian.diagonal(), tokens)
 
     def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
         """Return E[x²] of each column over its mean."""
@@ -102,6 +115,15 @@ class HessianImportance(Importance):
         width = None if columns is None else block_width(columns, shared_columns(args) or columns)
         return BlockHessians(width, nonfinite=self.nonfinite)
 
+    def part_of(self, hessian: Tensor, tokens: int, args: QuantizationArgs) -> Statistic | None:
+        """Return the blocks on the diagonal."""
+        statistic = self.statistic(len(hessian), args)
+        assert isinstance(statistic, BlockHessians)
+        assert statistic.width is not None
+        starts = range(0, len(hessian), statistic.width)
+        blocks = [hessian[i : i + statistic.width, i : i + statistic.width] for i in starts]
+        return _filled(statistic, torch.stack(blocks), tokens)
+
     def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
         """Return the diagonal of E[x xᵀ] over its mean, and its blocks over the same."""
         blocks, count = _gathered(inputs, self.fields, of.label)
@@ -109,6 +131,35 @@ class HessianImportance(Importance):
         diagonal = _diagonal(sums / count, of)
         mean = float((sums / count).mean())
         return Weights(diagonal, _fitted(blocks / count / mean, int(count), of))
+
+
+@dataclass(frozen=True)
+class FullHessian(Importance):
+    """E[x xᵀ] of all channels, for error feedback; the others are parts of it."""
+
+    name: ClassVar[str] = "full_hessian"
+    kind: ClassVar[type[Statistic] | None] = BlockHessians
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """Nothing: what other observers leave on a module are blocks."""
+        return ()
+
+    def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
+        """Return empty sums of x xᵀ in one block."""
+        return BlockHessians(columns, nonfinite=self.nonfinite)
+
+
+@dataclass(frozen=True)
+class PairedHessian(FullHessian):
+    """E[y yᵀ] and E[x yᵀ] of inputs x as they were and y as they have become."""
+
+    name: ClassVar[str] = "paired_hessian"
+    kind: ClassVar[type[Statistic] | None] = PairedHessians
+
+    def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
+        """Return empty sums of both."""
+        return PairedHessians(nonfinite=self.nonfinite)
 
 
 IMPORTANCES: Mapping[str, type[Importance]] = {
@@ -129,6 +180,13 @@ def importance_named(name: str, nonfinite: NonFinite = "raise") -> Importance:
     ('_imatrix_sum', '_imatrix_count')
     """
     return IMPORTANCES[name](nonfinite)
+
+
+def _filled(statistic: Statistic | None, total: Tensor, tokens: int) -> Statistic:
+    assert statistic is not None
+    count = torch.tensor(tokens, device=total.device)
+    statistic.load_fields(dict(zip(statistic.declared(), (total, count), strict=True)))
+    return statistic
 
 
 def _gathered(inputs: Statistic | None, fields: tuple[str, ...], label: str) -> tuple[Tensor, ...]:

@@ -87,6 +87,9 @@ class Statistic:
     reductions: ClassVar[Mapping[str, Reduction]] = {}
     owner: str = ""
     """What messages call it, if not by its class: whose tensors it measures."""
+    takes_pairs: ClassVar[bool] = False
+    """Whether it is shown two tensors side by side: as it was in the model, and as it has become
+    by what was quantized before."""
 
     _declared: ClassVar[Mapping[str, Reduction]]
 

@@ -13,7 +13,7 @@ from calipers.statistics.base import Reduction
 from calipers.statistics.moments import NonFinite, TokenSums
 
 WIDEST = 512
-_TOKENS = 256  # multiplied in float32 at a time, and added up in float64
+_TOKENS = 256  # multiplied in float32 at a time, and added up in float64; more in wide blocks
 
 
 def block_width(columns: int, piece: int) -> int:
@@ -69,17 +69,54 @@ class BlockHessians(TokenSums):
         width, channels = self.width, tokens.shape[-1]
         assert width is not None, "the width of blocks is not known"
         tokens = tokens if marks is None else tokens[marks]
-        total = torch.zeros(
-            channels // width, width, width, dtype=torch.float64, device=tokens.device
-        )
-        working = torch.promote_types(tokens.dtype, torch.float32)
-        for part in torch.split(tokens, _TOKENS):
-            blocks = part.to(working).reshape(len(part), len(total), width).transpose(0, 1)
-            total += torch.bmm(blocks.transpose(1, 2), blocks)
-        return total, torch.tensor(len(tokens), device=tokens.device)
+        blocks = tokens.reshape(len(tokens), channels // width, width)
+        return _products(blocks, blocks), torch.tensor(len(tokens), device=tokens.device)
 
-    def _squares(self, total: Tensor) -> Tensor:
-        return total.diagonal(dim1=-2, dim2=-1)
+    def _witness(self, *sums: Tensor) -> Tensor:
+        return sums[0].diagonal(dim1=-2, dim2=-1)
+
+
+class PairedHessians(TokenSums):
+    """Sums y yᵀ and x yᵀ of two streams through one module, and counts tokens.
+
+    A tensor holds both side by side, (…, 2 × channels): x as it was in the model, then y as it has
+    become, when what came before was quantized.
+
+    >>> sums = PairedHessians()
+    >>> sums.update(torch.tensor([[1.0, 2.0, 3.0, 0.0]]))
+    >>> sums._hessian_sum.tolist(), sums._cross_sum.tolist()
+    ([[[9.0, 0.0], [0.0, 0.0]]], [[[3.0, 0.0], [6.0, 0.0]]])
+    """
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "_hessian_sum": Reduction.SUM,
+        "_cross_sum": Reduction.SUM,
+        "_hessian_count": Reduction.SUM,
+    }
+    _hessian_sum: Tensor
+    _cross_sum: Tensor
+    _hessian_count: Tensor
+    takes_pairs = True
+
+    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = tokens if marks is None else tokens[marks]
+        before, now = torch.split(tokens.reshape(len(tokens), 2, -1), 1, dim=1)
+        count = torch.tensor(len(tokens), device=tokens.device)
+        return _products(now, now), _products(before, now), count
+
+    def _witness(self, *sums: Tensor) -> Tensor:
+        return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), sums[1][..., 0]])
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Return Σ left rightᵀ over the tokens of each block, (tokens, blocks, width), in float64."""
+    _, blocks, width = left.shape
+    total = torch.zeros(blocks, width, width, dtype=torch.float64, device=left.device)
+    working = torch.promote_types(left.dtype, torch.float32)
+    step = max(_TOKENS, width // 4)
+    for x, y in zip(torch.split(left, step), torch.split(right, step), strict=True):
+        total += torch.bmm(x.to(working).permute(1, 2, 0), y.to(working).transpose(0, 1))
+    return total
 
 
 def shrunk(hessian: Tensor, tokens: int, damping: float = 0.01) -> Tensor:

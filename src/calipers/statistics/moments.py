@@ -18,7 +18,7 @@ NonFinite = Literal["raise", "ignore", "keep"]
 
 
 class TokenSums(Statistic):
-    """A sum over the tokens of a stream, and their number: the first two fields of a subclass.
+    """Sums over the tokens of a stream, and their number: the fields of a subclass, in this order.
 
     :param nonfinite: NaN and Inf are an error, and nothing is recorded (``raise``); the tokens that
         have any are left out (``ignore``); or they are summed up as they are (``keep``)
@@ -34,7 +34,7 @@ class TokenSums(Statistic):
     @property
     def num_tokens(self) -> int:
         """How many tokens were taken in."""
-        return int(getattr(self, self._names()[1], 0))
+        return int(getattr(self, list(self.declared())[-1], 0))
 
     @full_precision()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -47,21 +47,18 @@ class TokenSums(Statistic):
             finite = torch.isfinite(tokens).all(-1)
             if not bool(finite.all()):
                 tokens, marks = tokens[finite], None if marks is None else marks[finite]
-        total, count = self._summed(tokens, marks)
-        if self.nonfinite == "raise" and not bool(torch.isfinite(self._squares(total)).all()):
+        summed = self._summed(tokens, marks)
+        if self.nonfinite == "raise" and not bool(torch.isfinite(self._witness(*summed)).all()):
             self._refuse(tokens, marks, x)
-        self.absorb(**dict(zip(self._names(), (total, count), strict=True)))
+        self.absorb(**dict(zip(self.declared(), summed, strict=True)))
 
-    def _names(self) -> list[str]:
-        return list(self.declared())[:2]
-
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum over the tokens that are marked, (tokens, channels), and their number."""
+    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the sums over the tokens that are marked, (tokens, channels), and their number."""
         raise NotImplementedError
 
-    def _squares(self, total: Tensor) -> Tensor:
-        """Return the sums of squares, which are finite only if all values are."""
-        return total
+    def _witness(self, *sums: Tensor) -> Tensor:
+        """Return numbers that are finite only if all values are."""
+        return sums[0]
 
     def _refuse(self, tokens: Tensor, marks: Tensor | None, x: Tensor) -> None:
         """Raise if a value is not finite, and not only a sum of such as are."""
