@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from typing_extensions import Self
 from calipers.calibration.attention import expose_states, register_state_hook
 from calipers.calibration.masks import mask_for, token_mask
 from calipers.calibration.precision import own_dtype
-from calipers.calibration.sharing import SharedInputs, rounded
+from calipers.calibration.sharing import PairedTensors, SharedInputs, rounded
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import LayoutError, TensorValueError
 from calipers.measurements import Measurements
@@ -50,8 +50,10 @@ class Calibration:
         self._dtype = dtype
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
         self._sharing = SharedInputs() if share_inputs else None
+        self._pairs = PairedTensors()
         self._leaving = ExitStack()
-        self._is_paused = False
+        self._measured: Collection[str] | None = None
+        self._is_reference = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -77,18 +79,35 @@ class Calibration:
                 yield
                 if self._sharing is not None:
                     self._sharing.settle()
+                self._pairs.clear()
         except TensorValueError as error:
             error.add_hint(f"It was batch {index}, the first one with such values.")
             raise
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let something run through the model that is not measured."""
-        self._is_paused = True
+    def only(self, names: Collection[str]) -> Iterator[None]:
+        """Let something run of which some modules alone are measured."""
+        before, self._measured = self._measured, names
         try:
             yield
         finally:
-            self._is_paused = False
+            self._measured = before
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Let something run through the model that is not measured."""
+        return self.only(())
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Let a batch run as it would without quantization, before it runs to be measured.
+
+        What modules see meanwhile is kept until the end of the batch for statistics of pairs.
+        """
+        self._is_reference = True
+        try:
+            yield
+        finally:
+            self._is_reference = False
 
     def finish(self, names: Iterable[str]) -> None:
         """Measure some modules no longer; what was measured for them is theirs."""
@@ -156,9 +175,14 @@ class Calibration:
         module = self.module(name)
         dtype = self._observed_dtype(module)
         first = next((each for each, is_needed in statistics.items() if is_needed), None)
+        has_pairs = any(statistic.takes_pairs for statistic in statistics)
 
         def see(tensor: Tensor) -> None:
-            if self._is_paused:
+            if self._measured is not None and name not in self._measured:
+                return
+            if self._is_reference:
+                if has_pairs:
+                    self._pairs.keep(name, tensor)
                 return
             try:
                 mask = mask_for(tensor, base_name, "" if first is None else first.label())
@@ -168,7 +192,8 @@ class Calibration:
                 return
             for statistic, is_needed in statistics.items():
                 if is_needed or _is_measurable(tensor):
-                    self._show(statistic, tensor, mask, dtype)
+                    shown = self._pairs.of(name, tensor) if statistic.takes_pairs else tensor
+                    self._show(statistic, shown, mask, dtype)
 
         self._handles[name].append(_register_hook(module, base_name, see))
 

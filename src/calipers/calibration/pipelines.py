@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,15 @@ from calipers.errors import ConfigurationError, ModelRunError, Option, first_lin
 class Run:
     """What a pipeline works with.
 
-    :param solve: makes of what was measured of some modules what becomes of them
+    :param solve: makes of what was measured of some modules what becomes of them, and returns the
+        weights they compute with from then on, where later modules are to see their effect
     :param device: where the model, or the layer at work, computes
     :param dtype: in which it does; None: its own
     :param early: warns of modules that no token has reached, while the data still runs
     """
 
     calibration: Calibration
-    solve: Callable[[Iterable[str]], None]
+    solve: Callable[[Iterable[str]], Mapping[str, Tensor]]
     ranks: Ranks
     progress: Progress
     device: torch.device
@@ -45,11 +46,11 @@ class Run:
         """Show how many tokens have run."""
         return self.progress.counting("calibrating", batches.num_tokens, "tokens")
 
-    def finish(self, names: Iterable[str]) -> None:
-        """End the measuring of some modules, and solve them."""
+    def finish(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """End the measuring of some modules, solve them, and return the weights they get."""
         names = list(names)
         self.calibration.finish(names)
-        self.solve(names)
+        return self.solve(names)
 
 
 def run_datafree(run: Run) -> None:

@@ -12,6 +12,13 @@ from torch import Tensor
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import Run, call_model, errors_of_forward, moved, onloaded
 from calipers.calibration.precision import computing_in
+from calipers.calibration.propagation import (
+    SolvedWeights,
+    Stage,
+    noting_calls,
+    stages_of,
+    until_called,
+)
 from calipers.errors import ConfigurationError, Option
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -37,15 +44,35 @@ def run_sequential(run: Run, batches: Batches) -> None:
     with run.counting_tokens(batches) as add:
         for number, (prefix, layer) in enumerate(layers.items()):
             with onloaded([layer], run.device):
-                with run.ranks.step(f"calibrating {prefix}"), computing_in(run.dtype, [layer]):
-                    stack.run_layer(number, inside[prefix], add)
-                run.finish(inside[prefix])
+                if run.calibration.plan.propagation == "float":
+                    with stack.at_work(prefix, layer):
+                        stack.run_layer(number, inside[prefix], add)
+                    run.finish(inside[prefix])
+                else:
+                    _run_in_stages(stack, number, prefix, inside[prefix], add)
     behind = [name for name in outside if name not in before]
     if any(map(run.calibration.is_needed, behind)):
         what = "calibrating what comes after the layers"
         with run.ranks.step(what), run.progress.waiting(what):
             stack.leave(batches)
     run.finish(behind)
+
+
+def _run_in_stages(
+    stack: LayerStack, number: int, prefix: str, names: list[str], add: Callable[[float], None]
+) -> None:
+    """Solve the modules of a layer one after another, each on what the others have become."""
+    run, layer = stack.run, stack.layers[number]
+    solved = SolvedWeights(run.calibration.model, run.device, run.dtype)
+    with stack.at_work(prefix, layer):
+        found = [(stage.names, stage.calls) for stage in stack.stages(number, names)]
+    # Routers may send the first batches of processes to different experts: one decides for all.
+    for stage in (Stage(*each) for each in next(filter(None, run.ranks.share(found)), ())):
+        with stack.at_work(prefix, layer):
+            stack.measure(number, stage, solved)
+        solved.add(run.finish(stage.names))
+    with stack.at_work(prefix, layer):
+        stack.advance(number, solved, add)
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -77,52 +104,109 @@ class LayerStack:
     """The layers of a model, with what goes into the next of them for each batch."""
 
     def __init__(self, run: Run, layers: Sequence[torch.nn.Module]) -> None:
-        self._run, self._layers = run, layers
+        self.run, self.layers = run, layers
         self._hidden: list[Tensor] = []
+        self._reference: list[Tensor] = []  # what they would be if nothing were quantized
         self._masks: list[Tensor] = []
         self._calls: list[list[Call]] = []
         self._beside: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
 
     def enter(self, batches: Batches) -> None:
         """Run what comes before the layers, and note what each layer is called with."""
-        with self._rest_onloaded(), _own_forwards(self._layers):
+        with self._rest_onloaded(), _own_forwards(self.layers):
             for index, batch in enumerate(batches):
                 if index == 0:
                     self._beside = self._learn_result(batch)
                 calls: list[Call] = []
-                for layer in self._layers:
+                for layer in self.layers:
                     vars(layer)["forward"] = self._noting(calls, batch["input_ids"].device)
-                with self._run.calibration.batch(index, batch["attention_mask"]):
+                with self.run.calibration.batch(index, batch["attention_mask"]):
                     self._start(batch)
                 self._calls.append(calls)
                 self._masks.append(batch["attention_mask"])
+        if self.run.calibration.plan.propagation == "both":
+            self._reference = list(self._hidden)
 
     def run_layer(self, number: int, names: list[str], add: Callable[[float], None]) -> None:
         """Run all batches through a layer, and tell the progress of each.
 
         :param names: the modules of the layer that are to see data
         """
-        layer, device = self._layers[number], self._run.device
         for index, hidden in enumerate(self._hidden):
-            self._run.ranks.check()
-            args, kwargs = moved(self._calls[index][number], device)
-            with self._run.calibration.batch(index, self._masks[index]), errors_of_forward(layer):
-                result = layer(hidden.to(device), *args, **kwargs)
-            result = result[0] if isinstance(result, tuple) else result
-            self._hidden[index] = result.to(hidden.device)
-            add(int(self._masks[index].sum()) / len(self._layers))
-            if self._run.early is not None:
-                self._run.early.after(index, len(self._hidden), names)
+            self.run.ranks.check()
+            with self.run.calibration.batch(index, self._masks[index]):
+                self._hidden[index] = self._through(number, index, hidden)
+            self._tell(index, names, add)
+
+    @contextmanager
+    def at_work(self, prefix: str, layer: torch.nn.Module) -> Iterator[None]:
+        """Have a layer ready to compute."""
+        with (
+            self.run.ranks.step(f"calibrating {prefix}"),
+            computing_in(self.run.dtype, [layer]),
+        ):
+            yield
+
+    def stages(self, number: int, names: list[str]) -> list[Stage]:
+        """Find out in which order the modules of a layer work; none where there is no data."""
+        linear = {m.name for m in self.run.calibration.plan.modules if m.kind == "linear"}
+        modules = {name: self.run.calibration.module(name) for name in names if name in linear}
+        with torch.no_grad(), self.run.calibration.paused(), noting_calls(modules) as calls:
+            for hidden in self._hidden[:1]:
+                self._through(number, 0, hidden)
+        return stages_of(calls, names) if self._hidden else []
+
+    def measure(self, number: int, stage: Stage, solved: SolvedWeights) -> None:
+        """Run all batches through a layer for the sake of some of its modules."""
+        calibration = self.run.calibration
+        modules = [calibration.module(name) for name in stage.names]
+        for index, hidden in enumerate(self._hidden):
+            self.run.ranks.check()
+            with calibration.batch(index, self._masks[index]), calibration.only(stage.names):
+                if self._reference:
+                    with calibration.as_reference(), until_called(modules, stage.calls):
+                        self._through(number, index, self._reference[index])
+                with solved.in_place(), until_called(modules, stage.calls):
+                    self._through(number, index, hidden)
+            self._tell(index, stage.names)
+
+    def advance(self, number: int, solved: SolvedWeights, add: Callable[[float], None]) -> None:
+        """Run all batches through a layer as it has become, and tell the progress of each."""
+        for index, hidden in enumerate(self._hidden):
+            self.run.ranks.check()
+            with torch.no_grad(), self.run.calibration.paused():
+                if self._reference:
+                    self._reference[index] = self._through(number, index, self._reference[index])
+                with solved.in_place():
+                    self._hidden[index] = self._through(number, index, hidden)
+            self._tell(index, [], add)
+
+    def _through(self, number: int, index: int, hidden: Tensor) -> Tensor:
+        """Run a batch through a layer."""
+        layer, device = self.layers[number], self.run.device
+        args, kwargs = moved(self._calls[index][number], device)
+        with errors_of_forward(layer):
+            result = layer(hidden.to(device), *args, **kwargs)
+        found: Tensor = result[0] if isinstance(result, tuple) else result
+        return found.to(hidden.device)
+
+    def _tell(
+        self, index: int, names: list[str], add: Callable[[float], None] | None = None
+    ) -> None:
+        if add is not None:
+            add(int(self._masks[index].sum()) / len(self.layers))
+        if self.run.early is not None and names:
+            self.run.early.after(index, len(self._hidden), names)
 
     def leave(self, batches: Batches) -> None:
         """Run what comes behind the layers."""
-        with self._rest_onloaded(), _own_forwards(self._layers):
+        with self._rest_onloaded(), _own_forwards(self.layers):
             for index, batch in enumerate(batches):
-                final = self._hidden[index].to(self._run.device)
-                for layer in self._layers:
+                final = self._hidden[index].to(self.run.device)
+                for layer in self.layers:
                     vars(layer)["forward"] = lambda *_, final=final, **__: self._as_result(final)
-                with self._run.calibration.batch(index, self._masks[index]):
-                    call_model(self._run.calibration.model, moved(batch, self._run.device))
+                with self.run.calibration.batch(index, self._masks[index]):
+                    call_model(self.run.calibration.model, moved(batch, self.run.device))
 
     def _noting(self, calls: list[Call], home: torch.device) -> Callable[..., Any]:
         """Return what stands for a layer: it notes the call and hands the hidden states on."""
@@ -131,7 +215,7 @@ class LayerStack:
             if not calls:
                 self._hidden.append(hidden_states.to(home))
             calls.append((args, kwargs))
-            if len(calls) == len(self._layers):
+            if len(calls) == len(self.layers):
                 raise _ReachedEnd
             return self._as_result(hidden_states)
 
@@ -139,16 +223,16 @@ class LayerStack:
 
     def _start(self, batch: Batch) -> None:
         with suppress(_ReachedEnd):
-            call_model(self._run.calibration.model, moved(batch, self._run.device))
+            call_model(self.run.calibration.model, moved(batch, self.run.device))
 
     def _as_result(self, hidden: Tensor) -> Any:
         return hidden if self._beside is None else (hidden, *self._beside)
 
     def _learn_result(self, batch: Batch) -> tuple[Any, ...] | None:
         """Find out what a layer returns in a tuple with its hidden states, unseen by observers."""
-        first = self._layers[0]
+        first = self.layers[0]
         calls: list[Call] = []
-        with torch.no_grad(), self._run.calibration.paused():
+        with torch.no_grad(), self.run.calibration.paused():
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls.append((args, kwargs))
@@ -158,18 +242,18 @@ class LayerStack:
                 vars(first)["forward"] = forward
                 self._start(batch)
             args, kwargs = calls[0]
-            with onloaded([first], self._run.device), computing_in(self._run.dtype, [first]):
+            with onloaded([first], self.run.device), computing_in(self.run.dtype, [first]):
                 result = first(*args, **kwargs)
             return result[1:] if isinstance(result, tuple) else None
 
     @contextmanager
     def _rest_onloaded(self) -> Iterator[None]:
         """Have everything ready to compute but the layers."""
-        within = {module for layer in self._layers for module in layer.modules()}
-        rest = [m for m in self._run.calibration.model.modules() if m not in within]
+        within = {module for layer in self.layers for module in layer.modules()}
+        rest = [m for m in self.run.calibration.model.modules() if m not in within]
         with (
-            onloaded(rest, self._run.device, recurse=False),
-            computing_in(self._run.dtype, rest, recurse=False),
+            onloaded(rest, self.run.device, recurse=False),
+            computing_in(self.run.dtype, rest, recurse=False),
         ):
             yield
 

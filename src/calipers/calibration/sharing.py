@@ -172,6 +172,38 @@ class _Group:
         self.count += 1
 
 
+class PairedTensors:
+    """The inputs of modules in two runs of one batch, side by side."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._joined: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """Keep what a module saw in the first run."""
+        self._before[name] = tensor, tensor_version(tensor)
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what a module saw in both runs, (…, 2 × channels): one tensor for all readers."""
+        before, version = self._before[name]
+        if tensor_version(before) != version:
+            raise ModelRunError(
+                "reads a tensor that is changed in place later in the model: it cannot be compared "
+                "with what it becomes when layers before it are quantized",
+                subject=name,
+                hint="Give the recipe 'error_propagation: quantized'",
+            )
+        key = id(before), id(tensor)
+        if key not in self._joined:  # which also keeps the tensor, hence its id
+            self._joined[key] = tensor, torch.cat([before, tensor], -1)
+        return self._joined[key][1]
+
+    def clear(self) -> None:
+        """Forget everything: the batch has run."""
+        self._before.clear()
+        self._joined.clear()
+
+
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return a tensor in a dtype, if one is given and the tensor holds floats."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

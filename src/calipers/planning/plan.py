@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ from calipers.planning.specs import ModuleSpec, Requirement, TensorSpec
 QParams = Mapping[tuple[str, str], QParamsDict]
 """(module, tensor) → its parameters."""
 
+Propagation = Literal["float", "quantized", "both"]
+"""What a layer is calibrated on: what those before it gave as they were, or as they have become; or
+the latter, so as to give what was meant by the former."""
+PROPAGATIONS: tuple[Propagation, ...] = get_args(Propagation)
+
 _COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data")
 
 
@@ -30,10 +35,12 @@ class StepPlan:
 
     :param modules: what it quantizes
     :param measured: module → what it wants to know of it besides
+    :param propagation: what it calibrates layers on
     """
 
     modules: tuple[ModuleSpec, ...] = ()
     measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
+    propagation: Propagation = "float"
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,13 @@ class Changes:
     :param qparams: (module, tensor) → its parameters
     :param weights: module → a new weight in place of the old one
     :param published: module → attributes that it gets, for whoever comes later
+    :param notes: module → what was done otherwise than the recipe says, and why
     """
 
     qparams: QParams = field(default_factory=dict)
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def joined(self, other: Changes) -> Changes:
         """Return these changes and others, which win.
@@ -60,7 +69,10 @@ class Changes:
         for name, attributes in other.published.items():
             published.setdefault(name, {}).update(attributes)
         return Changes(
-            {**self.qparams, **other.qparams}, {**self.weights, **other.weights}, published
+            {**self.qparams, **other.qparams},
+            {**self.weights, **other.weights},
+            published,
+            {**self.notes, **other.notes},
         )
 
 
@@ -84,11 +96,13 @@ class Plan:
     :param modules: what is quantized, in the order of the model
     :param measured: module → what steps want to know of it besides
     :param steps: the steps by their names, in the order of the recipe
+    :param propagation: what layers are calibrated on
     """
 
     modules: tuple[ModuleSpec, ...] = ()
     measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
+    propagation: Propagation = "float"
 
     @property
     def names(self) -> list[str]:

@@ -12,7 +12,7 @@ from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.errors import RecipeError
 from calipers.planning.checks import check_modules
 from calipers.planning.matching import what_there_is
-from calipers.planning.plan import Plan, Step
+from calipers.planning.plan import PROPAGATIONS, Plan, Step
 from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     """
     claims = _Claims()
     measured: dict[str, tuple[Requirement, ...]] = {}
+    propagation = PROPAGATIONS[0]
     for label, step in steps.items():
         wanted = step.plan(model, label)
+        propagation = max(propagation, wanted.propagation, key=PROPAGATIONS.index)
         for module in wanted.modules:
             claims.add(module)
         for name, requirements in wanted.measured.items():
@@ -62,7 +64,7 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
         )
     check_modules(model, modules)
     besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
-    return Plan(tuple(modules), besides, steps)
+    return Plan(tuple(modules), besides, steps, propagation)
 
 
 class _Claims:

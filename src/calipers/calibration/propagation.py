@@ -1,0 +1,145 @@
+"""What layers are calibrated on when those before them are quantized already."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from calipers.numerics.tensors import first_tensor
+
+
+class SolvedWeights:
+    """The weights that modules of a layer have become, to compute with before they are frozen.
+
+    :param dtype: the dtype that the layer computes in; None: that of its weights
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self._model, self._device, self._dtype = model, device, dtype
+        self._weights: dict[torch.nn.Module, Tensor] = {}
+
+    def add(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights of more modules."""
+        for name, weight in weights.items():
+            moved = weight.to(self._device, self._dtype or weight.dtype)
+            self._weights[self._model.get_submodule(name)] = moved
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the modules compute with them; their own weights are untouched behind them."""
+        try:
+            for module, weight in self._weights.items():
+                vars(module)["weight"] = weight  # found before the parameter of this name
+            yield
+        finally:
+            for module in self._weights:
+                vars(module).pop("weight", None)
+
+
+class Stage(NamedTuple):
+    """Modules of a layer that work side by side.
+
+    :param calls: how often they are called for a batch, in all; None where that differs
+    """
+
+    names: list[str]
+    calls: int | None
+
+
+def stages_of(calls: Sequence[tuple[str, int]], names: Sequence[str]) -> list[Stage]:
+    """Put modules in the order of their work; those with the same input stand together.
+
+    So do the same projections of all experts, which do not see each other's results. Modules that
+    were not called come with the last.
+
+    :param calls: module and input of each call, in order
+
+    >>> calls = [("0.q_proj", 1), ("0.k_proj", 1), ("0.experts.0.up_proj", 2),
+    ...          ("0.experts.0.down_proj", 3), ("0.experts.1.up_proj", 4)]
+    >>> names = [*dict(calls), "0.experts.1.down_proj", "0.self_attn"]
+    >>> for stage in stages_of(calls, names):
+    ...     print(*stage.names, stage.calls)
+    0.q_proj 0.k_proj 2
+    0.experts.0.up_proj 0.experts.1.up_proj None
+    0.experts.0.down_proj 0.experts.1.down_proj 0.self_attn None
+    """
+    by_input: dict[int, int] = {}
+    by_kind: dict[str, int] = {}
+    for name, tensor in calls:
+        stage = by_input.get(tensor, by_kind.get(_kind(name)))
+        stage = len(set(by_kind.values())) if stage is None else stage
+        by_input[tensor] = stage
+        by_kind.setdefault(_kind(name), stage)
+    last = max(by_kind.values(), default=0)
+    stages: list[list[str]] = [[] for _ in range(last + 1)]
+    for name in names:
+        stages[by_kind.get(_kind(name), last)].append(name)
+    counts = Counter(name for name, _ in calls)
+    return [Stage(found, _number_of_calls(found, counts)) for found in stages if found]
+
+
+def _number_of_calls(names: Sequence[str], counts: Mapping[str, int]) -> int | None:
+    fixed = all(counts[name] and _kind(name) == name for name in names)
+    return sum(counts[name] for name in names) if fixed else None
+
+
+def _kind(name: str) -> str:
+    """Return a name without the numbers of experts in it, but with that of its layer."""
+    layer, _, rest = name.rpartition(".experts.")
+    return f"{layer}.experts.{re.sub('[0-9]+', '*', rest)}" if layer else name
+
+
+@contextmanager
+def noting_calls(modules: Mapping[str, torch.nn.Module]) -> Iterator[list[tuple[str, int]]]:
+    """Note which modules are called, in which order, and with which input."""
+    calls: list[tuple[str, int]] = []
+    inputs: list[Tensor | None] = []  # kept, so that each has an id of its own
+
+    def note(name: str, value: object) -> None:
+        inputs.append(first_tensor(value))
+        calls.append((name, id(inputs[-1])))
+
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: note(name, (args, kwargs)), with_kwargs=True
+        )
+        for name, module in modules.items()
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def until_called(modules: Iterable[torch.nn.Module], calls: int | None) -> Iterator[None]:
+    """Leave the ``with`` as soon as modules have been called so many times in all; None: never."""
+    left = calls or 0
+
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise _Enough
+
+    handles = [module.register_forward_hook(count) for module in modules]
+    try:
+        yield
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Enough(BaseException):
+    """What is to be measured has been: the rest need not run, whatever errors it catches."""
