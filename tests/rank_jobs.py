@@ -45,6 +45,16 @@ RECIPES = {
         scheme={"W4A16": ["Linear"]}, weight_observer={"name": "optimal", "importance": "none"}
     ),
     "W4A16 optimal imatrix": recipe(scheme={"W4A16": ["Linear"]}, weight_observer="optimal"),
+    "W4A16 gptq": {
+        "modifiers": {
+            "GPTQModifier": {
+                "scheme": "W4A16",
+                "ignore": ["lm_head"],
+                "weight_observer": "memoryless_mse",  # whose scales have nothing to do with sums
+                "error_propagation": "float",
+            }
+        }
+    },
 }
 AVERAGING = {name: w8a8(name) for name in ("minmax", "mse", "memoryless_minmax")}
 
@@ -153,6 +163,20 @@ def observers_of_all_kinds(_folder: Path) -> Any:
     }
 
 
+def layers_on_quantized_ones(_folder: Path) -> Any:
+    weights = {"num_bits": 4, "strategy": "channel", "observer": "memoryless_mse"}
+    how = {"weights": weights, "targets": ["re:.*_proj"]}
+    made = {"llama": (llama(), texts(7)), "mixtral": (routed_mixtral(), routed_texts(0, 1, 2, 3))}
+    results = {
+        name: quantize({"modifiers": {"GPTQModifier": how}}, model, data)
+        for name, (model, data) in made.items()
+    }
+    return {
+        name: {"weights": dict(result.model.state_dict()), "errors": dict(result.errors)}
+        for name, result in results.items()
+    }
+
+
 def fewer_samples_than_processes(_folder: Path) -> Any:
     return {
         pipeline: found(quantize(RECIPES["FP8"], data=texts(2), pipeline=pipeline))
@@ -238,6 +262,7 @@ def sums_of_an_earlier_run(_folder: Path) -> Any:
 
 JOBS = [
     observers_of_all_kinds,
+    layers_on_quantized_ones,
     fewer_samples_than_processes,
     experts_here_and_there,
     experts_nobody_sees,

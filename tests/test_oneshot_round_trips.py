@@ -57,6 +57,11 @@ def recipe(scheme: Any = None, *, ignore: Any = ("lm_head",), **options: Any) ->
     return {"modifiers": [{"QuantizationModifier": modifier}]}
 
 
+def gptq(scheme: Any = None, **options: Any) -> dict[str, Any]:
+    (modifier,) = recipe(scheme, **options)["modifiers"]
+    return {"modifiers": [{"GPTQModifier": modifier["QuantizationModifier"]}]}
+
+
 RECIPES: dict[str, dict[str, Any]] = {
     **{name: recipe(name) for name in PRESETS},
     "W8A8 static": recipe(weights={"num_bits": 8, "strategy": "channel"}, input_activations=STATIC),
@@ -70,6 +75,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mixed": recipe({"W4A16": ["re:.*mlp.*"], "W8A8": ["re:.*self_attn.*"]}),
     "mixed floats": recipe({"NVFP4A16": ["re:.*mlp.*"], "FP8_DYNAMIC": ["re:.*self_attn.*"]}),
     "W8A16 with head": recipe("W8A16", ignore=[]),
+}
+
+GPTQ_RECIPES: dict[str, dict[str, Any]] = {
+    "W4A16_ASYM": gptq("W4A16_ASYM"),
+    "W8A8 + kv": gptq("W8A8", kv_cache_scheme=KV_CACHE),
+    "FP8": gptq("FP8"),
+    "FP8_BLOCK": gptq("FP8_BLOCK"),
+    "NVFP4A16": gptq("NVFP4A16"),
+    "MXFP4A16": gptq("MXFP4A16"),
+    "signed": gptq("W4A16", weight_observer={"name": "optimal", "signed_scale": True}),
 }
 
 
@@ -103,6 +118,18 @@ def test_every_scheme_on_llama(name: str, dtype: torch.dtype, tmp_path: Path) ->
     original = logits_of(model)
     result = quantized(model, RECIPES[name], tmp_path / "out")
     check_tensors(result)
+    if dtype is BF16 or name not in DECODED_TO_BF16:
+        check_round_trip(result, original)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", GPTQ_RECIPES)
+def test_error_feedback_in_every_kind_of_format(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = build("llama", dtype)
+    original = logits_of(model)
+    result = quantized(model, GPTQ_RECIPES[name], tmp_path / "out")
     if dtype is BF16 or name not in DECODED_TO_BF16:
         check_round_trip(result, original)
 

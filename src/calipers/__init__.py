@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from calipers.entrypoint import OneshotResult, oneshot
     from calipers.errors import CalipersError, CalipersWarning
     from calipers.evaluation import Evaluation, evaluate
-    from calipers.modifiers import IMatrixGatherer, QuantizationModifier
+    from calipers.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
     from calipers.observers import (
         Observer,
         QParamsDict,
@@ -32,6 +32,7 @@ __all__ = [
     "CalipersError",
     "CalipersWarning",
     "Evaluation",
+    "GPTQModifier",
     "IMatrixGatherer",
     "Observer",
     "OneshotResult",
@@ -51,6 +52,7 @@ _HOMES = {
     "CalipersError": "calipers.errors",
     "CalipersWarning": "calipers.errors",
     "Evaluation": "calipers.evaluation",
+    "GPTQModifier": "calipers.modifiers",
     "IMatrixGatherer": "calipers.modifiers",
     "Observer": "calipers.observers",
     "OneshotResult": "calipers.entrypoint",

@@ -34,7 +34,7 @@ from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted, not_allowed
 from calipers.html import facts_table, html_table
 from calipers.modifiers.costs import ModuleCosts, report_costs
-from calipers.modifiers.solving import Solution, StepDriver, report_coverage
+from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,
@@ -66,6 +66,7 @@ class OneshotResult:
     :param recipe: the recipe, as it was read
     :param output_dir: where the checkpoint is, if one was asked for
     :param costs: module → what its static activations and its output lose, where data ran
+    :param notes: module → what was done otherwise than the recipe says, and why
     """
 
     model: PreTrainedModel
@@ -75,6 +76,7 @@ class OneshotResult:
     recipe: Recipe
     output_dir: Path | None = None
     costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -157,6 +159,7 @@ def oneshot(
         parsed,
         written,
         costs=solution.costs,
+        notes=solution.changes.notes,
     )
 
 
@@ -187,6 +190,7 @@ class _Job:
                 inputs["tokenizer"] = options.data.tokenizer
                 check_output(output.output_dir, output.overwrite, inputs)
             changed = load_recipe(recipe, allow_code=changes.allow_code).changed(
+                method=changes.method,
                 group_size=changes.group_size,
                 weight_observer=changes.weight_observer,
                 activation_observer=changes.activation_observer,
@@ -194,6 +198,7 @@ class _Job:
             parsed = load_recipe(changed, allow_code=changes.allow_code)
         self.ranks.agree(
             {
+                "method": changes.method,
                 "recipe": parsed.to_yaml(),
                 "allow_code": changes.allow_code,
                 "pipeline": options.calibration.pipeline,
@@ -238,13 +243,14 @@ class _Job:
             chosen = "datafree"
             if batches is not None:
                 choice = self.options.calibration.pipeline
-                chosen = _choose_pipeline(choice, model, device, dtype)
+                chosen = _choose_pipeline(choice, plan, model, device, dtype)
         if "sequential" in self.ranks.share(chosen):
             chosen = "sequential"  # where memory is short on one device, all go layer by layer
         solution = self._run(model, plan, chosen, batches, device, dtype)
         if self.ranks.rank == 0:
             report_coverage(solution.coverage)
             report_costs(solution.costs)
+            report_notes(solution.changes.notes)
         return solution, _notes(solution, chosen, dtype, self.ranks.share(_amount(batches)))
 
     def _device_and_dtype(self, model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
@@ -344,9 +350,22 @@ def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError
 
 
 def _choose_pipeline(
-    choice: PipelineChoice, model: PreTrainedModel, device: torch.device, dtype: torch.dtype
+    choice: PipelineChoice,
+    plan: Plan,
+    model: PreTrainedModel,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> str:
     """Return how data runs through a model: as a whole, if what is copied for it has room."""
+    if plan.propagation != "float":
+        if choice == "basic":
+            raise ConfigurationError(
+                "runs the whole model at once, but the recipe calibrates layers on what those "
+                f"before them have become (error_propagation: {plan.propagation})",
+                subject=Option("pipeline", "basic"),
+                hint="Leave it out, or give the recipe 'error_propagation: float'",
+            )
+        return "sequential"
     if choice != "auto":
         return choice
     size = bytes_of_copies(model, dtype)
@@ -392,4 +411,5 @@ def _notes(
         "coverage": solution.coverage.as_dict(),
         "weight_errors": solution.errors,
         "costs": {name: asdict(each) for name, each in solution.costs.items()},
+        **({"notes": dict(solution.changes.notes)} if solution.changes.notes else {}),
     }

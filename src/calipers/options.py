@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Dtype = Literal["auto", "float32", "bfloat16", "float16"] | torch.dtype
     Pipeline = Literal["auto", "datafree", "basic", "sequential"]
     OnUnseen = Literal["error", "weights_only", "peers"]
+    Method = Literal["rtn", "gptq"]
 
 KEYWORDS = {"num_calibration_samples": "num_samples"}
 """Keywords of functions that groups call otherwise."""
@@ -140,6 +141,8 @@ class CalibrationOptions(OptionGroup):
 class RecipeOptions(OptionGroup):
     """What is put on top of a recipe.
 
+    :param method: how weights are rounded: ``rtn``, each to nearest, or ``gptq``, with error
+        feedback; None: as the recipe says
     :param group_size: instead of those that the recipe gives the groups of weights
     :param weight_observer: the observer of weights, instead of those that the recipe names: a name,
         or a mapping such as ``{"name": "optimal", "importance": "hessian"}``
@@ -148,6 +151,7 @@ class RecipeOptions(OptionGroup):
         names, may run
     """
 
+    method: Method | None = None
     group_size: int | None = None
     weight_observer: Any = None
     activation_observer: Any = None
@@ -195,6 +199,7 @@ class OneshotKeywords(EvaluateKeywords, total=False):
     calibrate_all_experts: bool
     share_inputs: bool
     timeout: timedelta | None
+    method: Method | None
     group_size: int | None
     weight_observer: Any
     activation_observer: Any

@@ -79,6 +79,16 @@ class TestResults:
         for other in others:
             assert_same(other[name, pipeline], first[name, pipeline])
 
+    @pytest.mark.parametrize("name", ["llama", "mixtral"])
+    def test_of_layers_on_quantized_ones(self, alone: Any, together: list[Any], name: str) -> None:
+        expected = of(alone, rank_jobs.layers_on_quantized_ones)[name]
+        first, *others = (of(each, rank_jobs.layers_on_quantized_ones)[name] for each in together)
+        assert first["errors"] == pytest.approx(expected["errors"], rel=1e-6)
+        for other in others:
+            assert other["weights"].keys() == first["weights"].keys()
+            for key, weight in first["weights"].items():
+                assert torch.equal(other["weights"][key], weight), key
+
     def test_tokens_are_those_of_all(self, together: list[Any]) -> None:
         for rank in together:
             found = of(rank, rank_jobs.observers_of_all_kinds)["W8A8 percentile", "basic"]
@@ -218,6 +228,7 @@ class TestFailures:
             ("seed", "agree on seed: rank 0 has 0, rank 1 has 1"),
             ("model", "on model: rank 0 has LlamaForCausalLM with .*, rank 2 has LlamaForCausalLM"),
             ("pipeline", "agree on pipeline: rank 0 has sequential, rank 1 has basic"),
+            ("method", "agree on method: rank 0 has rtn, rank 1 has gptq"),
             ("allow_code", "agree on allow_code: rank 0 has False, rank 1 has True"),
         ],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from compressed_tensors.utils.match import is_match
@@ -56,6 +56,9 @@ class Modifier(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    orders_columns: ClassVar[bool] = False
+    """Whether ``actorder`` of a scheme means something."""
+
     def __init__(self, **given: Any) -> None:
         try:
             super().__init__(**given)
@@ -96,6 +99,10 @@ class Modifier(BaseModel):
 
         :param key: ``weight_observer`` or ``activation_observer``
         """
+        return None
+
+    def remade_as(self, kind: type[Modifier]) -> Modifier | None:  # noqa: ARG002
+        """Return one of another kind that says the same; None where it quantizes no weights."""
         return None
 
     def weight_formats(self) -> list[str]:

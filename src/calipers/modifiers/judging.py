@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
+
+from torch import Tensor
 
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ActivationCost, ModuleCosts, activation_cost
@@ -15,10 +18,15 @@ from calipers.planning.specs import COUNTS, IMPORTANCE, OBSERVER, SQUARES, Modul
 from calipers.statistics.value_counts import ValueCounts
 
 
-def judge_layer(layer: Layer, qparams: QParams) -> tuple[dict[str, float], dict[str, ModuleCosts]]:
-    """Return the error of each weight, and the costs of each module where data ran."""
+def judge_layer(
+    layer: Layer, qparams: QParams, before: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, ModuleCosts]]:
+    """Return the error of each weight, and the costs of each module where data ran.
+
+    :param before: module → its weight before a step rounded it otherwise than to the nearest
+    """
     activations = _judge_activations(layer, qparams)
-    return _judge_weights(layer, qparams, activations)
+    return _judge_weights(layer, qparams, before, activations)
 
 
 def _judge_activations(layer: Layer, qparams: QParams) -> dict[str, ModuleCosts]:
@@ -47,7 +55,10 @@ def _judge_activations(layer: Layer, qparams: QParams) -> dict[str, ModuleCosts]
 
 
 def _judge_weights(
-    layer: Layer, qparams: QParams, known: dict[str, ModuleCosts]
+    layer: Layer,
+    qparams: QParams,
+    before: Mapping[str, Tensor],
+    known: dict[str, ModuleCosts],
 ) -> tuple[dict[str, float], dict[str, ModuleCosts]]:
     solved = [module for module in layer.modules if (module.name, "weight") in qparams]
     errors: dict[str, float] = {}
@@ -58,7 +69,8 @@ def _judge_weights(
             weight, spec = layer.weight(module.name), module.tensor("weight")
             assert spec is not None
             streams = streams_of(layer.measurements, module)
-            loss = weight_loss(weight, spec.args, qparams[module.name, "weight"], streams)
+            found, meant = qparams[module.name, "weight"], before.get(module.name)
+            loss = weight_loss(weight, spec.args, found, streams, meant)
             errors[module.name] = loss.error
             if streams is not None:
                 tensors = known.get(module.name, ModuleCosts()).tensors

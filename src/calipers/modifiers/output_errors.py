@@ -79,8 +79,11 @@ def weight_loss(
     args: QuantizationArgs,
     qparams: QParamsDict,
     streams: Streams | None = None,
+    before: Tensor | None = None,
 ) -> WeightLoss:
     """Return what a weight loses; 0 for a weight of zeros. Works in tiles, without a copy.
+
+    :param before: what the weight was before it was rounded otherwise than to the nearest
 
     >>> args = QuantizationArgs(num_bits=4)
     >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
@@ -90,25 +93,28 @@ def weight_loss(
     >>> weight_loss(weight, args, found, Streams(torch.ones(3).double(), None, 1.0)).output
     0.0625
     """
-    weight = weight.detach()
-    error, output = 0.0, 0.0
-    for tile, scale, zero_point in _tiles(weight, args, qparams):
-        if streams is None:
+    weight, error, output = weight.detach(), 0.0, 0.0
+    meant = weight if before is None else before.detach()
+    for tile, wanted, scale, zero_point in _tiles(weight, meant, args, qparams):
+        if streams is None and before is None:
             error += float(quantization_errors(tile, scale, zero_point, args).sum())
             continue
         values, errors = quantize_with_error(tile, scale, zero_point, args)
-        error += float(errors.sum())
-        output += _output_energy(_as_rows(values.sub_(tile), weight.shape[-1]), streams)
-    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+        values -= wanted
+        error += float(errors.sum() if before is None else values.double().square().sum())
+        if streams is not None:
+            output += _output_energy(_as_rows(values, weight.shape[-1]), streams)
+    norm = float(torch.linalg.vector_norm(meant, dtype=torch.float64))
     return WeightLoss(math.sqrt(error) / norm if norm else 0.0, None if streams is None else output)
 
 
 def _tiles(
-    weight: Tensor, args: QuantizationArgs, qparams: QParamsDict
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Cut a weight into pieces, some rows at a time, with their scales and zero points."""
+    weight: Tensor, meant: Tensor, args: QuantizationArgs, qparams: QParamsDict
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Cut a weight and what was meant into pieces, some rows at a time, with their parameters."""
     working = torch.promote_types(weight.dtype, torch.float32)
-    pieces = Layout.of("weight", args).pieces(weight)
+    layout = Layout.of("weight", args)
+    pieces, wanted = layout.pieces(weight), layout.pieces(meant.to(weight))
     shape = pieces.shape[1:-2]
     scale = qparams["scale"].to(weight.device, working)
     if qparams["global_scale"] is not None:
@@ -117,9 +123,12 @@ def _tiles(
     along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
     each = pieces.select(along, 0).numel()
     for part in runs(pieces.shape[along], each, _AT_ONCE):
-        tile = pieces.narrow(along, part.start, part.stop - part.start).to(working)
+        length = part.stop - part.start
+        tile, goal = (
+            whole.narrow(along, part.start, length).to(working) for whole in (pieces, wanted)
+        )
         these = part if along == 1 else slice(None)
-        yield tile, scale[these], zeros[these]
+        yield tile, goal, scale[these], zeros[these]
 
 
 def _as_rows(pieces: Tensor, columns: int) -> Tensor:

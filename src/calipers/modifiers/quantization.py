@@ -49,7 +49,7 @@ class QuantizationModifier(QuantizationSettings):
         check_patterns(model, f"{self.label()}.ignore", self.ignore, self.unmatched)
         self._warn_of_idle_observers(by_target.values())
         matched = dict(match_named_modules(model, by_target, self.ignore))
-        resolved = _Schemes(step)
+        resolved = _Schemes(step, self.orders_columns)
         planned = []
         for name, module in matched.items():
             scheme = by_target[match_targets(name, module, by_target)[0]]
@@ -120,8 +120,8 @@ class QuantizationModifier(QuantizationSettings):
 class _Schemes:
     """Schemes as specs, each resolved once for all modules that have it."""
 
-    def __init__(self, step: str) -> None:
-        self._step = step
+    def __init__(self, step: str, orders_columns: bool) -> None:
+        self._step, self._orders_columns = step, orders_columns
         self._resolved: dict[tuple[int, ModuleKind], tuple[TensorSpec, ...]] = {}
 
     def spec(
@@ -130,19 +130,22 @@ class _Schemes:
         """Return the spec of a module; a scheme that does not suit it is refused by its name."""
         key = (id(scheme), kind)
         if key not in self._resolved:
-            _check_scheme(name, kind, scheme)
+            _check_scheme(name, kind, scheme, self._orders_columns)
             self._resolved[key] = tensor_specs(scheme, kind, self._step, name)
         columns = getattr(module, "in_features", None) if kind == "linear" else None
         return ModuleSpec(name, scheme, self._resolved[key], kind, columns)
 
 
-def _check_scheme(name: str, kind: ModuleKind, scheme: QuantizationScheme) -> None:
+def _check_scheme(
+    name: str, kind: ModuleKind, scheme: QuantizationScheme, orders_columns: bool
+) -> None:
     if kind == "attention" and (scheme.weights or scheme.output_activations):
         raise RecipeError(
             f"'{name}' is an attention module: a scheme for it has input_activations only, "
             "which quantize q, k and v. To quantize weights, target its Linear modules."
         )
-    if scheme.weights is not None and scheme.weights.actorder is not None:
+    is_ordered = scheme.weights is not None and scheme.weights.actorder is not None
+    if is_ordered and not orders_columns:
         problem = "'actorder' is for GPTQ, which orders columns; observers do not"
         raise unfit(name, "weight", problem, hint="Leave it out")
 

@@ -89,13 +89,13 @@ class QuantizationSettings(Modifier):
         explicit = [name for name in ARGS_FIELDS if getattr(self, name) is not None]
         if len(ways) + bool(explicit) > 1:
             raise RecipeError(
-                f"QuantizationModifier has {_both([*ways, *explicit])}: they say the same thing "
+                f"{self.label()} has {_both([*ways, *explicit])}: they say the same thing "
                 "twice. Keep one way: 'scheme', 'config_groups', or weights and activations.",
                 path=(([*ways, *explicit])[1],),
             )
         if not ways and not explicit and self.kv_cache_scheme is None:
             raise RecipeError(
-                "QuantizationModifier does not say how to quantize. Give it a 'scheme' such as "
+                f"{self.label()} does not say how to quantize. Give it a 'scheme' such as "
                 "W4A16, 'config_groups', 'weights' and activations, or a 'kv_cache_scheme'."
             )
         self._check_targets()
@@ -107,18 +107,18 @@ class QuantizationSettings(Modifier):
         own = own or bool(isinstance(self.scheme, QuantizationScheme) and self.scheme.targets)
         if own and self.targets != _DEFAULT_TARGETS:
             raise RecipeError(
-                "QuantizationModifier.targets has no meaning here: the schemes name their own "
+                f"{self.label()}.targets has no meaning here: the schemes name their own "
                 "targets. Leave it out.",
                 path=("targets",),
             )
         for name, scheme in (self.config_groups or {}).items():
             if not scheme.targets:
                 raise RecipeError(
-                    f"QuantizationModifier.config_groups.{name} needs the key 'targets'.",
+                    f"{self.label()}.config_groups.{name} needs the key 'targets'.",
                     path=("config_groups", name),
                 )
         if not self.targets:
-            raise RecipeError("QuantizationModifier.targets is empty.", path=("targets",))
+            raise RecipeError(f"{self.label()}.targets is empty.", path=("targets",))
         self._refuse_doubles()
 
     def _refuse_doubles(self) -> None:
@@ -128,7 +128,7 @@ class QuantizationSettings(Modifier):
             for target in scheme.targets:
                 if seen.setdefault(target, name) != name:
                     raise RecipeError(
-                        f"QuantizationModifier has two schemes for the target '{target}': "
+                        f"{self.label()} has two schemes for the target '{target}': "
                         f"{seen[target]} and {name}. Keep one.",
                         path=("scheme" if self.config_groups is None else "config_groups",),
                     )
@@ -138,7 +138,7 @@ class QuantizationSettings(Modifier):
             names = [key for key, _ in self._choices(base_name)]
             if len(names) > 1:
                 raise RecipeError(
-                    f"QuantizationModifier has {_both(names)}: both choose the observer of "
+                    f"{self.label()} has {_both(names)}: both choose the observer of "
                     f"'{base_name}'. Keep one.",
                     path=(names[1].split(".")[0],),
                 )
@@ -152,7 +152,7 @@ class QuantizationSettings(Modifier):
             if choice and args and args.observer and choice.put_into(args) != args:
                 key = next(key for key, _ in self._choices(base_name))
                 raise RecipeError(
-                    f"QuantizationModifier.{key} chooses '{choice.name}', but '{field}' names the "
+                    f"{self.label()}.{key} chooses '{choice.name}', but '{field}' names the "
                     f"observer '{args.observer}' itself. Keep one.",
                     path=(key.split(".")[0],),
                 )
@@ -192,6 +192,16 @@ class QuantizationSettings(Modifier):
             changes["observer"] = self.observer.model_copy(update=rest)
         return self._changed({**changes, key: choice})
 
+    def remade_as(self, kind: type[Modifier]) -> Modifier | None:
+        """Return one of another kind that says the same; None where it quantizes no weights."""
+        if not any(scheme.weights for scheme in self._unobserved().values()):
+            return None
+        if kind is type(self):
+            return self
+        shared = self.model_fields_set & kind.model_fields.keys()
+        given = {name: getattr(self, name) for name in shared}
+        return kind(**(given if kind.orders_columns else _unordered(given)))
+
     def weight_formats(self) -> list[str]:
         """Say how weights are quantized, such as ``int4 per group 128``."""
         schemes = self._unobserved().values()
@@ -199,8 +209,9 @@ class QuantizationSettings(Modifier):
         return [f"{tensor.format} per {tensor.strategy}" for tensor in tensors]
 
     def _changed(self, changes: dict[str, Any]) -> Self:
-        fields = {name: getattr(self, name) for name in type(self).model_fields} | changes
-        return type(self)(**{name: value for name, value in fields.items() if value is not None})
+        kept = {name: getattr(self, name) for name in self.model_fields_set - changes.keys()}
+        given = {name: value for name, value in changes.items() if value is not None}
+        return type(self)(**kept, **given)
 
     def to_data(self) -> dict[str, Any]:
         """Return the modifier as plain data, as a recipe would give it."""
@@ -209,7 +220,8 @@ class QuantizationSettings(Modifier):
             data["targets"] = list(self.targets)
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if value not in (None, ()) and name not in ("targets", "unmatched"):
+            says = value not in (None, ()) or value != type(self).model_fields[name].default
+            if says and name not in ("targets", "unmatched"):
                 data[name] = _plain(value)
         if data.get("targets") and isinstance(self.scheme, QuantizationScheme):
             data = {k: v for k, v in data.items() if k != "targets" or not self.scheme.targets}
@@ -240,12 +252,15 @@ class QuantizationSettings(Modifier):
                 continue
             choice = self._choice(base_name)
             if choice is None and args.observer is None:
-                kwargs = args.observer_kwargs or {}
-                choice = ObserverChoice(name=default_observer(base_name), options=kwargs)
+                choice = self._default_choice(base_name, args.observer_kwargs or {})
             if choice is not None:
                 chosen[field] = choice.put_into(args)
         copy: QuantizationScheme = scheme.model_copy(deep=True).model_copy(update=chosen)
         return copy
+
+    def _default_choice(self, base_name: str, options: dict[str, Any]) -> ObserverChoice:
+        """Return the observer of what nobody has chosen one for."""
+        return ObserverChoice(name=default_observer(base_name), options=options)
 
     def _choices(self, base_name: str) -> Iterator[tuple[str, ObserverChoice]]:
         """Go through the keys that choose the observer of weight, input or output."""
@@ -267,6 +282,17 @@ def _watched(scheme: QuantizationScheme, fields: Iterable[str]) -> bool:
     """Whether an observer watches any of these."""
     given = (getattr(scheme, field) for field in fields)
     return any(args is not None and args.dynamic is not True for args in given)
+
+
+def _unordered(value: Any) -> Any:
+    """Return fields whose schemes have no order of columns."""
+    if isinstance(value, dict):
+        return {name: _unordered(each) for name, each in value.items()}
+    if isinstance(value, QuantizationScheme):
+        return value.model_copy(update={"weights": _unordered(value.weights)})
+    if isinstance(value, QuantizationArgs):
+        return value.model_copy(update={"actorder": None})
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks, digest_of
-from calipers.errors import CalipersWarning
+from calipers.errors import CalipersWarning, shortened
 from calipers.kernels.memory import Freed
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ModuleCosts
@@ -20,6 +21,7 @@ from calipers.modifiers.judging import judge_layer
 from calipers.modifiers.steps import Changes, Layer, QParams
 from calipers.modifiers.unseen import settle_unseen
 from calipers.numerics.layout import has_global_scale
+from calipers.numerics.qparams import fake_quantize
 from calipers.observers import FUSED_LAYER_NAMES, Observer, QParamsDict
 from calipers.planning.plan import Plan
 from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec
@@ -61,22 +63,30 @@ class StepDriver:
     ranks: Ranks
     progress: Progress
 
-    def solve(self, names: Iterable[str]) -> None:
-        """Solve some modules. All processes call this with the same names."""
+    def solve(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Solve some modules. All processes call this with the same names.
+
+        Returns the weights they compute with from then on, where later ones see their effect.
+        """
         names = tuple(dict.fromkeys(names))
         self._count_tokens(names)
         self.ranks.merge(self.measurements.of(names))
         self._settle_unseen(set(names))
         layer = self._layer(names)
         changes = Changes()
+        before: dict[str, Tensor] = {}
         for label, step in self.solution.plan.steps.items():
-            changes = changes.joined(step.solve(layer.of_step(label)))
+            new = step.solve(layer.of_step(label))
+            rounded = (name for name in new.weights if (name, "weight") in new.qparams)
+            before |= {name: layer.weight(name) for name in rounded}
+            changes = changes.joined(new)
             layer = replace(layer, new_weights=changes.weights)
         self.solution.changes = self.solution.changes.joined(changes)
-        errors, costs = judge_layer(layer, changes.qparams)
+        errors, costs = judge_layer(layer, changes.qparams, before)
         self.solution.errors |= errors
         self.solution.costs |= costs
         self.measurements.forget(names)
+        return {} if self.solution.plan.propagation == "float" else dict(_quantized(layer, changes))
 
     def _layer(self, names: tuple[str, ...]) -> Layer:
         wanted, solution = set(names), self.solution
@@ -116,6 +126,17 @@ class StepDriver:
             self.solution.plan = replace(plan, modules=everything)
 
 
+def _quantized(layer: Layer, changes: Changes) -> Iterator[tuple[str, Tensor]]:
+    """Return what becomes of the weights of a layer."""
+    for module in layer.modules:
+        spec, found = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
+        if spec is not None and found is not None:
+            weight = layer.weight(module.name).detach()
+            yield module.name, fake_quantize(weight, args=spec.args, **found)
+        elif module.name in changes.weights:
+            yield module.name, changes.weights[module.name]
+
+
 def report_coverage(coverage: Coverage) -> None:
     """Warn of what a user must know."""
     for sentence in coverage.sentences():
@@ -132,6 +153,14 @@ def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
         statistic.mark_common()
         return int(counts[0])
     return sum(counts)
+
+
+def report_notes(notes: Mapping[str, str]) -> None:
+    """Warn of what was done otherwise than the recipe says."""
+    for done in dict.fromkeys(notes.values()):
+        names = [name for name, each in notes.items() if each == done]
+        told = f"{shortened(names)}: {done}"
+        warnings.warn(CalipersWarning(told), stacklevel=3)
 
 
 # Parameters, tensor by tensor, over all processes
@@ -160,8 +189,7 @@ def solve_weights(layer: Layer) -> Solved:
     with layer.ranks.step("working out the parameters of weights"):
         fused = fused_groups(layer.modules)
         groups = layer.ranks.my_part(fused, lambda group: sum(map(layer.size, group)))
-        for group in _counted(layer, groups):
-            layer.ranks.check()
+        for group in counted_groups(layer, groups, "choosing scales"):
             mine |= _solve_group(layer, group)
             freed.count(sum(layer.weight(module.name).nbytes for module in group))
     found: Solved = {}
@@ -171,24 +199,34 @@ def solve_weights(layer: Layer) -> Solved:
 
 
 def _solve_group(layer: Layer, group: Group) -> Solved:
-    observers = [_observer_of(layer, module) for module in group]
+    weights = {module: layer.weight(module.name) for module in group}
+    inputs = {module: layer.measurements.get(module.name, "input", IMPORTANCE) for module in group}
+    return observed(layer, weights, inputs)
+
+
+def observed(
+    layer: Layer,
+    weights: Mapping[ModuleSpec, Tensor],
+    inputs: Mapping[ModuleSpec, Statistic | None],
+) -> Solved:
+    """Show weights to their observers, and return the parameters; they may share a global scale.
+
+    :param inputs: what is known of the inputs of each
+    """
+    observers = {module: _observer_of(layer, module) for module in weights}
     if len(observers) > 1:
-        Observer.fuse(observers)
-    for module, observer in zip(group, observers, strict=True):
-        observer(layer.weight(module.name))
-    return {
-        (module.name, "weight"): observer.get_qparams()
-        for module, observer in zip(group, observers, strict=True)
-    }
+        Observer.fuse(list(observers.values()))
+    for module, observer in observers.items():
+        observer.inputs = inputs[module]
+        observer(weights[module])
+    return {(module.name, "weight"): each.get_qparams() for module, each in observers.items()}
 
 
 def _observer_of(layer: Layer, module: ModuleSpec) -> Observer:
-    """Build the observer of a weight, and tell it what is known of the inputs."""
     spec = module.tensor("weight")
     assert spec is not None
     assert spec.observer is not None
     observer = spec.observer.build(module.name)
-    observer.inputs = layer.measurements.get(module.name, "input", IMPORTANCE)
     if module.name in layer.unseen:
         observer.fall_back_silently()  # coverage says it, once for all
     return observer
@@ -212,12 +250,13 @@ def fused_groups(modules: Sequence[ModuleSpec]) -> list[Group]:
     return list(dict.fromkeys(groups))
 
 
-def _counted(layer: Layer, groups: list[Group]) -> Iterator[Group]:
+def counted_groups(layer: Layer, groups: list[Group], what: str) -> Iterator[Group]:
     """Go through groups of weights and show how far this is."""
     if not groups:
         return
     total = sum(map(len, groups))
-    with layer.progress.counting("choosing scales", total, "weights") as add:
+    with layer.progress.counting(what, total, "weights") as add:
         for group in groups:
+            layer.ranks.check()
             yield group
             add(len(group))

@@ -1,9 +1,9 @@
-"""Another group size, or other observers, for whatever a recipe quantizes."""
+"""Another method, another group size, or other observers, for whatever a recipe quantizes."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from calipers.errors import (
@@ -14,10 +14,27 @@ from calipers.errors import (
     listing,
     not_allowed,
 )
-from calipers.modifiers import Modifier
+from calipers.modifiers import GPTQModifier, Modifier, QuantizationModifier
 from calipers.modifiers.choices import ObserverChoice, read_choice
 
 Modifiers = tuple[Modifier, ...]
+
+METHODS: Mapping[str, type[Modifier]] = {"rtn": QuantizationModifier, "gptq": GPTQModifier}
+"""How weights are rounded: each to nearest, or so that errors make up for each other."""
+
+
+def round_by(modifiers: Modifiers, method: str) -> Modifiers:
+    """Let whoever quantizes weights round them by a method; if there is nobody, refuse."""
+    if method not in METHODS:
+        raise not_allowed("method", method, METHODS)
+    changed = [modifier.remade_as(METHODS[method]) for modifier in modifiers]
+    if not any(changed):
+        raise RecipeError(
+            "has no meaning here: the recipe quantizes no weights",
+            subject=Option("method", method),
+            hint="Leave it out, or choose a scheme with weights, such as W4A16",
+        )
+    return tuple(new or old for new, old in zip(changed, modifiers, strict=True))
 
 
 def regroup(modifiers: Modifiers, size: int) -> Modifiers:

@@ -14,34 +14,30 @@ import yaml
 
 from calipers.errors import CalipersError, RecipeError, code_not_allowed, nearest
 from calipers.html import html_table
-from calipers.modifiers import IMatrixGatherer, Modifier, QuantizationModifier
+from calipers.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.modifiers.choices import check_observer, named_observers, preset_name
 from calipers.observers.registry import is_file_of_code
 from calipers.planning.plan import Plan
-from calipers.recipes.changing import observe, regroup
+from calipers.recipes.changing import observe, regroup, round_by
 from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document
 
 MODIFIERS: Mapping[str, type[Modifier]] = {
     "QuantizationModifier": QuantizationModifier,
+    "GPTQModifier": GPTQModifier,
     "IMatrixGatherer": IMatrixGatherer,
 }
 """The modifiers that a recipe can name."""
 
-_NEAREST = (
-    "The nearest is QuantizationModifier with "
-    "'weight_observer: {name: optimal, importance: hessian}'"
+_FOREIGN = (
+    "AWQModifier",
+    "AutoRoundModifier",
+    "SmoothQuantModifier",
+    "SparseGPTModifier",
+    "QuIPModifier",
+    "SpinQuantModifier",
+    "WandaPruningModifier",
 )
-_FOREIGN = {
-    "GPTQModifier": _NEAREST,
-    "AWQModifier": "",
-    "AutoRoundModifier": "",
-    "SmoothQuantModifier": "",
-    "SparseGPTModifier": "",
-    "QuIPModifier": "",
-    "SpinQuantModifier": "",
-    "WandaPruningModifier": "",
-}
 _SUFFIXES = (".yaml", ".yml", ".json")
 _DEFAULT = "default"
 
@@ -91,17 +87,22 @@ class Recipe:
     def changed(
         self,
         *,
+        method: str | None = None,
         group_size: int | None = None,
         weight_observer: Any = None,
         activation_observer: Any = None,
     ) -> Recipe:
-        """Return the recipe with other groups of weights, or other observers.
+        """Return the recipe with another method, other groups of weights, or other observers.
+
+        :param method: how weights are rounded: ``rtn``, each to nearest, or ``gptq``
 
         >>> recipe = load_recipe("W4A16").changed(group_size=32, weight_observer="mse")
         >>> recipe.modifiers[0].schemes["group_0"].weights.group_size
         32
         """
         modifiers = self.modifiers
+        if method is not None:  # first: observers that nobody has chosen depend on it
+            modifiers = round_by(modifiers, method)
         if group_size is not None:
             modifiers = regroup(modifiers, group_size)
         if weight_observer is not None:
@@ -316,7 +317,7 @@ def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifie
 def _unknown_modifier(name: str) -> RecipeError:
     if name in _FOREIGN:
         what = f"Calipers does not have '{name}'"
-        return RecipeError(what, allowed=list(MODIFIERS), hint=_FOREIGN[name])
+        return RecipeError(what, allowed=list(MODIFIERS))
     meant = nearest(name, MODIFIERS)
     return RecipeError(f"unknown modifier '{name}'", meant=meant, allowed=list(MODIFIERS))
 

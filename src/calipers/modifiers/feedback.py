@@ -1,0 +1,171 @@
+"""Weights of a layer, rounded with error feedback under what was measured of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.modifiers.solving import Group, counted_groups, fused_groups, observed
+from calipers.modifiers.steps import Changes, Layer
+from calipers.numerics.formats import Format
+from calipers.numerics.layout import Layout
+from calipers.observers import QParamsDict
+from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
+from calipers.solvers.gptq import (
+    Curvature,
+    Rounding,
+    corrected,
+    curvature,
+    feed_back_errors,
+)
+from calipers.statistics.base import Statistic
+from calipers.statistics.hessian import shrunk
+
+NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
+
+
+class Feedback(NamedTuple):
+    """How errors are fed back.
+
+    :param by_activation: whether columns with the largest inputs come first
+    """
+
+    block: int
+    damping: float
+    sweeps: int
+    by_activation: Callable[[QuantizationArgs], bool]
+
+
+class Inputs(NamedTuple):
+    """What is known of the inputs of a weight.
+
+    :param hessian: Σ x xᵀ, as the inputs have become
+    :param cross: Σ of inputs as they were, times as they have become; None: they are the same
+    """
+
+    hessian: Tensor
+    cross: Tensor | None
+    tokens: int
+
+    @classmethod
+    def of(cls, statistic: Statistic | None) -> Inputs | None:
+        """Read a statistic; None where it has seen nothing."""
+        held = {} if statistic is None else statistic.fields()
+        if "_hessian_sum" not in held or not int(held["_hessian_count"]):
+            return None
+        cross = held.get("_cross_sum")
+        return cls(
+            held["_hessian_sum"][0],
+            None if cross is None else cross[0],
+            int(held["_hessian_count"]),
+        )
+
+
+def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
+    """Find parameters and codes of weights; those that share a global scale are solved together."""
+    mine = Changes()
+    curves = _Curves(settings)
+    what = "feeding errors back"
+    with layer.ranks.step(what):
+        groups = layer.ranks.my_part(fused_groups(layer.modules), lambda group: _work(layer, group))
+        for group in counted_groups(layer, groups, what):
+            mine = mine.joined(_solve_group(layer, group, settings, curves))
+    found = Changes()
+    for qparams, weights, notes in layer.ranks.share((mine.qparams, mine.weights, mine.notes)):
+        found = found.joined(Changes(qparams, weights, notes=notes))
+    return found
+
+
+def _work(layer: Layer, group: Group) -> int:
+    return sum(layer.size(module) * (module.columns or 1) for module in group)
+
+
+class _Curves:
+    """Hessians that can be worked with; modules with the same input come one after another."""
+
+    def __init__(self, settings: Feedback) -> None:
+        self._settings = settings
+        self._latest: tuple[tuple[int, bool], Tensor, Curvature | None] | None = None
+
+    def of(self, inputs: Inputs, args: QuantizationArgs) -> Curvature | None:
+        """Return that of some inputs; None where it cannot be factorised."""
+        ordered = self._settings.by_activation(args)
+        key = inputs.hessian.data_ptr(), ordered
+        if self._latest is None or self._latest[0] != key:
+            mean = shrunk(inputs.hessian / inputs.tokens, inputs.tokens, damping=0.0)
+            found = curvature(mean, self._settings.damping, ordered)
+            self._latest = key, inputs.hessian, found
+        return self._latest[2]
+
+
+class _Task(NamedTuple):
+    """A weight that is to be rounded.
+
+    :param target: what is rounded: the weight, corrected for what its inputs have become
+    :param curve: what the errors are weighed by; None where that is not known
+    """
+
+    spec: TensorSpec
+    target: Tensor
+    inputs: Inputs | None
+    curve: Curvature | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, layer: Layer, module: ModuleSpec, curves: _Curves) -> _Task:
+        spec, weight = module.tensor("weight"), layer.weight(module.name).detach()
+        assert spec is not None
+        inputs = Inputs.of(layer.measurements.get(module.name, "input", IMPORTANCE))
+        curve = None if inputs is None else curves.of(inputs, spec.args)
+        target = weight.float()
+        if inputs is not None and inputs.cross is not None and curve is not None:
+            target = corrected(weight, _shrunk_cross(inputs, inputs.cross), curve)
+        return cls(spec, target, inputs, curve, weight.dtype)
+
+    def importance(self) -> Statistic | None:
+        """Return what the observer wants to know of the inputs."""
+        if self.inputs is None:
+            return None
+        assert self.spec.observer is not None
+        importance = self.spec.observer.importance
+        return importance.part_of(self.inputs.hessian, self.inputs.tokens, self.spec.args)
+
+
+def _solve_group(layer: Layer, group: Group, settings: Feedback, curves: _Curves) -> Changes:
+    tasks = {module: _Task.of(layer, module, curves) for module in group}
+    seen = {module: task.target.to(task.dtype) for module, task in tasks.items()}
+    known = {module: task.importance() for module, task in tasks.items()}
+    qparams = observed(layer, seen, known)
+    weights: dict[str, Tensor] = {}
+    notes: dict[str, str] = {}
+    for module, task in tasks.items():
+        if task.curve is not None:
+            rounding = _rounding(task.spec.args, qparams[module.name, "weight"], task.target)
+            values = feed_back_errors(
+                task.target, task.curve, rounding, block=settings.block, sweeps=settings.sweeps
+            )
+            weights[module.name] = values.to(task.dtype)
+        elif task.inputs is not None:
+            notes[module.name] = NOT_FACTORISED
+    return Changes(qparams, weights, notes=notes)
+
+
+def _shrunk_cross(inputs: Inputs, cross: Tensor) -> Tensor:
+    """Trust what goes together as far as there are tokens, as the Hessian is trusted."""
+    trust = inputs.tokens / (inputs.tokens + len(cross))
+    diagonal = inputs.hessian.diagonal() * ((1 - trust) / inputs.tokens)
+    return cross * (trust / inputs.tokens) + torch.diag_embed(diagonal)
+
+
+def _rounding(args: QuantizationArgs, found: QParamsDict, weight: Tensor) -> Rounding:
+    layout, fmt = Layout.of("weight", args), Format.of(args)
+    scale = found["scale"].to(weight)
+    if found["global_scale"] is not None:
+        scale = scale / found["global_scale"].to(weight)
+    zeros = None if fmt.symmetric else layout.by_rows(found["zero_point"].to(weight), len(weight))
+    groups = layout.groups(weight.shape[1]).to(weight.device)
+    return Rounding(layout.by_rows(scale, len(weight)), zeros, groups, fmt)

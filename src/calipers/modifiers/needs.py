@@ -1,0 +1,116 @@
+"""What error feedback needs: runs of the data through each layer, and memory for Hessians."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from calipers.calibration.sequential import decoder_layers
+from calipers.errors import ConfigurationError
+from calipers.observers import FUSED_LAYER_NAMES
+from calipers.planning.plan import Plan, Propagation
+from calipers.planning.specs import ModuleSpec
+
+# Bytes for each element of a Hessian, (columns, columns), as solvers/gptq.py works.
+_SUM = 8  # float64
+_WORK = 44  # at the factorisation: five of float64 and a result of float32
+_KEPT = 12  # a root and a Hessian that the next inputs may share
+
+
+@dataclass(frozen=True)
+class FeedbackNeeds:
+    """What a plan with error feedback needs.
+
+    :param propagation: what layers are calibrated on
+    :param passes: how often the data runs through a layer, at most; most of these runs end early
+    :param hessians: bytes of the Hessians at a time, layer by layer, and of the work on them
+    :param hessians_at_once: the same where the whole model runs at once; None where it cannot
+    """
+
+    propagation: Propagation
+    passes: int
+    hessians: int
+    hessians_at_once: int | None = None
+
+
+def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
+    """Say what the error feedback of a plan needs; None where it has none.
+
+    Which modules have the same input is told by their names, as inference engines do.
+    """
+    if not any(map(_matrices, plan.modules)):
+        return None
+    layers, outside = _by_layer(model, plan)
+    if plan.propagation == "float":
+        most = max(map(_bytes, (*layers, outside)))
+        return FeedbackNeeds(plan.propagation, 1, most, _bytes(plan.modules))
+    stages = [_grouped(layer, _stage) for layer in layers]
+    streams = 2 if plan.propagation == "both" else 1
+    passes = streams * (max(map(len, stages), default=0) + 1)  # the last one goes on to the next
+    at_a_time = (*(stage for layer in stages for stage in layer), outside)
+    return FeedbackNeeds(plan.propagation, passes, max(map(_bytes, at_a_time)))
+
+
+def _by_layer(
+    model: torch.nn.Module, plan: Plan
+) -> tuple[list[list[ModuleSpec]], list[ModuleSpec]]:
+    """Return the modules of each decoder layer, and those outside of them."""
+    try:
+        prefixes = [f"{name}." for name in decoder_layers(model)]
+    except ConfigurationError:  # it runs as a whole
+        prefixes = []
+    layers = [[m for m in plan.modules if m.name.startswith(prefix)] for prefix in prefixes]
+    inside = {module.name for layer in layers for module in layer}
+    return layers, [module for module in plan.modules if module.name not in inside]
+
+
+def _matrices(module: ModuleSpec) -> int:
+    """Return how many sums of products of its inputs the error feedback of a module takes."""
+    weight = module.tensor("weight")
+    gathered = None if weight is None else weight.gathered
+    return 0 if gathered is None or module.columns is None else len(gathered.fields) - 1
+
+
+def _bytes(modules: Sequence[ModuleSpec]) -> int:
+    """Return what Hessians take that are gathered together, and solved one after another."""
+    sizes: list[int] = []
+    works: list[int] = []
+    for readers in _grouped(filter(_matrices, modules), _input):
+        elements = (readers[0].columns or 0) ** 2
+        sizes.append(max(map(_matrices, readers)) * elements * _SUM)
+        works.append(elements * (_WORK + _KEPT * bool(works)))
+    return sum(sizes) + max(works, default=0)
+
+
+def _grouped(
+    modules: Iterable[ModuleSpec], key: Callable[[str], tuple[str, ...]]
+) -> list[list[ModuleSpec]]:
+    groups: dict[tuple[str, ...], list[ModuleSpec]] = defaultdict(list)
+    for module in modules:
+        if module.kind == "linear":
+            groups[key(module.name)].append(module)
+    return list(groups.values())
+
+
+def _input(name: str) -> tuple[str, ...]:
+    """Return what modules with the same input have in common.
+
+    >>> _input("layers.0.mlp.up_proj")
+    ('layers.0.mlp', 'gate_proj', 'up_proj')
+    """
+    parent, _, own = name.rpartition(".")
+    siblings = next((names for names in FUSED_LAYER_NAMES if own in names), (own,))
+    return parent, *siblings
+
+
+def _stage(name: str) -> tuple[str, ...]:
+    """Return what modules have in common that are calibrated together: experts do not part them.
+
+    >>> _stage("layers.0.mlp.experts.7.down_proj")
+    ('layers.0.mlp.experts.*', 'down_proj')
+    """
+    return _input(re.sub(r"(?<=\.experts\.)\d+", "*", name))

@@ -1,0 +1,131 @@
+"""Error feedback (GPTQ): a weight is rounded so that its errors make up for each other.
+
+What the output of a row loses is Δᵀ H Δ, Δ = q − w, with H = E[x xᵀ] of its inputs. Columns are
+rounded one after the other, each with the errors of those before it; then every value moves to the
+best code that all others leave it, and scales to what is best for the codes. Rounding to nearest is
+the fallback of each row: no row loses more than with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from calipers.kernels.feedback import descend, feed_back
+from calipers.numerics.formats import Format
+from calipers.numerics.qparams import quantize_dequantize
+
+_LARGEST_DAMPING = 1.0  # of the mean of the diagonal
+
+
+class Curvature(NamedTuple):
+    """A Hessian that can be worked with.
+
+    :param hessian: H with its damping, (columns, columns), symmetric
+    :param root: V of H = V Vᵀ, upper triangular, for columns in the order in which they are rounded
+    :param order: that order; None: as they come
+    :param added: what was added to the diagonal
+    """
+
+    hessian: Tensor
+    root: Tensor
+    order: Tensor | None
+    added: float
+
+
+class Rounding(NamedTuple):
+    """What the values of a matrix are rounded to.
+
+    :param scales: effective scales, (rows, groups)
+    :param zeros: zero points, of the same shape; None for symmetric formats
+    :param groups: the group of each column
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor
+    fmt: Format
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Round each value to the nearest."""
+        zeros = None if self.zeros is None else self.zeros[:, self.groups]
+        return quantize_dequantize(values, self.scales[:, self.groups], zeros, self.fmt)
+
+    def permuted(self, order: Tensor) -> Rounding:
+        """Return the same for columns in another order."""
+        return self._replace(groups=self.groups[order])
+
+
+def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> Curvature | None:
+    """Damp a Hessian as far as it takes to factorise it; None where nothing helps.
+
+    :param hessian: E[x xᵀ] in float64
+    :param damping: what is added to the diagonal, in terms of its mean; tenfold where that fails
+    :param by_activation: whether columns with the largest inputs are rounded first
+    """
+    diagonal = hessian.diagonal()
+    mean = float(diagonal.mean())
+    if not 0 < mean < torch.inf:
+        return None
+    order = torch.argsort(diagonal, descending=True, stable=True) if by_activation else None
+    while damping <= _LARGEST_DAMPING:
+        damped = hessian + torch.diag_embed(torch.full_like(diagonal, damping * mean))
+        ordered = damped if order is None else damped[order][:, order]
+        # V is upper triangular: it is found from the last column to the first.
+        lower, failed = torch.linalg.cholesky_ex(ordered.flip(0, 1))
+        if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
+            return Curvature(damped.float(), lower.flip(0, 1), order, damping * mean)
+        damping *= 10
+    return None
+
+
+def corrected(weight: Tensor, cross: Tensor, curve: Curvature) -> Tensor:
+    """Return the weight that makes of the inputs as they have become what they were meant to give.
+
+    Of ‖W x − Ŵ y‖², x before and y after what came earlier was quantized, the best Ŵ without any
+    rounding: W (C + λ) (H + λ)⁻¹ with C = E[x yᵀ] and H = E[y yᵀ], damped towards W.
+
+    :param cross: C in float64
+    """
+    given = weight.double()
+    wanted = given @ cross + given * curve.added
+    ordered = wanted if curve.order is None else wanted[:, curve.order]
+    ordered = torch.linalg.solve_triangular(curve.root.T, ordered, upper=False, left=False)
+    ordered = torch.linalg.solve_triangular(curve.root, ordered, upper=True, left=False)
+    if curve.order is not None:
+        ordered = torch.empty_like(ordered).index_copy_(1, curve.order, ordered)
+    return ordered.float()
+
+
+@torch.no_grad()
+def feed_back_errors(
+    weight: Tensor, curve: Curvature, rounding: Rounding, *, block: int = 128, sweeps: int = 4
+) -> Tensor:
+    """Return what a weight (rows, columns) is rounded to, in float32."""
+    weight = weight.float()
+    fed = _fed_back(weight, curve, rounding, block)
+    plain = rounding.nearest(weight)
+    worse = losses(fed - weight, curve) > losses(plain - weight, curve)
+    values = torch.where(worse[:, None], plain, fed)
+    return descend(values, weight, curve.hessian, *rounding, sweeps=sweeps, block=block)[0]
+
+
+def _fed_back(weight: Tensor, curve: Curvature, rounding: Rounding, block: int) -> Tensor:
+    unit = (curve.root / curve.root.diagonal()).float()
+    if curve.order is None:
+        return feed_back(weight, unit, *rounding, block=block)
+    ordered = feed_back(weight[:, curve.order], unit, *rounding.permuted(curve.order), block=block)
+    return torch.empty_like(ordered).index_copy_(1, curve.order, ordered)
+
+
+def losses(differences: Tensor, curve: Curvature, block: int = 512) -> Tensor:
+    """Return Δᵀ H Δ of each row."""
+    ordered = differences if curve.order is None else differences[:, curve.order]
+    total = torch.zeros(len(ordered), dtype=torch.float64, device=ordered.device)
+    root = curve.root.to(ordered)
+    for start in range(0, ordered.shape[1], block):
+        stop = start + block
+        total += (ordered[:, :stop] @ root[:stop, start:stop]).double().square().sum(1)
+    return total
