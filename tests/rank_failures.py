@@ -114,6 +114,7 @@ def different_arguments(_folder: Path) -> Any:
         "seed": outcome(lambda: quantize(fp8, seed=rank)),
         "model": outcome(lambda: quantize(fp8, other)),
         "pipeline": outcome(lambda: quantize(fp8, pipeline="basic" if rank else "sequential")),
+        "method": outcome(lambda: quantize(fp8, method="gptq" if rank == 1 else "rtn")),
         "allow_code": outcome(lambda: quantize(fp8, allow_code=rank == 1)),
         "one is short of memory": outcome(one_short_of_memory),
     }

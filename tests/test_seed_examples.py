@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_args import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
+from families import build, saved, token_ids
+from safetensors.torch import load_file
+from shell import run_here
 from torch import distributed as dist
+from transformers import AutoModelForCausalLM
+from words import byte_tokenizer
 
+from calipers import oneshot
 from calipers.observers import (
     IMatrixMSEObserver,
     MemorylessMinMaxObserver,
@@ -184,3 +192,59 @@ class TestCurrentGeneration:
         torch.testing.assert_close(
             observer(x).get_qparams()["scale"], x.abs().max().reshape(1) / 127.5
         )
+
+
+# The recipe of the overview, to the letter.
+OVERVIEW = """\
+quantization_stage:
+  quantization_modifiers:
+    GPTQModifier:
+      weights:
+        observer: mse
+        observer_kwargs:
+          maxshrink: 0.1
+          patience: 10
+          averaging_constant: 0.05
+          grid: 128.0
+          norm: 2.0
+        num_bits: 4
+        type: int
+        symmetric: true
+        strategy: channel
+      targets:
+        - Linear
+"""
+
+
+class TestRecipe:
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> Path:
+        folder = saved(build("llama", torch.bfloat16), tmp_path / "model")
+        byte_tokenizer(bos=True, eos=True).save_pretrained(folder)
+        return folder
+
+    def test_in_python(self, model: Path, tmp_path: Path) -> None:
+        """Scales are found as without error feedback, and then codes that err less together."""
+        stored = {}
+        for method in (None, "gptq", "rtn"):
+            how: Any = {"method": method, "num_calibration_samples": 8, "progress": False}
+            folder = tmp_path / str(method)
+            oneshot(model, OVERVIEW, token_ids(), output_dir=folder, **how)
+            stored[method] = load_file(folder / "model.safetensors")
+        first = "model.layers.0.self_attn.q_proj.weight"
+        assert torch.equal(*(stored[way][f"{first}_scale"] for way in (None, "rtn")))
+        assert not torch.equal(*(stored[way][f"{first}_packed"] for way in (None, "rtn")))
+        for name, tensor in stored[None].items():
+            assert torch.equal(tensor, stored["gptq"][name])
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "None")
+        assert loaded(token_ids()).logits.isfinite().all()
+
+    def test_on_the_command_line(self, model: Path, tmp_path: Path) -> None:
+        recipe, text, out = (tmp_path / name for name in ("recipe.yaml", "text.txt", "out"))
+        recipe.write_text(OVERVIEW)
+        text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+        words = ("quantize", str(model), "--recipe", str(recipe), "--data", str(text))
+        done = run_here(*words, "--seq-len", "64", "--samples", "20", "-o", str(out))
+        assert done.exit_code == 0, done.stderr
+        assert "memoryless_mse(maxshrink=0.1, patience=10, grid=128.0, norm=2.0)" in done.stdout
+        assert "GPTQModifier" in (out / "recipe.yaml").read_text()

@@ -1,4 +1,4 @@
-"""``calipers demo``: five checkpoints that transformers has loaded, and one table."""
+"""``calipers demo``: six checkpoints that transformers has loaded, and one table."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def test_text_for_calibration_is_not_that_for_judging(
     monkeypatch.setattr(demo, "evaluate", lambda *args, **_: runs.append(args[2]))
     demo.run_demo(tmp_path)
     *calibration, evaluation = runs
-    assert calibration == [library_pieces("calibration")] * 5
+    assert calibration == [library_pieces("calibration")] * 6
     assert evaluation == library_pieces("evaluation")
 
 
-def test_five_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "out"
     done = run_here("demo", "--output", str(folder))
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith(" bfloat16"))
     for row, variant in zip(lines[first + 1 :], demo.VARIANTS, strict=False):
-        assert row.startswith(f" {variant.scheme} ")
+        assert row.split()[:2] == [variant.scheme, variant.method]
         assert f" {variant.observers} " in row
         assert row.count("[") == 1
     assert f"The checkpoints are in {folder}. What to try next:" in lines
@@ -74,6 +74,8 @@ def test_ways_are_what_their_names_say() -> None:
     best = schemes["w4a16-optimal"].weights
     assert (best.observer, best.observer_kwargs) == ("optimal", {"importance": "hessian"})
     assert demo.OPTIMAL.observers == "optimal,importance=hessian"
+    gptq = next(variant for variant in demo.VARIANTS if variant.method == "gptq")
+    assert (gptq.recipe, gptq.observers) == (demo.OPTIMAL.recipe, demo.OPTIMAL.observers)
     assert schemes["w4a16-imatrix_mse"].weights.observer == "imatrix_mse"
     assert schemes["nvfp4a16"].weights.strategy == "tensor_group"
     assert all(variant.recipe.ignore == ("lm_head",) for variant in demo.VARIANTS)
@@ -112,5 +114,5 @@ def test_it_can_be_stopped(tmp_path: Path) -> None:
         terminal.process.send_signal(2)
         shown = terminal.read_until(None)
     assert terminal.process.returncode == 130
-    assert "quantizing to W8A8_STATIC with memoryless_minmax + histogram_mse" in shown
+    assert "quantizing to W8A8_STATIC by rtn with memoryless_minmax + histogram_mse" in shown
     assert list(tmp_path.iterdir()) == []

@@ -106,3 +106,20 @@ def test_the_doctor_says_in_which_dtype_models_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(precision, "cpu_features", dict)
     facts = json.loads(run_here("doctor", "--json").stdout)
     assert facts["forward_pass"] == {"bfloat16": False, "float16": False}
+
+
+def test_a_method_is_put_on_top(model: Path, text: Path, tmp_path: Path) -> None:
+    how = ("quantize", str(model), "--data", str(text), "--seq-len", "64", "--samples", "20")
+    out = tmp_path / "out"
+    done = run_here(
+        *how, "--scheme", "W4A16", "--method", "gptq", "--group-size", "32", "-o", str(out)
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "  14 weights: int4 per group 32, optimal(importance=hessian)" in done.stdout
+    written = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert list(written["default_stage"]["default_modifiers"]) == ["GPTQModifier"]
+    assert json.loads((out / "calipers.json").read_text())["pipeline"] == "sequential"
+    again = ("plan", str(model), "--recipe", str(out / "recipe.yaml"), "--method", "rtn", "--json")
+    assert json.loads(run_here(*again).stdout)["needs_data"]  # its observer is named in the file
+    refused = run_here("plan", str(model), "--scheme", "W4A16", "--method", "awq")
+    assert (refused.exit_code, "--method awq is not allowed" in refused.stderr) == (2, True)

@@ -18,7 +18,7 @@ import calipers
 from calipers.checkpoint.dry_run import DryRun, dry_run
 from calipers.checkpoint.reader import load_model, load_skeleton
 from calipers.checkpoint.sizes import size_on_disk
-from calipers.cli.formatting import common_name
+from calipers.cli.formatting import common_name, format_size
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -190,3 +190,61 @@ def test_alike_modules_are_one_row_for_people_and_all_rows_for_machines(model: P
 )
 def test_one_name_for_many(names: list[str], told: str) -> None:
     assert common_name(names) == told
+
+
+# Columns of the llama of families.py: 128, and 256 of down_proj. Bytes for each element of a
+# Hessian: 8 for each sum (both streams have two), and 44 for the factorisation.
+@pytest.mark.parametrize(
+    ("propagation", "needs"),
+    [
+        ("both", {"passes": 10, "hessians": 256**2 * (16 + 44), "hessians_at_once": None}),
+        ("quantized", {"passes": 5, "hessians": 256**2 * (8 + 44), "hessians_at_once": None}),
+        (
+            "float",
+            {
+                "passes": 1,
+                "hessians": 3 * 128**2 * 8 + 256**2 * (8 + 44 + 12),
+                "hessians_at_once": 2 * (3 * 128**2 + 256**2) * 8 + 256**2 * (44 + 12),
+            },
+        ),
+    ],
+)
+def test_what_error_feedback_needs(
+    propagation: str, needs: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    given = f"{{scheme: W4A16, ignore: [lm_head], error_propagation: {propagation}}}"
+    recipe.write_text(f"modifiers: {{GPTQModifier: {given}}}")
+    arguments = ("plan", str(folders["llama"]), "--recipe", str(recipe))
+    found = json.loads(run_here(*arguments, "--json").stdout)["feedback"]
+    assert found == {"propagation": propagation, **needs}
+    told = run_here(*arguments).stdout
+    assert f"(error_propagation: {propagation})" in told
+    assert f"take up to {format_size(needs['hessians'])} at a time" in told
+    assert ("at most 10 runs of the data through each." in told) is (propagation == "both")
+    assert foretold(folders["llama"], "W4A16").feedback is None
+
+
+def test_every_expert_has_a_hessian(folders: dict[str, Path]) -> None:
+    recipe = calipers.load_recipe("W4A16").changed(method="gptq")
+    found = dry_run(load_skeleton(folders["mixtral"]), recipe).feedback
+    assert found is not None
+    experts = load_model(folders["mixtral"]).config.num_local_experts
+    assert found.hessians == 256**2 * (experts * 8 + 44 + 12)
+    assert found.passes == 10
+
+
+def test_the_runs_foretold_are_those_that_come_to_pass() -> None:
+    model = build("llama")
+    layer, runs = model.model.layers[1], 0
+
+    def count(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    layer.register_forward_pre_hook(count)
+    recipe = calipers.load_recipe("W4A16").changed(method="gptq")
+    calipers.oneshot(model, recipe, token_ids(8), batch_size=8, num_calibration_samples=8)
+    needs = dry_run(build("llama"), recipe).feedback
+    assert needs is not None
+    assert runs == needs.passes + 1  # one batch tells the order of the modules

@@ -1,4 +1,4 @@
-"""Group size and observers, put on top of a recipe."""
+"""Method, group size and observers, put on top of a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models import small_llama
 
 from calipers import oneshot
 from calipers.errors import CalipersError, CalipersWarning, ConfigurationError, RecipeError
-from calipers.modifiers import IMatrixGatherer, QuantizationModifier
+from calipers.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from calipers.recipes import Recipe, load_recipe
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128}
@@ -149,3 +149,63 @@ def test_sizes_that_would_fit_are_named() -> None:
     load_recipe("W4A16").changed(group_size=96).compile(model)
     with pytest.raises(ConfigurationError, match=r"\nChoose another scheme, or ignore these mod"):
         load_recipe("FP8_BLOCK").compile(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_method_says_the_same(form: str) -> None:
+    rtn = recipe_of(**FORMS[form])
+    gptq = rtn.changed(method="gptq")
+    gatherer, modifier = gptq.modifiers
+    assert (gatherer, type(modifier)) == (IMatrixGatherer(), GPTQModifier)
+    assert rows(gptq, "input") == rows(rtn, "input")
+    assert gptq.changed(method="rtn") == rtn.changed(method="rtn") == rtn
+    chosen, default = "memoryless_mse", ("memoryless_minmax", "optimal(importance=hessian)")
+    for (*how, before), (*same, after) in zip(*map(sorted, map(rows, (rtn, gptq))), strict=True):
+        assert how == same
+        assert (before, after) == default or (before == after and before.startswith(chosen))
+
+
+def test_the_method_comes_before_what_else_is_put_on_top() -> None:
+    """The default observer is that of the method; groups would name it, as if it were chosen."""
+    changed = load_recipe("W4A16").changed(method="gptq", group_size=32)
+    assert rows(changed) == {("int4", "group 32", "optimal(importance=hessian)")}
+    changed = load_recipe("W4A16").changed(method="gptq", weight_observer="mse")
+    assert rows(changed) == {("int4", "group 128", "memoryless_mse")}
+
+
+def test_what_only_one_method_knows_is_dropped_by_the_other() -> None:
+    ordered = {**INT4, "actorder": "weight"}
+    groups = {"one": {"targets": ["Linear"], "weights": ordered}}
+    for form in ({"weights": ordered}, {"scheme": {"weights": ordered}}, {"config_groups": groups}):
+        gptq = load_recipe([GPTQModifier(block_size=64, ignore="lm_head", **form)])
+        assert rows(gptq.changed(method="rtn")) == {("int4", "group 128", "memoryless_minmax")}
+        assert gptq.changed(method="gptq") == gptq
+
+
+@pytest.mark.parametrize("order", [None, "weight"])
+def test_what_gptq_was_told_survives(order: str | None) -> None:
+    gptq = GPTQModifier(scheme="W4A16", sweeps=0, actorder=order, error_propagation="float")
+    recipe = load_recipe([gptq])
+    assert load_recipe(recipe.to_yaml()).modifiers == (gptq,)
+    for (changed,) in (
+        recipe.changed(group_size=32).modifiers,
+        recipe.changed(weight_observer="mse").modifiers,
+    ):
+        assert isinstance(changed, GPTQModifier)
+        assert (changed.sweeps, changed.actorder) == (0, order)
+
+
+def test_who_has_no_weights_stays() -> None:
+    cache = QuantizationModifier(kv_cache_scheme={"num_bits": 8})
+    both = load_recipe([cache, QuantizationModifier(scheme="W4A16")]).changed(method="gptq")
+    assert both.modifiers == (cache, GPTQModifier(scheme="W4A16"))
+    text = (
+        "method='{}' has no meaning here: the recipe quantizes no weights. Leave it out, or choose "
+        "a scheme with weights, such as W4A16."
+    )
+    for method in ("gptq", "rtn"):
+        with pytest.raises(RecipeError) as caught:
+            load_recipe([IMatrixGatherer(), cache]).changed(method=method)
+        assert (str(caught.value), caught.value.exit_code) == (text.format(method), 2)
+    with pytest.raises(ConfigurationError, match=r"'gtpq' is not .* 'gptq'\? Allowed: rtn, gptq"):
+        oneshot("nowhere/at/all", "W4A16", method="gtpq")  # type: ignore[arg-type]

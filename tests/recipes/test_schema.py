@@ -95,19 +95,23 @@ class TestSeeds:
         }
 
     def test_overview_as_it_stands(self) -> None:
-        with pytest.raises(RecipeError) as caught:
-            load_recipe(OVERVIEW.format(modifier="GPTQModifier"))
-        assert str(caught.value) == (
-            "recipe, line 3: Calipers does not have 'GPTQModifier'. Allowed: QuantizationModifier, "
-            "IMatrixGatherer. The nearest is QuantizationModifier with 'weight_observer: {name: "
-            "optimal, importance: hessian}'."
-        )
+        """tests/test_seed_examples.py carries it out."""
+        plans = [
+            load_recipe(OVERVIEW.format(modifier=name)).compile(small_llama())
+            for name in ("GPTQModifier", "QuantizationModifier")
+        ]
+        gptq, plain = (plan.rows() for plan in plans)
+        assert [{**row, "data": "no"} for row in gptq] == plain
+        assert {row["data"] for row in gptq} == {"yes"}
+        assert [plan.propagation for plan in plans] == ["both", "float"]
 
-    def test_what_the_error_names_as_nearest_works(self) -> None:
-        given = "{name: optimal, importance: hessian}"
-        text = f"modifiers: {{QuantizationModifier: {{scheme: FP8, weight_observer: {given}}}}}"
-        plan = load_recipe(text).compile(small_llama())
-        assert plan.rows()[0]["observer"] == "optimal(importance=hessian)"
+    def test_a_modifier_that_there_is_not(self) -> None:
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(OVERVIEW.format(modifier="AWQModifier"))
+        assert str(caught.value) == (
+            "recipe, line 3: Calipers does not have 'AWQModifier'. Allowed: QuantizationModifier, "
+            "GPTQModifier, IMatrixGatherer."
+        )
 
     def test_chapter(self) -> None:
         plan = load_recipe(CHAPTER).compile(small_llama())

@@ -12,6 +12,7 @@ from calipers.calibration.lifecycle import freeze
 from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors
 from calipers.checkpoint.ties import tied_names, unquantized_ties
+from calipers.modifiers.needs import FeedbackNeeds, feedback_needs
 from calipers.planning.plan import Changes, Plan
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
@@ -40,6 +41,7 @@ class DryRun:
     :param gathered: modules whose inputs would be summed up for whoever comes later
     :param before: bytes of all tensors of the checkpoint as the model is
     :param after: the same when it is quantized
+    :param feedback: what error feedback needs; None where there is none
     """
 
     rows: tuple[DryRunRow, ...]
@@ -47,6 +49,7 @@ class DryRun:
     needs_data: bool
     before: int
     after: int
+    feedback: FeedbackNeeds | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -61,6 +64,7 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     """
     total = size_when_stored(model)
     plan = plan_for(model, recipe)
+    needs = feedback_needs(model, plan)
     ties = tied_names(model)
     alike = _alike(model, plan, ties)
     examples = tuple(module for module in plan.modules if alike[module.name] == module.name)
@@ -73,7 +77,7 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     )
     change += _untied(model, ties.keys() - left.keys(), plan)
     rows = tuple(_rows(plan, alike, before, after))
-    return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change)
+    return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change, needs)
 
 
 Sizes = Mapping[str, Mapping[str, int]]

@@ -23,7 +23,7 @@ Folder = Annotated[
 
 
 def demo(output: Folder = Path("calipers-demo")) -> CommandOutput:
-    """Quantize the model that ships in five ways, load each checkpoint, and compare them.
+    """Quantize the model that ships in six ways, load each checkpoint, and compare them.
 
     Nothing is downloaded: the text is the standard library of this Python. Checkpoints of an
     earlier demo are replaced.
@@ -93,14 +93,16 @@ def _table(result: DemoResult) -> Table:
     from calipers.demo.run import VARIANTS
 
     numbers = ("size", "perplexity", "change [95 % interval]", "seconds")
-    made = table("scheme", "observers", *numbers, numbers=numbers, wrapped=())
+    made = table("scheme", "method", "observers", *numbers, numbers=numbers, wrapped=())
     base = result.evaluation.base
-    add_row(made, "bfloat16", "", format_optional_size(base.size), f"{base.perplexity.value:.4f}")
+    size, perplexity = format_optional_size(base.size), f"{base.perplexity.value:.4f}"
+    add_row(made, "bfloat16", "", "", size, perplexity)
     for variant in VARIANTS:
         scores = result.evaluation.checkpoints[variant.folder]
         add_row(
             made,
             variant.scheme,
+            variant.method,
             variant.observers,
             format_optional_size(scores.size),
             f"{scores.perplexity.value:.4f}",

@@ -40,6 +40,16 @@ ActivationObserver = Annotated[
         help="Who watches static activations.",
     ),
 ]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="How weights are rounded: rtn, each to nearest; gptq, with error feedback, which "
+        "needs data.  [default: rtn, or as the recipe says]",
+        show_default=False,
+    ),
+]
 GroupSize = Annotated[
     int | None,
     typer.Option(

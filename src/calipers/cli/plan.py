@@ -15,6 +15,7 @@ from calipers.cli.options import (
     AllowCode,
     GroupSize,
     Ignored,
+    Method,
     Model,
     RecipeFile,
     Scheme,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from calipers.checkpoint.dry_run import DryRun, DryRunRow
+    from calipers.modifiers.needs import FeedbackNeeds
 
 _COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data", "before", "after")
 
@@ -40,6 +42,7 @@ def plan(
     model: Model,
     scheme: Scheme = None,
     recipe: RecipeFile = None,
+    method: Method = None,
     observer: WeightObserver = None,
     activation_observer: ActivationObserver = None,
     group_size: GroupSize = None,
@@ -56,7 +59,7 @@ def plan(
     """
     source = model_source(model)
     observers = (observer, activation_observer)
-    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, allow_code)
+    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
     from calipers.checkpoint.dry_run import dry_run
     from calipers.checkpoint.reader import load_skeleton
 
@@ -75,7 +78,22 @@ def _view(found: DryRun, every: bool) -> RenderableType:
     lines = [f"{tensors} quantized; the checkpoint: {size} ({share}).", _about_data(found)]
     if found.gathered:
         lines.append(f"The inputs of {counted(len(found.gathered), 'module')} are summed up.")
+    if found.feedback is not None:
+        lines += _about_feedback(found.feedback)
     return Group(_table(found, every), Text("\n".join(lines)))
+
+
+def _about_feedback(needs: FeedbackNeeds) -> list[str]:
+    how, size = f"(error_propagation: {needs.propagation})", format_size(needs.hessians)
+    memory = f"Hessians, and the work on them, take up to {size} at a time"
+    if needs.hessians_at_once is None:
+        runs = f"at most {counted(needs.passes, 'run')} of the data through each"
+        return [f"Layers are calibrated one after another {how}: {runs}.", f"{memory}."]
+    at_once = format_size(needs.hessians_at_once)
+    return [
+        f"Layers are calibrated on those before as they were {how}: one run of the data.",
+        f"{memory} with --pipeline sequential; where the whole model runs at once, {at_once}.",
+    ]
 
 
 def _about_data(found: DryRun) -> str:

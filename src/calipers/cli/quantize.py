@@ -26,6 +26,7 @@ from calipers.cli.options import (
     Dtype,
     GroupSize,
     Ignored,
+    Method,
     Model,
     Packing,
     RecipeFile,
@@ -107,6 +108,7 @@ def quantize(
     scheme: Scheme = None,
     recipe: RecipeFile = None,
     data: Data = None,
+    method: Method = None,
     observer: WeightObserver = None,
     activation_observer: ActivationObserver = None,
     group_size: GroupSize = None,
@@ -140,7 +142,7 @@ def quantize(
     check_output(output, overwrite, inputs)
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
-    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, allow_code)
+    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
     chosen = DataOptions(
         tokenizer=tokenizer,
         num_samples=samples,
@@ -157,9 +159,8 @@ def quantize(
         changes=RecipeOptions(allow_code=allow_code),
         output=OutputOptions(output_dir=output, overwrite=overwrite, max_shard_size=max_shard_size),
     )
-    result, seconds = _timed(source, wanted, texts, options)
     ignored = None if scheme is None else ignore or ["lm_head"]
-    done = _summary(result, model, data, output, ignored, seconds)
+    done = _summary(*_timed(source, wanted, texts, options), model, data, output, ignored)
     return _output(replace(done, next=_next(done, data, chosen)))
 
 
@@ -218,11 +219,11 @@ class Summary:
 
 def _summary(
     result: OneshotResult,
+    seconds: float,
     model: str,
     data: str | None,
     output: Path,
     ignored: list[str] | None,
-    seconds: float,
 ) -> Summary:
     from calipers.checkpoint.sizes import size_on_disk
     from calipers.checkpoint.source import source_folder

@@ -75,9 +75,10 @@ def recipe_source(
     activation_observer: str | None,
     ignore: list[str] | None,
     group_size: int | None = None,
+    method: str | None = None,
     allow_code: bool = False,
 ) -> Recipe:
-    """Make the recipe that the options mean: observers and group size are put on top of it."""
+    """Make the recipe that the options mean: method, groups and observers are put on top of it."""
     if (scheme is None) == (recipe is None):
         problem = (
             "neither --scheme nor --recipe" if scheme is None else "both --scheme and --recipe"
@@ -100,6 +101,9 @@ def recipe_source(
             unmatched="error" if ignore else "ignore",
         )
     changed = load_recipe(source, allow_code=allow_code).changed(
-        group_size=group_size, weight_observer=weights, activation_observer=activations
+        method=method,
+        group_size=group_size,
+        weight_observer=weights,
+        activation_observer=activations,
     )
     return load_recipe(changed, allow_code=allow_code)

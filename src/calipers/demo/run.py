@@ -1,12 +1,12 @@
-"""Five checkpoints of the model that ships, each quantized in another way, and what each loses."""
+"""Six checkpoints of the model that ships, each quantized in another way, and what each loses."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calipers.calibration.progress import Progress
 from calipers.demo import MODEL
@@ -14,6 +14,9 @@ from calipers.demo.text import library_pieces
 from calipers.entrypoint import oneshot
 from calipers.evaluation import Difference, Evaluation, evaluate
 from calipers.modifiers import QuantizationModifier
+
+if TYPE_CHECKING:
+    from calipers.options import Method
 
 CALIBRATION_SAMPLES = 128
 EVALUATION_SAMPLES = 256
@@ -25,6 +28,7 @@ class Variant:
 
     :param weights: the observer of weights
     :param inputs: the observer of inputs, where they are static
+    :param method: how weights are rounded
     """
 
     scheme: str
@@ -32,6 +36,7 @@ class Variant:
     weights: str
     inputs: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    method: Method = "rtn"
 
     @property
     def observers(self) -> str:
@@ -55,6 +60,7 @@ VARIANTS = (
     Variant("FP8", "fp8", "memoryless_minmax", "histogram_mse"),
     CLASSIC,
     OPTIMAL,
+    replace(OPTIMAL, folder="w4a16-gptq", method="gptq"),
     Variant("NVFP4A16", "nvfp4a16", "optimal", options=HESSIAN),
 )
 
@@ -93,7 +99,7 @@ def run_demo(
     calibration = library_pieces("calibration")
     seconds = {}
     for variant in VARIANTS:
-        what = f"quantizing to {variant.scheme} with {variant.observers}"
+        what = f"quantizing to {variant.scheme} by {variant.method} with {variant.observers}"
         tell(what)
         started = time.perf_counter()
         with bars.waiting(what):
@@ -101,6 +107,7 @@ def run_demo(
                 MODEL,
                 variant.recipe,
                 calibration,
+                method=variant.method,
                 output_dir=folder / variant.folder,
                 num_calibration_samples=CALIBRATION_SAMPLES,
                 batch_size=8,
