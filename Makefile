@@ -50,7 +50,7 @@ format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-demo: $(READY) ## quantize the small model that ships in five ways, and compare them
+demo: $(READY) ## quantize the small model that ships in six ways, and compare them
 	$(BIN)/calipers demo --output $(DEMO)
 	@echo "calipers is $(BIN)/calipers; '. $(BIN)/activate' puts it on your path."
 

@@ -78,10 +78,10 @@ def test_every_shell_line_is_tried() -> None:
 
 def test_the_table_of_the_readme_is_that_of_the_demo() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    rows = [re.split(r"\s{2,}", line)[:2] for line in lines]
+    rows = [re.split(r"\s{2,}", line)[:3] for line in lines]
     first = next(index for index, row in enumerate(rows) if row[0] == "bfloat16") + 1
     assert rows[first : first + len(VARIANTS)] == [
-        [each.scheme, each.observers] for each in VARIANTS
+        [each.scheme, each.method, each.observers] for each in VARIANTS
     ]
 
 
