@@ -12,6 +12,7 @@ from compressed_tensors.quantization.quant_args import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 from families import build, saved, token_ids
 from safetensors.torch import load_file
+from seed_recipes import OVERVIEW
 from shell import run_here
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM
@@ -194,26 +195,7 @@ class TestCurrentGeneration:
         )
 
 
-# The recipe of the overview, to the letter.
-OVERVIEW = """\
-quantization_stage:
-  quantization_modifiers:
-    GPTQModifier:
-      weights:
-        observer: mse
-        observer_kwargs:
-          maxshrink: 0.1
-          patience: 10
-          averaging_constant: 0.05
-          grid: 128.0
-          norm: 2.0
-        num_bits: 4
-        type: int
-        symmetric: true
-        strategy: channel
-      targets:
-        - Linear
-"""
+RECIPE = OVERVIEW.format(modifier="GPTQModifier")
 
 
 class TestRecipe:
@@ -229,7 +211,7 @@ class TestRecipe:
         for method in (None, "gptq", "rtn"):
             how: Any = {"method": method, "num_calibration_samples": 8, "progress": False}
             folder = tmp_path / str(method)
-            oneshot(model, OVERVIEW, token_ids(), output_dir=folder, **how)
+            oneshot(model, RECIPE, token_ids(), output_dir=folder, **how)
             stored[method] = load_file(folder / "model.safetensors")
         first = "model.layers.0.self_attn.q_proj.weight"
         assert torch.equal(*(stored[way][f"{first}_scale"] for way in (None, "rtn")))
@@ -241,7 +223,7 @@ class TestRecipe:
 
     def test_on_the_command_line(self, model: Path, tmp_path: Path) -> None:
         recipe, text, out = (tmp_path / name for name in ("recipe.yaml", "text.txt", "out"))
-        recipe.write_text(OVERVIEW)
+        recipe.write_text(RECIPE)
         text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
         words = ("quantize", str(model), "--recipe", str(recipe), "--data", str(text))
         done = run_here(*words, "--seq-len", "64", "--samples", "20", "-o", str(out))

@@ -16,6 +16,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 from torch import Tensor
 
 from calipers import GPTQModifier, QuantizationModifier, oneshot
+from calipers.calibration.experts import unfuse_experts
 from calipers.errors import CalipersError, CalipersWarning, RecipeError, TensorValueError
 from calipers.recipes import load_recipe
 
@@ -173,12 +174,17 @@ def test_gptq_loses_less_than_rounding_to_nearest_with_the_same_scales() -> None
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
 def test_experts_are_fed_back_with_what_reaches_them(kind: str) -> None:
-    model = small(kind)
+    model, before = small(kind), small(kind)
+    unfuse_experts(before)
     modifier = GPTQModifier(weights=ARGS, ignore=["lm_head", "re:.*gate$"])
     result = quietly(model, [modifier], samples(40), on_unseen="weights_only")
     experts = [name for name in result.errors if ".experts." in name]
     assert len(experts) >= 2 * 4 * 3
     assert result.coverage.applied == {}
+    for name in experts:
+        found, scales = model.get_submodule(name).weight, scales_of(model, name)
+        nearest = rounded(before.get_submodule(name).weight.double(), scales, 4)
+        assert bool(((found - nearest).abs() > 0.5 * scales).any()), name
 
 
 def test_experts_without_tokens_are_rounded_to_nearest_and_it_is_said() -> None:
@@ -189,9 +195,9 @@ def test_experts_without_tokens_are_rounded_to_nearest_and_it_is_said() -> None:
     name = next(iter(result.coverage.applied))
     plain = small("mixtral", num_local_experts=16)
     quietly(plain, [QuantizationModifier(weights=ARGS, ignore=["lm_head", "re:.*gate$"])])
-    assert torch.equal(
-        model.get_submodule(name).weight_scale, plain.get_submodule(name).weight_scale
-    )
+    for each in ("weight", "weight_scale"):
+        ours, theirs = (getattr(m.get_submodule(name), each) for m in (model, plain))
+        assert torch.equal(ours, theirs)
 
 
 def test_a_hessian_that_cannot_be_factorised_is_told_of(tmp_path: Path) -> None:

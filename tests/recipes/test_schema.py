@@ -7,32 +7,12 @@ from typing import Any
 import pytest
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from models import small_llama
+from seed_recipes import OVERVIEW
 
 import calipers
 from calipers.errors import RecipeError
 from calipers.modifiers import IMatrixGatherer, QuantizationModifier
 from calipers.recipes import Recipe, load_recipe
-
-# The example of the observers' overview among the seed documents.
-OVERVIEW = """\
-quantization_stage:
-  quantization_modifiers:
-    {modifier}:
-      weights:
-        observer: mse
-        observer_kwargs:
-          maxshrink: 0.1
-          patience: 10
-          averaging_constant: 0.05
-          grid: 128.0
-          norm: 2.0
-        num_bits: 4
-        type: int
-        symmetric: true
-        strategy: channel
-      targets:
-        - Linear
-"""
 
 # The example of the observers' chapter, with what it has in comments.
 CHAPTER = """\

@@ -74,27 +74,30 @@ def stages_of(calls: Sequence[tuple[str, int]], names: Sequence[str]) -> list[St
     by_input: dict[int, int] = {}
     by_kind: dict[str, int] = {}
     for name, tensor in calls:
-        stage = by_input.get(tensor, by_kind.get(_kind(name)))
+        stage = by_input.get(tensor, by_kind.get(without_expert_number(name)))
         stage = len(set(by_kind.values())) if stage is None else stage
         by_input[tensor] = stage
-        by_kind.setdefault(_kind(name), stage)
+        by_kind.setdefault(without_expert_number(name), stage)
     last = max(by_kind.values(), default=0)
     stages: list[list[str]] = [[] for _ in range(last + 1)]
     for name in names:
-        stages[by_kind.get(_kind(name), last)].append(name)
+        stages[by_kind.get(without_expert_number(name), last)].append(name)
     counts = Counter(name for name, _ in calls)
     return [Stage(found, _number_of_calls(found, counts)) for found in stages if found]
 
 
 def _number_of_calls(names: Sequence[str], counts: Mapping[str, int]) -> int | None:
-    fixed = all(counts[name] and _kind(name) == name for name in names)
+    fixed = all(counts[name] and without_expert_number(name) == name for name in names)
     return sum(counts[name] for name in names) if fixed else None
 
 
-def _kind(name: str) -> str:
-    """Return a name without the numbers of experts in it, but with that of its layer."""
-    layer, _, rest = name.rpartition(".experts.")
-    return f"{layer}.experts.{re.sub('[0-9]+', '*', rest)}" if layer else name
+def without_expert_number(name: str) -> str:
+    """Return what the same projections of all experts have in common.
+
+    >>> without_expert_number("layers.0.mlp.experts.7.down_proj")
+    'layers.0.mlp.experts.*.down_proj'
+    """
+    return re.sub(r"(?<=\.experts\.)\d+", "*", name)
 
 
 @contextmanager

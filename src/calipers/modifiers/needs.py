@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from calipers.calibration.propagation import without_expert_number
 from calipers.calibration.sequential import decoder_layers
 from calipers.errors import ConfigurationError
 from calipers.observers import FUSED_LAYER_NAMES
@@ -113,4 +113,4 @@ def _stage(name: str) -> tuple[str, ...]:
     >>> _stage("layers.0.mlp.experts.7.down_proj")
     ('layers.0.mlp.experts.*', 'down_proj')
     """
-    return _input(re.sub(r"(?<=\.experts\.)\d+", "*", name))
+    return _input(without_expert_number(name))
