@@ -184,6 +184,7 @@ def test_experts_are_fed_back_with_what_reaches_them(kind: str) -> None:
     for name in experts:
         found, scales = model.get_submodule(name).weight, scales_of(model, name)
         nearest = rounded(before.get_submodule(name).weight.double(), scales, 4)
+        torch.testing.assert_close(rounded(found.double(), scales, 4), found.double())
         assert bool(((found - nearest).abs() > 0.5 * scales).any()), name
 
 
