@@ -7,10 +7,12 @@ run one at a time. Importance comes from the calibration stories; static activat
 on some of them, in bfloat16, and each of their observers is tried with several of the weights on
 some of the evaluation stories, for there are many pairs. What quantizes to the same is judged once.
 
-Two sections are of another kind: ``overhead``, what observing adds to a forward pass, and
+Some sections are of another kind: ``methods``, with ``-half`` of the data and on the ``-demo``
+model, GPTQ and AWQ of both libraries; ``overhead``, what observing adds to a forward pass; and
 ``checkpoints``, whether a model is after writing and loading what it was before.
 
     python benchmarks/accuracy.py --only W4A16-g96 NVFP4A16
+    python benchmarks/accuracy.py --only methods-demo
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from contenders import (  # says what to do if the peer is not installed
     SCHEMES,
     WEIGHT_CONTENDERS,
 )
+from methods import SECTIONS as METHODS
+from methods import measure_methods
 from overhead import SECTION as OVERHEAD
 from overhead import measure_overhead
 from quantized import Bench
@@ -55,6 +59,9 @@ def main() -> int:
     if names:
         warnings.simplefilter("ignore", CalipersWarning)  # imatrix_mse falls back, as the peer does
         results = measure_schemes(names, options, console)
+    for section, subject in METHODS.items():
+        if not options.only or section in options.only:
+            results[section] = measure_methods(console, subject)
     if not options.only or OVERHEAD in options.only:
         results[OVERHEAD] = measure_overhead(console, load_model().float(), options.quick)
     if not options.only or CHECKPOINTS in options.only:
@@ -77,7 +84,7 @@ def save(results: dict[str, list[Row]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Perplexity against the peer.")
-    known = [*SCHEMES, OVERHEAD, CHECKPOINTS]
+    known = [*SCHEMES, *METHODS, OVERHEAD, CHECKPOINTS]
     parser.add_argument("--only", nargs="+", choices=known, metavar="SCHEME")
     parser.add_argument("--stories", type=int, help="evaluate on so many stories; save nothing")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} stories; save nothing")

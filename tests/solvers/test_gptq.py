@@ -7,9 +7,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.kernels.feedback import Rounding
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout
-from calipers.solvers.gptq import Rounding, corrected, curvature, feed_back_errors, losses
+from calipers.solvers.gptq import corrected, curvature, feed_back_errors, losses
+from calipers.solvers.refit import Scales
 
 GROUPED = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
 
@@ -69,12 +71,17 @@ def test_no_row_loses_more_than_by_rounding_to_nearest_and_no_sweep_adds_to_it(
     before = loss(x, rounding.nearest(weight) - weight, curve.added)
     total = before.sum()
     for sweeps in (0, 1, 4):
-        values = feed_back_errors(weight, curve, rounding, block=16, sweeps=sweeps)
+        values, same = feed_back_errors(weight, curve, rounding, block=16, sweeps=sweeps)
+        assert same is rounding
         torch.testing.assert_close(rounding.nearest(values), values)
         now = loss(x, values - weight, curve.added)
         assert bool((now <= before * (1 + 1e-5)).all())
         assert now.sum() < total if sweeps == 0 else now.sum() <= total * (1 + 1e-5)
         before, total = now, now.sum()
+    scales = Scales(None, Layout.of("weight", args).rows_per_scale(len(weight)))
+    values, refitted = feed_back_errors(weight, curve, rounding, scales, block=16)
+    torch.testing.assert_close(refitted.nearest(values), values)
+    assert loss(x, values - weight, curve.added).sum() < total * (1 - 1e-3)
 
 
 def test_losses_are_what_the_outputs_lose() -> None:
@@ -125,7 +132,7 @@ def test_dead_columns_are_rounded_to_nearest() -> None:
     curve = curvature(hessian_of(x), 0.01)
     assert curve is not None
     rounding = rounding_of(weight, GROUPED)
-    values = feed_back_errors(weight, curve, rounding)
+    values, _ = feed_back_errors(weight, curve, rounding)
     nearest = rounding.nearest(weight)
     assert torch.equal(values[:, [0, 7, 47]], nearest[:, [0, 7, 47]])
     assert not torch.equal(values, nearest)

@@ -22,13 +22,27 @@ LEAST_GAIN = 2.0**-14
 """Of what a step costs by itself. A gain that is less can be one of rounding alone."""
 
 
-class Scaling(NamedTuple):
-    """What the values of a matrix are divided by: scales and zero points (rows, groups)."""
+class Rounding(NamedTuple):
+    """What the values of a matrix are rounded to.
+
+    :param scales: what codes are multiplied by, of either sign, (rows or 1, groups)
+    :param zeros: zero points of the same shape; None for symmetric formats
+    :param groups: the group of each column
+    """
 
     scales: Tensor
     zeros: Tensor | None
     groups: Tensor
     fmt: Format
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Round each value to the nearest."""
+        zeros = None if self.zeros is None else self.zeros[:, self.groups]
+        return quantize_dequantize(values, self.scales[:, self.groups], zeros, self.fmt)
+
+    def permuted(self, order: Tensor) -> Rounding:
+        """Return the same for columns in another order."""
+        return self._replace(groups=self.groups[order])
 
 
 @torch.no_grad()
@@ -60,7 +74,7 @@ def feed_back(
     tensor([[0., 1., 0.]])
     """
     target = _working(target)
-    scaling = _scaling(target, scales, zeros, groups, fmt)
+    rounding = _rounding(target, scales, zeros, groups, fmt)
     factor = _square(factor, target, "factor")
     result, errors = torch.empty_like(target), torch.zeros_like(target)
     kernels = native_for(target, fmt)
@@ -69,13 +83,13 @@ def feed_back(
             target[:, columns], errors[:, : columns.start], factor[: columns.start, columns]
         )
         if kernels is None:
-            _feed_back_in_torch(adjusted, target, factor, scaling, columns, result, errors)
+            _feed_back_in_torch(adjusted, target, factor, rounding, columns, result, errors)
             continue
         kernels.feed_back(
             adjusted,
             target,
             factor,
-            *_told(scaling),
+            *_told(rounding),
             columns.start,
             result,
             errors,
@@ -114,12 +128,12 @@ def descend(
     if values.shape != target.shape:
         raise ValueError(f"Values of shape {tuple(values.shape)} for {tuple(target.shape)}.")
     values = values.detach().to(target).clone(memory_format=torch.contiguous_format)
-    scaling = _scaling(target, scales, zeros, groups, fmt)
+    rounding = _rounding(target, scales, zeros, groups, fmt)
     hessian = _square(hessian, target, "hessian")
     kernels = native_for(target, fmt)
     if kernels is None:
-        return values, _descend_in_torch(values, target, hessian, scaling, sweeps, block)
-    return values, _descend_natively(kernels, values, target, hessian, scaling, sweeps, block)
+        return values, _descend_in_torch(values, target, hessian, rounding, sweeps, block)
+    return values, _descend_natively(kernels, values, target, hessian, rounding, sweeps, block)
 
 
 # What comes in
@@ -138,9 +152,9 @@ def _square(matrix: Tensor, target: Tensor, name: str) -> Tensor:
     return matrix.detach().to(target).contiguous()
 
 
-def _scaling(
+def _rounding(
     target: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
-) -> Scaling:
+) -> Rounding:
     rows, columns = target.shape
     zeros = None if fmt.symmetric else zeros
     for name, part in (("scales", scales), ("zeros", zeros)):
@@ -152,7 +166,7 @@ def _scaling(
         raise ValueError(f"Groups must be int64, one for each of {columns} columns.")
     if columns and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise ValueError(f"Groups must number the {scales.shape[1]} columns of scales.")
-    return Scaling(
+    return Rounding(
         scales.detach().to(target).contiguous(),
         None if zeros is None else zeros.detach().to(target).contiguous(),
         groups.to(target.device).contiguous(),
@@ -170,9 +184,9 @@ def _blocks(target: Tensor, block: int) -> list[slice]:
 # Natively
 
 
-def _told(scaling: Scaling) -> tuple[Any, ...]:
-    fmt = scaling.fmt
-    return (scaling.scales, scaling.zeros, scaling.groups, fmt.grid.native_name, *fmt.limits)
+def _told(rounding: Rounding) -> tuple[Any, ...]:
+    fmt = rounding.fmt
+    return (rounding.scales, rounding.zeros, rounding.groups, fmt.grid.native_name, *fmt.limits)
 
 
 def _descend_natively(
@@ -180,35 +194,35 @@ def _descend_natively(
     values: Tensor,
     target: Tensor,
     hessian: Tensor,
-    scaling: Scaling,
+    rounding: Rounding,
     sweeps: int,
     block: int,
 ) -> int:
     """Change values in place."""
     pulls = (values - target) @ hessian
-    told = (*_told(scaling), sweeps, block, LEAST_GAIN, torch.get_num_threads())
+    told = (*_told(rounding), sweeps, block, LEAST_GAIN, torch.get_num_threads())
     return int(kernels.descend(values, pulls, hessian, *told))
 
 
 # In torch
 
 
-def _rounded(values: Tensor, scaling: Scaling, group: int, rows: Tensor | None = None) -> Tensor:
+def _rounded(values: Tensor, rounding: Rounding, group: int, rows: Tensor | None = None) -> Tensor:
     """Round one column, of all rows or of some."""
-    all_alike = rows is None or len(scaling.scales) == 1
+    all_alike = rows is None or len(rounding.scales) == 1
     scale, zero = (
         None if part is None else part[:, group] if all_alike else part[rows, group]
-        for part in (scaling.scales, scaling.zeros)
+        for part in (rounding.scales, rounding.zeros)
     )
     assert scale is not None
-    return quantize_dequantize(values, scale, zero, scaling.fmt)
+    return quantize_dequantize(values, scale, zero, rounding.fmt)
 
 
 def _feed_back_in_torch(
     adjusted: Tensor,
     target: Tensor,
     factor: Tensor,
-    scaling: Scaling,
+    rounding: Rounding,
     columns: slice,
     result: Tensor,
     errors: Tensor,
@@ -216,19 +230,19 @@ def _feed_back_in_torch(
     """Quantize a block, which comes adjusted to all before it; write its values and errors."""
     # One column after the other: they are to lie together.
     left, wanted = adjusted.T.contiguous(), target[:, columns].T.contiguous()
-    groups, within = scaling.groups[columns].tolist(), factor[columns, columns]
+    groups, within = rounding.groups[columns].tolist(), factor[columns, columns]
     for i, group in enumerate(groups):
-        left[i] = _rounded(left[i], scaling, group)
+        left[i] = _rounded(left[i], rounding, group)
         wanted[i] -= left[i]
         left[i + 1 :].addr_(within[i, i + 1 :], wanted[i])
     result[:, columns], errors[:, columns] = left.T, wanted.T
 
 
 def _descend_in_torch(
-    values: Tensor, target: Tensor, hessian: Tensor, scaling: Scaling, sweeps: int, block: int
+    values: Tensor, target: Tensor, hessian: Tensor, rounding: Rounding, sweeps: int, block: int
 ) -> int:
     """Change values in place. A row in which a sweep changed nothing is done with."""
-    total, groups = 0, scaling.groups.tolist()
+    total, groups = 0, rounding.groups.tolist()
     rows = torch.arange(len(values), device=values.device)
     for _ in range(sweeps):
         # One column after the other: they are to lie together.
@@ -236,7 +250,7 @@ def _descend_in_torch(
         for columns in _blocks(target, block):
             pull = hessian[columns] @ (now - wanted)
             for i, j in enumerate(range(columns.start, columns.stop)):
-                best = _best(now[j], pull[i], hessian[j, j], scaling, groups[j], rows)
+                best = _best(now[j], pull[i], hessian[j, j], rounding, groups[j], rows)
                 pull.addr_(hessian[j, columns], best - now[j])
                 now[j] = best
         changed = values[rows] != now.T
@@ -249,12 +263,12 @@ def _descend_in_torch(
 
 
 def _best(
-    now: Tensor, pull: Tensor, curvature: Tensor, scaling: Scaling, group: int, rows: Tensor
+    now: Tensor, pull: Tensor, curvature: Tensor, rounding: Rounding, group: int, rows: Tensor
 ) -> Tensor:
     """Return what a column becomes, given half the slope of the error and its curvature."""
     if not float(curvature) > 0:
         return now
-    best = _rounded(now - pull / curvature, scaling, group, rows)
+    best = _rounded(now - pull / curvature, rounding, group, rows)
     step = best - now
     gains = step * (step * curvature + 2 * pull) < -LEAST_GAIN * step * step * curvature
     return torch.where(gains, best, now)

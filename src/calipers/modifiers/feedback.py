@@ -9,21 +9,18 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.kernels.feedback import Rounding
 from calipers.modifiers.solving import Group, counted_groups, fused_groups, observed
 from calipers.modifiers.steps import Changes, Layer
-from calipers.numerics.formats import Format
+from calipers.numerics.formats import FP8_DTYPE, Format
 from calipers.numerics.layout import Layout
+from calipers.numerics.scales import storable_scales
 from calipers.observers import QParamsDict
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
-from calipers.solvers.gptq import (
-    Curvature,
-    Rounding,
-    corrected,
-    curvature,
-    feed_back_errors,
-)
+from calipers.solvers.gptq import Curvature, corrected, curvature, feed_back_errors
+from calipers.solvers.refit import Scales
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import shrunk
+from calipers.statistics.hessian import HessianSums, shrunk
 
 NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
 
@@ -54,15 +51,10 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, statistic: Statistic | None) -> Inputs | None:
         """Read a statistic; None where it has seen nothing."""
-        held = {} if statistic is None else statistic.fields()
-        if "_hessian_sum" not in held or not int(held["_hessian_count"]):
+        if not isinstance(statistic, HessianSums) or not statistic.num_tokens:
             return None
-        cross = held.get("_cross_sum")
-        return cls(
-            held["_hessian_sum"][0],
-            None if cross is None else cross[0],
-            int(held["_hessian_count"]),
-        )
+        cross = None if statistic.crosses is None else statistic.crosses[0]
+        return cls(statistic.hessians[0], cross, statistic.num_tokens)
 
 
 def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
@@ -144,11 +136,18 @@ def _solve_group(layer: Layer, group: Group, settings: Feedback, curves: _Curves
     notes: dict[str, str] = {}
     for module, task in tasks.items():
         if task.curve is not None:
-            rounding = _rounding(task.spec.args, qparams[module.name, "weight"], task.target)
-            values = feed_back_errors(
-                task.target, task.curve, rounding, block=settings.block, sweeps=settings.sweeps
+            found = qparams[module.name, "weight"]
+            rounding = _rounding(task.spec.args, found, task.target)
+            values, refitted = feed_back_errors(
+                task.target,
+                task.curve,
+                rounding,
+                _scales(task, found),
+                block=settings.block,
+                sweeps=settings.sweeps,
             )
             weights[module.name] = values.to(task.dtype)
+            qparams[module.name, "weight"] = _with_scales(task.spec.args, found, refitted)
         elif task.inputs is not None:
             notes[module.name] = NOT_FACTORISED
     return Changes(qparams, weights, notes=notes)
@@ -169,3 +168,19 @@ def _rounding(args: QuantizationArgs, found: QParamsDict, weight: Tensor) -> Rou
     zeros = None if fmt.symmetric else layout.by_rows(found["zero_point"].to(weight), len(weight))
     groups = layout.groups(weight.shape[1]).to(weight.device)
     return Rounding(layout.by_rows(scale, len(weight)), zeros, groups, fmt)
+
+
+def _scales(task: _Task, found: QParamsDict) -> Scales:
+    """Return which scales the weight of a task can have."""
+    args, fmt = task.spec.args, Format.of(task.spec.args)
+    storable = storable_scales(fmt, task.dtype, found["global_scale"], args.scale_dtype)
+    return Scales(storable, Layout.of("weight", args).rows_per_scale(len(task.target)))
+
+
+def _with_scales(args: QuantizationArgs, found: QParamsDict, rounding: Rounding) -> QParamsDict:
+    """Return the parameters of a weight with other scales."""
+    scale = Layout.of("weight", args).from_rows(rounding.scales).reshape(found["scale"].shape)
+    if found["global_scale"] is not None:
+        scale = scale * found["global_scale"].to(scale)
+        scale = scale.to(FP8_DTYPE).to(scale)
+    return {**found, "scale": scale.to(found["scale"].dtype)}

@@ -193,6 +193,17 @@ class Layout:
             return value.repeat_interleave(self.args.block_structure[0], 0)[:rows]
         return value.reshape(rows, -1)
 
+    def rows_per_scale(self, rows: int) -> int:
+        """Return how many of so many rows of a weight share a scale."""
+        if self.args.strategy == QuantizationStrategy.TENSOR:
+            return rows
+        height: int = self.args.block_structure[0] if self.args.block_structure else 1
+        return height
+
+    def from_rows(self, value: Tensor) -> Tensor:
+        """Undo ``by_rows``: one row of scales or zero points for all that share them."""
+        return value[:: self.rows_per_scale(len(value))]
+
     def tokens(self, value: Tensor) -> int:
         """Count the tokens of an activation or attention state."""
         if self.base_name in ("q", "k", "v"):

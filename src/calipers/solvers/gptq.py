@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.kernels.feedback import descend, feed_back
-from calipers.numerics.formats import Format
-from calipers.numerics.qparams import quantize_dequantize
+from calipers.kernels.feedback import Rounding, descend, feed_back
+from calipers.solvers.refit import Scales, refit_scales
 
 _LARGEST_DAMPING = 1.0  # of the mean of the diagonal
 
@@ -33,29 +32,6 @@ class Curvature(NamedTuple):
     root: Tensor
     order: Tensor | None
     added: float
-
-
-class Rounding(NamedTuple):
-    """What the values of a matrix are rounded to.
-
-    :param scales: effective scales, (rows, groups)
-    :param zeros: zero points, of the same shape; None for symmetric formats
-    :param groups: the group of each column
-    """
-
-    scales: Tensor
-    zeros: Tensor | None
-    groups: Tensor
-    fmt: Format
-
-    def nearest(self, values: Tensor) -> Tensor:
-        """Round each value to the nearest."""
-        zeros = None if self.zeros is None else self.zeros[:, self.groups]
-        return quantize_dequantize(values, self.scales[:, self.groups], zeros, self.fmt)
-
-    def permuted(self, order: Tensor) -> Rounding:
-        """Return the same for columns in another order."""
-        return self._replace(groups=self.groups[order])
 
 
 def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> Curvature | None:
@@ -101,15 +77,30 @@ def corrected(weight: Tensor, cross: Tensor, curve: Curvature) -> Tensor:
 
 @torch.no_grad()
 def feed_back_errors(
-    weight: Tensor, curve: Curvature, rounding: Rounding, *, block: int = 128, sweeps: int = 4
-) -> Tensor:
-    """Return what a weight (rows, columns) is rounded to, in float32."""
+    weight: Tensor,
+    curve: Curvature,
+    rounding: Rounding,
+    scales: Scales | None = None,
+    *,
+    block: int = 128,
+    sweeps: int = 4,
+) -> tuple[Tensor, Rounding]:
+    """Return what a weight (rows, columns) is rounded to, in float32, and by what.
+
+    :param scales: which scales there can be, of which better ones are taken for the codes; None:
+        they stay
+    """
     weight = weight.float()
     fed = _fed_back(weight, curve, rounding, block)
     plain = rounding.nearest(weight)
     worse = losses(fed - weight, curve) > losses(plain - weight, curve)
     values = torch.where(worse[:, None], plain, fed)
-    return descend(values, weight, curve.hessian, *rounding, sweeps=sweeps, block=block)[0]
+    values = descend(values, weight, curve.hessian, *rounding, sweeps=sweeps, block=block)[0]
+    if scales is None or not sweeps:
+        return values, rounding
+    values, rounding = refit_scales(values, weight, curve.hessian, rounding, scales)
+    values = descend(values, weight, curve.hessian, *rounding, sweeps=sweeps, block=block)[0]
+    return values, rounding
 
 
 def _fed_back(weight: Tensor, curve: Curvature, rounding: Rounding, block: int) -> Tensor:

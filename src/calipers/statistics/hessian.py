@@ -33,7 +33,24 @@ def block_width(columns: int, piece: int) -> int:
     return max(width for width in range(piece, WIDEST + 1, piece) if columns % width == 0)
 
 
-class BlockHessians(TokenSums):
+class HessianSums(TokenSums):
+    """Sums of products of channels."""
+
+    _hessian_sum: Tensor
+    _hessian_count: Tensor
+
+    @property
+    def hessians(self) -> Tensor:
+        """Σ x xᵀ of each block, (blocks, width, width); only where there are tokens."""
+        return self._hessian_sum
+
+    @property
+    def crosses(self) -> Tensor | None:
+        """Σ of the stream as it was times as it has become; None where there is one stream."""
+        return None
+
+
+class BlockHessians(HessianSums):
     """Sums x xᵀ of each block of channels, and counts tokens. Sums are kept in float64.
 
     :param width: channels of a block; None for that of sums which are loaded or taken over
@@ -48,8 +65,6 @@ class BlockHessians(TokenSums):
         "_hessian_sum": Reduction.SUM,
         "_hessian_count": Reduction.SUM,
     }
-    _hessian_sum: Tensor
-    _hessian_count: Tensor
 
     def __init__(self, width: int | None = None, *, nonfinite: NonFinite = "raise") -> None:
         super().__init__(nonfinite=nonfinite)
@@ -76,7 +91,7 @@ class BlockHessians(TokenSums):
         return sums[0].diagonal(dim1=-2, dim2=-1)
 
 
-class PairedHessians(TokenSums):
+class PairedHessians(HessianSums):
     """Sums y yᵀ and x yᵀ of two streams through one module, and counts tokens.
 
     A tensor holds both side by side, (…, 2 × channels): x as it was in the model, then y as it has
@@ -93,10 +108,13 @@ class PairedHessians(TokenSums):
         "_cross_sum": Reduction.SUM,
         "_hessian_count": Reduction.SUM,
     }
-    _hessian_sum: Tensor
     _cross_sum: Tensor
-    _hessian_count: Tensor
     takes_pairs = True
+
+    @property
+    def crosses(self) -> Tensor | None:
+        """Σ x yᵀ."""
+        return self._cross_sum
 
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         tokens = tokens if marks is None else tokens[marks]
