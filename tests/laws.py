@@ -253,7 +253,7 @@ LAWS: tuple[Law, ...] = (
 
 STATISTICS: dict[str, Callable[[], Statistic]] = {
     "BlockHessians": lambda: BlockHessians(4),
-    "PairedHessians": PairedHessians,
+    "PairedHessians": lambda: PairedHessians(3),
     "Extrema": Extrema,
     "LastRange": LastRange,
     "MovingAverage": MovingAverage,

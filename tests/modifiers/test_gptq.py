@@ -26,7 +26,8 @@ STAGES = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-DAMPING = 0.01
+RESIDUAL = {STAGES[1]: "input_layernorm", STAGES[3]: "post_attention_layernorm"}
+DAMPING, CORRECTION_DAMPING = 0.01, 0.05
 LAYERS = 3  # what the last one is calibrated on has gone through one that was quantized on others
 ARGS = {"num_bits": 4, "strategy": "group", "group_size": 8, "observer": "memoryless_mse"}
 
@@ -38,9 +39,16 @@ def quietly(*args: Any, **kwargs: Any) -> Any:
 
 
 def seen(model: Any, batches: Any) -> dict[str, Tensor]:
-    """The inputs of all linears of a model that runs as a whole, padding left out."""
+    """The inputs of all linears and norms of a model that runs as a whole, padding left out."""
+    norms = {n: m for n, m in model.named_modules() if n.endswith("layernorm")}
     with captured(model) as (inputs, _):
+        handles = [
+            norm.register_forward_pre_hook(lambda _, x, name=name: inputs[name].append(x[0]))
+            for name, norm in norms.items()
+        ]
         run(model, batches)
+    for handle in handles:
+        handle.remove()
     masks = [batch["attention_mask"].bool() for batch in batches]
     return {
         name: torch.cat([x[m] for x, m in zip(each, masks, strict=True)]).double()
@@ -79,8 +87,10 @@ def reference(
     quantized, found = copy.deepcopy(model), {}
     for layer in range(LAYERS):
         for stage in STAGES:
-            names = [f"model.layers.{layer}.{name}" for name in stage]
-            was, now = seen(model, batches)[names[0]], seen(quantized, batches)[names[0]]
+            prefix = f"model.layers.{layer}"
+            names = [f"{prefix}.{name}" for name in stage]
+            all_was, all_now = seen(model, batches), seen(quantized, batches)
+            was, now = all_was[names[0]], all_now[names[0]]
             now = was if propagation == "float" else now
             tokens, columns = now.shape
             trust = tokens / (tokens + columns)
@@ -88,14 +98,20 @@ def reference(
             off = (1 - trust) * torch.diag(hessian.diagonal())
             added = DAMPING * hessian.diagonal().mean() * torch.eye(columns)
             damped = trust * hessian + off + added
-            cross = trust * (was.T @ now / tokens) + off + added
+            more = CORRECTION_DAMPING / DAMPING * added
+            cross = trust * (was.T @ now / tokens) + off + more
             order = torch.arange(columns)
             if actorder:
                 order = damped.diagonal().argsort(descending=True, stable=True)
             for name in names:
                 weight = model.get_submodule(name).weight.detach().double()
                 if propagation == "both":
-                    weight = weight @ cross @ torch.linalg.inv(damped)
+                    weight = weight @ cross
+                    if stage in RESIDUAL:
+                        lost = all_was[f"{prefix}.{RESIDUAL[stage]}"]
+                        lost = lost - all_now[f"{prefix}.{RESIDUAL[stage]}"]
+                        weight += trust * lost.T @ now / tokens
+                    weight = weight @ torch.linalg.inv(damped - added + more)
                 found[name] = textbook(weight, damped, order, scales_of(ours, name))
             for name in names:
                 quantized.get_submodule(name).weight.data = ours.get_submodule(name).weight.data

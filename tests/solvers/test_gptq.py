@@ -104,7 +104,12 @@ def test_the_corrected_weight_is_the_least_squares_solution() -> None:
         anchor = (len(x) * curve.added) ** 0.5 * torch.eye(48, dtype=torch.float64)
         wanted = torch.cat([x, anchor]) @ weight.double().T
         expected = torch.linalg.lstsq(torch.cat([y, anchor]), wanted).solution.T
-        found = corrected(weight, x.T @ y / len(x), curve)
+        found = corrected(weight, x.T @ y / len(x), None, curve)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        lost = torch.randn(len(x), len(weight), dtype=torch.float64) + y @ weight.double().T
+        wanted[: len(x)] += lost
+        expected = torch.linalg.lstsq(torch.cat([y, anchor]), wanted).solution.T
+        found = corrected(weight, x.T @ y / len(x), lost.T @ y / len(x), curve)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -103,21 +103,27 @@ class TestShrinking:
 
 def test_pairs_are_summed_across_and_with_themselves() -> None:
     before, now = torch.randn(2, 300, 6, dtype=torch.float64)
-    mask = torch.arange(300) % 3 > 0
-    sums = PairedHessians()
-    sums.update(torch.cat([before, now], -1)[:100], mask[:100])
-    sums.update(torch.cat([before, now], -1)[100:], mask[100:])
-    before, now = before[mask], now[mask]
-    torch.testing.assert_close(sums._hessian_sum[0], now.T @ now)
-    torch.testing.assert_close(sums._cross_sum[0], before.T @ now)
-    assert sums.num_tokens == 200
+    change, mask = torch.randn(300, 4, dtype=torch.float64), torch.arange(300) % 3 > 0
+    sums, alone = PairedHessians(6), PairedHessians(6)
+    for these in (slice(100), slice(100, None)):
+        alone.update(torch.cat([before, now], -1)[these], mask[these])
+        sums.update(torch.cat([before, now, change], -1)[these], mask[these])
+    before, now, change = before[mask], now[mask], change[mask]
+    for found in (sums, alone):
+        assert found.crosses is not None
+        torch.testing.assert_close(found.hessians[0], now.T @ now)
+        torch.testing.assert_close(found.crosses[0], before.T @ now)
+        assert found.num_tokens == 200
+    assert alone.residuals is None
+    assert sums.residuals is not None
+    torch.testing.assert_close(sums.residuals[0], change.T @ now)
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_numbers_that_are_none_are_refused_in_either_half_of_a_pair(half: int) -> None:
-    pair = torch.ones(4, 2, 3)
-    pair[2, half, 1] = torch.nan
-    sums = PairedHessians()
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_numbers_that_are_none_are_refused_in_each_part_of_a_pair(part: int) -> None:
+    pair = torch.ones(4, 3, 3)
+    pair[2, part, 1] = torch.nan
+    sums = PairedHessians(3)
     with pytest.raises(TensorValueError, match="1 non-finite value"):
         sums.update(pair.flatten(1))
     assert not sums.fields()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Calibration:
         self._leaving = ExitStack()
         self._measured: Collection[str] | None = None
         self._is_reference = False
+        self._residuals: Mapping[str, str] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -108,6 +110,31 @@ class Calibration:
             yield
         finally:
             self._is_reference = False
+
+    @contextmanager
+    def adding(self, residuals: Mapping[str, str]) -> Iterator[None]:
+        """Let statistics of pairs also see how that has changed to which outputs are added.
+
+        :param residuals: module → the one whose input is added to its output
+        """
+
+        def see(name: str, tensor: Tensor) -> None:
+            if self._is_reference:
+                self._pairs.keep(name, tensor)
+            else:
+                self._pairs.note_change(name, tensor)
+
+        handles = [
+            _register_hook(self.module(name), "input", partial(see, name))
+            for name in set(residuals.values())
+        ]
+        self._residuals = residuals
+        try:
+            yield
+        finally:
+            self._residuals = {}
+            for handle in handles:
+                handle.remove()
 
     def finish(self, names: Iterable[str]) -> None:
         """Measure some modules no longer; what was measured for them is theirs."""
@@ -192,10 +219,13 @@ class Calibration:
                 return
             for statistic, is_needed in statistics.items():
                 if is_needed or _is_measurable(tensor):
-                    shown = self._pairs.of(name, tensor) if statistic.takes_pairs else tensor
+                    shown = self._paired(name, tensor) if statistic.takes_pairs else tensor
                     self._show(statistic, shown, mask, dtype)
 
         self._handles[name].append(_register_hook(module, base_name, see))
+
+    def _paired(self, name: str, tensor: Tensor) -> Tensor:
+        return self._pairs.of(name, tensor, self._residuals.get(name))
 
     def _show(
         self, statistic: Statistic, tensor: Tensor, mask: Tensor | None, dtype: torch.dtype | None

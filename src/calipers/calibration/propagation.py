@@ -48,10 +48,12 @@ class Stage(NamedTuple):
     """Modules of a layer that work side by side.
 
     :param calls: how often they are called for a batch, in all; None where that differs
+    :param residuals: module → the one whose input is added to its output
     """
 
     names: list[str]
     calls: int | None
+    residuals: dict[str, str] = {}  # noqa: RUF012  a tuple never changes
 
 
 def stages_of(calls: Sequence[tuple[str, int]], names: Sequence[str]) -> list[Stage]:

@@ -19,6 +19,7 @@ from calipers.calibration.propagation import (
     stages_of,
     until_called,
 )
+from calipers.calibration.residuals import noting_passages, residuals_of
 from calipers.errors import ConfigurationError, Option
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -65,7 +66,7 @@ def _run_in_stages(
     run, layer = stack.run, stack.layers[number]
     solved = SolvedWeights(run.calibration.model, run.device, run.dtype)
     with stack.at_work(prefix, layer):
-        found = [(stage.names, stage.calls) for stage in stack.stages(number, names)]
+        found = [(s.names, s.calls, s.residuals) for s in stack.stages(number, prefix, names)]
     # Routers may send the first batches of processes to different experts: one decides for all.
     for stage in (Stage(*each) for each in next(filter(None, run.ranks.share(found)), ())):
         with stack.at_work(prefix, layer):
@@ -147,14 +148,24 @@ class LayerStack:
         ):
             yield
 
-    def stages(self, number: int, names: list[str]) -> list[Stage]:
+    def stages(self, number: int, prefix: str, names: list[str]) -> list[Stage]:
         """Find out in which order the modules of a layer work; none where there is no data."""
+        if not self._hidden:
+            return []
         linear = {m.name for m in self.run.calibration.plan.modules if m.kind == "linear"}
         modules = {name: self.run.calibration.module(name) for name in names if name in linear}
-        with torch.no_grad(), self.run.calibration.paused(), noting_calls(modules) as calls:
-            for hidden in self._hidden[:1]:
-                self._through(number, 0, hidden)
-        return stages_of(calls, names) if self._hidden else []
+        with (
+            torch.no_grad(),
+            self.run.calibration.paused(),
+            noting_passages(prefix, self.layers[number]) as passages,
+            noting_calls(modules) as calls,
+        ):
+            self._through(number, 0, self._hidden[0])
+        found = residuals_of(passages, modules) if self._reference else {}
+        return [
+            stage._replace(residuals={name: found[name] for name in stage.names if name in found})
+            for stage in stages_of(calls, names)
+        ]
 
     def measure(self, number: int, stage: Stage, solved: SolvedWeights) -> None:
         """Run all batches through a layer for the sake of some of its modules."""
@@ -162,7 +173,11 @@ class LayerStack:
         modules = [calibration.module(name) for name in stage.names]
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()
-            with calibration.batch(index, self._masks[index]), calibration.only(stage.names):
+            with (
+                calibration.batch(index, self._masks[index]),
+                calibration.only(stage.names),
+                calibration.adding(stage.residuals),
+            ):
                 if self._reference:
                     with calibration.as_reference(), until_called(modules, stage.calls):
                         self._through(number, index, self._reference[index])

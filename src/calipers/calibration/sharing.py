@@ -177,14 +177,36 @@ class PairedTensors:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Tensor, int]] = {}
+        self._changes: dict[str, Tensor] = {}
         self._joined: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def keep(self, name: str, tensor: Tensor) -> None:
         """Keep what a module saw in the first run."""
         self._before[name] = tensor, tensor_version(tensor)
 
-    def of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what a module saw in both runs, (…, 2 × channels): one tensor for all readers."""
+    def note_change(self, name: str, tensor: Tensor) -> None:
+        """Note what a module saw more in the first run than in the second."""
+        self._changes[name] = self._kept(name) - tensor
+
+    def of(self, name: str, tensor: Tensor, residual: str | None = None) -> Tensor:
+        """Return what a module saw in both runs, (…, 2 × channels): one tensor for all readers.
+
+        :param residual: the module whose noted change stands behind both; None: nothing does
+        """
+        before = self._kept(name)
+        key = id(before), id(tensor)
+        if key not in self._joined:  # which also keeps the tensor, hence its id
+            behind = [] if residual is None else [self._changes[residual]]
+            self._joined[key] = tensor, torch.cat([before, tensor, *behind], -1)
+        return self._joined[key][1]
+
+    def clear(self) -> None:
+        """Forget everything: the batch has run."""
+        self._before.clear()
+        self._changes.clear()
+        self._joined.clear()
+
+    def _kept(self, name: str) -> Tensor:
         before, version = self._before[name]
         if tensor_version(before) != version:
             raise ModelRunError(
@@ -193,15 +215,7 @@ class PairedTensors:
                 subject=name,
                 hint="Give the recipe 'error_propagation: quantized'",
             )
-        key = id(before), id(tensor)
-        if key not in self._joined:  # which also keeps the tensor, hence its id
-            self._joined[key] = tensor, torch.cat([before, tensor], -1)
-        return self._joined[key][1]
-
-    def clear(self) -> None:
-        """Forget everything: the batch has run."""
-        self._before.clear()
-        self._joined.clear()
+        return before
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

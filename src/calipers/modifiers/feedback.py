@@ -22,6 +22,9 @@ from calipers.solvers.refit import Scales
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import HessianSums, shrunk
 
+Curves = tuple[Curvature | None, Curvature | None]
+
+_CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are
 NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
 
 
@@ -42,10 +45,12 @@ class Inputs(NamedTuple):
 
     :param hessian: Σ x xᵀ, as the inputs have become
     :param cross: Σ of inputs as they were, times as they have become; None: they are the same
+    :param residual: Σ of what that has lost to which outputs are added, times the same inputs
     """
 
     hessian: Tensor
     cross: Tensor | None
+    residual: Tensor | None
     tokens: int
 
     @classmethod
@@ -53,8 +58,9 @@ class Inputs(NamedTuple):
         """Read a statistic; None where it has seen nothing."""
         if not isinstance(statistic, HessianSums) or not statistic.num_tokens:
             return None
-        cross = None if statistic.crosses is None else statistic.crosses[0]
-        return cls(statistic.hessians[0], cross, statistic.num_tokens)
+        paired = (statistic.crosses, statistic.residuals)
+        cross, residual = (None if sums is None else sums[0] for sums in paired)
+        return cls(statistic.hessians[0], cross, residual, statistic.num_tokens)
 
 
 def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
@@ -81,16 +87,21 @@ class _Curves:
 
     def __init__(self, settings: Feedback) -> None:
         self._settings = settings
-        self._latest: tuple[tuple[int, bool], Tensor, Curvature | None] | None = None
+        self._latest: tuple[tuple[int, bool], Tensor, Curves] | None = None
 
-    def of(self, inputs: Inputs, args: QuantizationArgs) -> Curvature | None:
-        """Return that of some inputs; None where it cannot be factorised."""
-        ordered = self._settings.by_activation(args)
+    def of(self, inputs: Inputs, args: QuantizationArgs) -> Curves:
+        """Return that by which errors of some inputs are weighed, and that which corrects for them.
+
+        None where it cannot be factorised, or where there is nothing to correct for.
+        """
+        ordered, damping = self._settings.by_activation(args), self._settings.damping
         key = inputs.hessian.data_ptr(), ordered
         if self._latest is None or self._latest[0] != key:
             mean = shrunk(inputs.hessian / inputs.tokens, inputs.tokens, damping=0.0)
-            found = curvature(mean, self._settings.damping, ordered)
-            self._latest = key, inputs.hessian, found
+            errors, correction = curvature(mean, damping, ordered), None
+            if errors is not None and inputs.cross is not None:
+                correction = curvature(mean, max(damping, _CORRECTION_DAMPING))
+            self._latest = key, inputs.hessian, (errors, correction)
         return self._latest[2]
 
 
@@ -112,10 +123,10 @@ class _Task(NamedTuple):
         spec, weight = module.tensor("weight"), layer.weight(module.name).detach()
         assert spec is not None
         inputs = Inputs.of(layer.measurements.get(module.name, "input", IMPORTANCE))
-        curve = None if inputs is None else curves.of(inputs, spec.args)
+        curve, correction = (None, None) if inputs is None else curves.of(inputs, spec.args)
         target = weight.float()
-        if inputs is not None and inputs.cross is not None and curve is not None:
-            target = corrected(weight, _shrunk_cross(inputs, inputs.cross), curve)
+        if inputs is not None and inputs.cross is not None and correction is not None:
+            target = corrected(weight, *_shrunk_crosses(inputs, inputs.cross), correction)
         return cls(spec, target, inputs, curve, weight.dtype)
 
     def importance(self) -> Statistic | None:
@@ -153,11 +164,14 @@ def _solve_group(layer: Layer, group: Group, settings: Feedback, curves: _Curves
     return Changes(qparams, weights, notes=notes)
 
 
-def _shrunk_cross(inputs: Inputs, cross: Tensor) -> Tensor:
+def _shrunk_crosses(inputs: Inputs, cross: Tensor) -> tuple[Tensor, Tensor | None]:
     """Trust what goes together as far as there are tokens, as the Hessian is trusted."""
     trust = inputs.tokens / (inputs.tokens + len(cross))
     diagonal = inputs.hessian.diagonal() * ((1 - trust) / inputs.tokens)
-    return cross * (trust / inputs.tokens) + torch.diag_embed(diagonal)
+    shrunk_cross = cross * (trust / inputs.tokens) + torch.diag_embed(diagonal)
+    if inputs.residual is None:
+        return shrunk_cross, None
+    return shrunk_cross, inputs.residual * (trust / inputs.tokens)
 
 
 def _rounding(args: QuantizationArgs, found: QParamsDict, weight: Tensor) -> Rounding:

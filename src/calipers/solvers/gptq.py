@@ -57,16 +57,20 @@ def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> C
     return None
 
 
-def corrected(weight: Tensor, cross: Tensor, curve: Curvature) -> Tensor:
+def corrected(weight: Tensor, cross: Tensor, residual: Tensor | None, curve: Curvature) -> Tensor:
     """Return the weight that makes of the inputs as they have become what they were meant to give.
 
-    Of ‖W x − Ŵ y‖², x before and y after what came earlier was quantized, the best Ŵ without any
-    rounding: W (C + λ) (H + λ)⁻¹ with C = E[x yᵀ] and H = E[y yᵀ], damped towards W.
+    Of ‖W x + d − Ŵ y‖², x before and y after what came earlier was quantized, and d what that has
+    lost to which the output is added, the best Ŵ without any rounding: (W (C + λ) + D) (H + λ)⁻¹
+    with C = E[x yᵀ], D = E[d yᵀ] and H = E[y yᵀ], damped towards W.
 
     :param cross: C in float64
+    :param residual: D in float64; None where there is nothing to make up for
     """
     given = weight.double()
     wanted = given @ cross + given * curve.added
+    if residual is not None:
+        wanted += residual
     ordered = wanted if curve.order is None else wanted[:, curve.order]
     ordered = torch.linalg.solve_triangular(curve.root.T, ordered, upper=False, left=False)
     ordered = torch.linalg.solve_triangular(curve.root, ordered, upper=True, left=False)

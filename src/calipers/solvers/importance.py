@@ -158,8 +158,9 @@ class PairedHessian(FullHessian):
     kind: ClassVar[type[Statistic] | None] = PairedHessians
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
-        """Return empty sums of both."""
-        return PairedHessians(nonfinite=self.nonfinite)
+        """Return empty sums of all."""
+        assert columns is not None, "the channels of a pair are not known"
+        return PairedHessians(columns, nonfinite=self.nonfinite)
 
 
 IMPORTANCES: Mapping[str, type[Importance]] = {

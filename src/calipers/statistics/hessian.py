@@ -49,6 +49,11 @@ class HessianSums(TokenSums):
         """Σ of the stream as it was times as it has become; None where there is one stream."""
         return None
 
+    @property
+    def residuals(self) -> Tensor | None:
+        """Σ of the change of that to which outputs are added; None where nothing is known of it."""
+        return None
+
 
 class BlockHessians(HessianSums):
     """Sums x xᵀ of each block of channels, and counts tokens. Sums are kept in float64.
@@ -95,9 +100,10 @@ class PairedHessians(HessianSums):
     """Sums y yᵀ and x yᵀ of two streams through one module, and counts tokens.
 
     A tensor holds both side by side, (…, 2 × channels): x as it was in the model, then y as it has
-    become, when what came before was quantized.
+    become, when what came before was quantized. Behind them may stand by how much that has changed
+    to which the output is added, d: then d yᵀ is summed as well.
 
-    >>> sums = PairedHessians()
+    >>> sums = PairedHessians(channels=2)
     >>> sums.update(torch.tensor([[1.0, 2.0, 3.0, 0.0]]))
     >>> sums._hessian_sum.tolist(), sums._cross_sum.tolist()
     ([[[9.0, 0.0], [0.0, 0.0]]], [[[3.0, 0.0], [6.0, 0.0]]])
@@ -106,30 +112,47 @@ class PairedHessians(HessianSums):
     reductions: ClassVar[Mapping[str, Reduction]] = {
         "_hessian_sum": Reduction.SUM,
         "_cross_sum": Reduction.SUM,
+        "_residual_sum": Reduction.SUM,
         "_hessian_count": Reduction.SUM,
     }
     _cross_sum: Tensor
+    _residual_sum: Tensor
     takes_pairs = True
+
+    def __init__(self, channels: int, *, nonfinite: NonFinite = "raise") -> None:
+        super().__init__(nonfinite=nonfinite)
+        self._channels = channels
 
     @property
     def crosses(self) -> Tensor | None:
         """Σ x yᵀ."""
         return self._cross_sum
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = tokens if marks is None else tokens[marks]
-        before, now = torch.split(tokens.reshape(len(tokens), 2, -1), 1, dim=1)
+    @property
+    def residuals(self) -> Tensor | None:
+        """Σ d yᵀ."""
+        return self._residual_sum if self._residual_sum.numel() else None
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two statistics have in common that measure the same of a tensor."""
+        return {**super().configuration(), "channels": self._channels}
+
+    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+        tokens = (tokens if marks is None else tokens[marks])[:, None]
+        rest = tokens.shape[-1] - 2 * self._channels
+        before, now, change = torch.split(tokens, [self._channels, self._channels, rest], dim=-1)
         count = torch.tensor(len(tokens), device=tokens.device)
-        return _products(now, now), _products(before, now), count
+        return _products(now, now), _products(before, now), _products(change, now), count
 
     def _witness(self, *sums: Tensor) -> Tensor:
-        return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), sums[1][..., 0]])
+        crosses = sums[1][..., 0], sums[2][..., 0]
+        return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), *crosses], -1)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
     """Return Σ left rightᵀ over the tokens of each block, (tokens, blocks, width), in float64."""
-    _, blocks, width = left.shape
-    total = torch.zeros(blocks, width, width, dtype=torch.float64, device=left.device)
+    blocks, width = right.shape[1:]
+    total = right.new_zeros(blocks, left.shape[-1], width, dtype=torch.float64)
     working = torch.promote_types(left.dtype, torch.float32)
     step = max(_TOKENS, width // 4)
     for x, y in zip(torch.split(left, step), torch.split(right, step), strict=True):

@@ -1,0 +1,91 @@
+"""Where a layer adds the output of a module to what it carries along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from calipers.numerics.tensors import first_tensor
+
+
+class Passage(NamedTuple):
+    """A tensor that went into a module, or came out of it."""
+
+    module: str
+    tensor: Tensor
+    is_output: bool
+
+
+@contextmanager
+def noting_passages(prefix: str, layer: torch.nn.Module) -> Iterator[list[Passage]]:
+    """Note what goes into the modules of a layer and comes out of them, in order."""
+    found: list[Passage] = []
+
+    def note(module: str, value: object, is_output: bool) -> None:
+        tensor = first_tensor(value)
+        if tensor is not None:
+            found.append(Passage(module, tensor, is_output))
+
+    handles = []
+    for name, module in layer.named_modules(prefix=prefix):
+        handles += [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: note(name, (args, kwargs), False),
+                with_kwargs=True,
+            ),
+            module.register_forward_hook(
+                lambda _, _args, output, name=name: note(name, output, True)
+            ),
+        ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def residuals_of(passages: Sequence[Passage], names: Iterable[str]) -> dict[str, str]:
+    """Return of which module the input is added to the output of another: residual connections.
+
+    A sum is known by its value, whoever reads it next. Where a layer scales or normalizes the
+    output first, nothing is found.
+
+    :param passages: of the first call of a layer, which is the first of them and the last
+
+    >>> x, y = torch.ones(2), torch.full((2,), 3.0)
+    >>> passages = [Passage("0", x, False), Passage("0.norm", x, False), Passage("0.up", x, False),
+    ...             Passage("0.down", y, True), Passage("0", x + y, True)]
+    >>> residuals_of(passages, ["0.up", "0.down"])
+    {'0.down': '0'}
+    """
+    found: dict[str, str] = {}
+    for at, (name, output, is_output) in enumerate(passages):
+        if not is_output or name not in names or name in found:
+            continue
+        later = [each for each in passages[at + 1 : -1] if not each.is_output] + [passages[-1]]
+        for before in _inputs_like(output, passages[:at]):
+            total = before.tensor + output
+            if any(_are_equal(total, after.tensor) for after in later):
+                found[name] = before.module
+                break
+    return found
+
+
+def _inputs_like(output: Tensor, passages: Sequence[Passage]) -> list[Passage]:
+    """Return inputs of one shape, each tensor by its first reader."""
+    alike = {
+        id(each.tensor): each
+        for each in reversed(passages)
+        if not each.is_output and each.tensor.shape == output.shape
+    }
+    return list(alike.values())
+
+
+def _are_equal(this: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same tokens, in whatever shape."""
+    alike = this.shape[-1:] == other.shape[-1:] and this.numel() == other.numel()
+    return alike and torch.equal(this, other.reshape(this.shape))
