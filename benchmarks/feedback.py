@@ -2,8 +2,10 @@
 
 Each native kernel and its reference in torch take turns in one process; of each the fastest call
 counts. Of ``optimal`` only the joint choice differs; its shortlist is searched natively in both.
-Beside them, if it is installed, llm-compressor's GPTQ on the same layer and Hessian, with the
-scales of min-max; ours to compare it with is the factorisation and the feedback together.
+Beside them, if it is installed, llm-compressor's GPTQ on the same layer and Hessian: with given
+scales, to the same work of ours, the factorisation and the feedback; and with its search for scales
+(``memoryless_mse``), to all that ours does to a layer: scales chosen under the Hessian, damping,
+factorisation, feedback, sweeps, scales fitted to the codes, and sweeps again.
 
     python benchmarks/feedback.py --size 4096 --threads 2
 """
@@ -26,17 +28,22 @@ from torch import Tensor
 
 from calipers import Observer
 from calipers.kernels import describe, feedback, joint
-from calipers.kernels.feedback import descend, feed_back
+from calipers.kernels.feedback import Rounding, descend, feed_back
 from calipers.numerics.formats import Format
+from calipers.numerics.scales import storable_scales
+from calipers.solvers.gptq import curvature, feed_back_errors
+from calipers.solvers.refit import Scales
 
 try:
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+    from llmcompressor.observers import Observer as Peer
 except ImportError:
     quantize_weight = None
 
 GROUP, SWEEPS, DAMPING = 128, 4, 0.01
 ARGS = QuantizationArgs(num_bits=4, strategy="group", group_size=GROUP)
+FORMAT = Format.of(ARGS)
 JOINT_FLOOR, PEER_FLOOR = 7.0, 10.0
 COLUMNS = (
     Column("operation", "operation"),
@@ -101,8 +108,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(layer: Layer, quick: bool) -> list[Row]:
     """Time every operation in both versions, and the peer."""
-    fmt, factor = Format.of(ARGS), layer.factor()
-    given = layer.scales, None, layer.groups, fmt
+    factor = layer.factor()
+    given = layer.scales, None, layer.groups, FORMAT
     values = feed_back(layer.weight, factor, *given)
     operations: dict[str, Callable[[], Callable[[], object]]] = {
         "error feedback": lambda: lambda: feed_back(layer.weight, factor, *given),
@@ -124,6 +131,10 @@ def measure(layer: Layer, quick: bool) -> list[Row]:
         ours = of_torch + float(rows[1]["native"])
         times = race({"peer": [lambda: peer(layer)]}, quick)
         rows.append(compared("GPTQ, beside llm-compressor", ours, times["peer"], PEER_FLOOR))
+        times = race(
+            {"native": [lambda: everything(layer)], "peer": [lambda: peer(layer, True)]}, quick
+        )
+        rows.append(compared("… and all else", times["native"], times["peer"], PEER_FLOOR))
     return rows
 
 
@@ -145,12 +156,37 @@ def observing(layer: Layer, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: observer(weight)
 
 
-def peer(layer: Layer) -> Callable[[], object]:
+def everything(layer: Layer) -> Callable[[], object]:
+    """Choose scales, and do all that error feedback does."""
+    choose, storable = observing(layer, torch.bfloat16), storable_scales(FORMAT, torch.bfloat16)
+
+    def run() -> object:
+        found: Any = choose()
+        scales = found.get_qparams()["scale"].float()
+        curve = curvature(layer.hessian.double(), DAMPING, by_activation=True)
+        assert curve is not None
+        rounding = Rounding(scales, None, layer.groups, FORMAT)
+        return feed_back_errors(layer.weight, curve, rounding, Scales(storable, 1), sweeps=SWEEPS)
+
+    return run
+
+
+def peer(layer: Layer, searching: bool = False) -> Callable[[], object]:
     """Quantize the layer as llm-compressor does; it works on what it is given."""
     batch = layer.weight.clone()[None], layer.hessian.clone()[None]
-    scales = layer.scales.clone()[None]
-    zeros = torch.zeros_like(scales, dtype=torch.int8)
-    return lambda: quantize_weight(*batch, scales, zeros, None, ARGS, GROUP, DAMPING)
+    zeros = torch.zeros_like(layer.scales, dtype=torch.int8)
+    args = ARGS.model_copy(update={"actorder": "static"}) if searching else ARGS
+
+    def run() -> object:
+        scales = layer.scales
+        if searching:
+            observer = Peer.load_from_registry("memoryless_mse", base_name="weight", args=ARGS)
+            scales = observer(layer.weight.bfloat16()).get_qparams()["scale"].float()
+        return quantize_weight(
+            *batch, scales.clone()[None], zeros[None], None, args, GROUP, DAMPING
+        )
+
+    return run
 
 
 def in_torch(prepare: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:

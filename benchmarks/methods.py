@@ -21,6 +21,7 @@ from llmcompressor.entrypoints.oneshot import oneshot as peer_oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier as PeerGPTQ
 from llmcompressor.modifiers.quantization import QuantizationModifier as PeerModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier as PeerAWQ
+from loguru import logger
 from rich.console import Console
 from running import as_loader
 from stories import let_pass, load_model, load_stories, load_tokenizer, perplexity
@@ -162,6 +163,10 @@ DEMO = Subject(
     lambda: spaced(library("evaluation"), 256),
     tuple(name for name in ALLOWED if name != "W4A16-g96"),  # its layers are 128 wide
 )
+# The peer's GPTQ writes on this level, which is not there when its log is turned off.
+logger.level("METRIC", no=38)
+logger.remove()
+
 SECTIONS = {"methods": STORIES, "methods-half": STORIES.halved(), "methods-demo": DEMO}
 
 
