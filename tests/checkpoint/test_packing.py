@@ -1,4 +1,4 @@
-"""Weights are packed some rows at a time; the result is that of packing them at once."""
+"""What is stored of a module is what the compressor of compressed-tensors makes of it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     initialize_module_for_quantization,
 )
+from engines import ENGINES, engine_in_use
 from pairwise import pairwise
 
-from calipers.checkpoint import compression
+from calipers.checkpoint.compression import compressed_state, module_format
 from calipers.observers import Observer
 
-STRATEGIES: list[dict[str, Any]] = [
+GROUPS = {"strategy": "group", "group_size": 32}
+CUTS: list[dict[str, Any]] = [
     {"strategy": "channel"},
-    {"strategy": "group", "group_size": 32},
+    GROUPS,
     {"strategy": "tensor"},
+    {"strategy": "block", "block_structure": [8, 16]},
 ]
+FP4 = {"num_bits": 4, "type": "float"}
+NVFP4 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
+MX = {**GROUPS, "scale_dtype": torch.uint8}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "nvfp4-pack-quantized": {**FP4, **NVFP4},
+    "mxfp4-pack-quantized": {**FP4, **MX},
+    "mxfp8-quantized": {"num_bits": 8, "type": "float", **MX},
+}
 
 
-@pytest.mark.parametrize(
-    ("rows", "bits", "symmetric", "cut"),
-    pairwise([1, 33, 96, 101], range(2, 9), [True, False], STRATEGIES),
-)
-def test_packing_by_parts(
-    rows: int, bits: int, symmetric: bool, cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = QuantizationArgs(num_bits=bits, symmetric=symmetric, **cut)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    linear = torch.nn.Linear(64, rows)
+def assert_stored(rows: int, args: QuantizationArgs, inputs: QuantizationArgs | None) -> str:
+    """Compare all tensors of a frozen module; return the format."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
+    linear = torch.nn.Linear(64, rows).bfloat16()
     torch.nn.init.normal_(linear.weight, 0.3)
     initialize_module_for_quantization(linear, scheme)
     observer = Observer.load_from_registry("memoryless_minmax", base_name="weight", args=args)
@@ -42,12 +48,44 @@ def test_packing_by_parts(
         if value is not None and hasattr(linear, f"weight_{name}"):
             getattr(linear, f"weight_{name}").data.copy_(value)
     linear.quantization_status = QuantizationStatus.FROZEN
-    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    form = module_format(linear, scheme).value
     state = {name: tensor.detach() for name, tensor in linear.state_dict().items()}
-    at_once = compressor.compress(state, scheme)
-    monkeypatch.setattr(compression, "_PART", 64 * 32)
-    by_parts = compression.compressed_state(linear)
-    assert list(by_parts) == list(at_once)
-    for name, tensor in at_once.items():
-        assert by_parts[name].dtype == tensor.dtype
-        assert torch.equal(by_parts[name], tensor), name
+    expected = BaseCompressor.get_value_from_registry(form).compress(state, scheme)
+    stored = compressed_state(linear)
+    assert list(stored) == list(expected)
+    for name, tensor in expected.items():
+        assert (stored[name].dtype, stored[name].shape) == (tensor.dtype, tensor.shape), name
+        assert (
+            stored[name]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(tensor.contiguous().view(-1).view(torch.uint8))
+        ), name
+    return form
+
+
+@pytest.mark.parametrize(
+    ("rows", "bits", "symmetric", "cut", "engine"),
+    pairwise([1, 33, 96, 101], range(2, 9), [True, False], CUTS, [ENGINES[0], ENGINES[-1]]),
+)
+def test_whole_numbers(
+    rows: int, bits: int, symmetric: bool, cut: dict[str, Any], engine: str
+) -> None:
+    args = QuantizationArgs(num_bits=bits, symmetric=symmetric, **cut)
+    with engine_in_use(engine):
+        assert assert_stored(rows, args, None) == "pack-quantized"
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_whole_numbers_with_those_of_inputs(symmetric: bool) -> None:
+    args = QuantizationArgs(num_bits=8, symmetric=symmetric, strategy="channel")
+    inputs = QuantizationArgs(num_bits=8, symmetric=symmetric, strategy="tensor")
+    assert assert_stored(33, args, inputs) == "int-quantized"
+
+
+@pytest.mark.parametrize("form", SCHEMES)
+def test_floats(form: str) -> None:
+    args = QuantizationArgs(**SCHEMES[form])
+    inputs = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
+    assert assert_stored(33, args, inputs) == form

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+)
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,11 +27,14 @@ from calipers.checkpoint.state import join, module_state, offloaded_tensors, own
 from calipers.checkpoint.ties import tied_names
 from calipers.errors import CheckpointError, listing
 from calipers.kernels.memory import Freed
+from calipers.kernels.packing import IN_BYTES, IN_PAIRS, IN_WORDS, pack_weight
+from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import strategy_name
 
 _OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
-_PACKED = ("weight_packed", "weight_zero_point")
-_PART = 1 << 19
+_BY_ROW = ("group", "channel")
+_PACKED = IN_WORDS | IN_PAIRS | IN_BYTES
+_SIDES = {"input": "input_activations", "weight": "weights", "output": "output_activations"}
 _STORABLE = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
 
 
@@ -73,51 +81,65 @@ def compressed_state(module: nn.Module) -> dict[str, torch.Tensor]:
     if scheme is None or module.quantization_status == QuantizationStatus.COMPRESSED:
         return state
     form = module_format(module, scheme)
+    if form in _PACKED and scheme.weights is not None and not state["weight"].is_meta:
+        return _packed(state, scheme, form)
     compressor = BaseCompressor.get_value_from_registry(form.value)
-    if form is CompressionFormat.pack_quantized and _has_scales_per_row(state, scheme):
-        pack = _packed_shapes if state["weight"].is_meta else _packed_by_parts
-        return pack(compressor, state, scheme)
     compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
+    if form in IN_WORDS and _has_scales_per_row(state, scheme):
+        return _with_packed_zero_points(compressed, state, scheme)
     return compressed
+
+
+def _packed(
+    state: dict[str, torch.Tensor], scheme: QuantizationScheme, form: CompressionFormat
+) -> dict[str, torch.Tensor]:
+    """Return what the compressor of the library returns, in the same order."""
+    args, packed = scheme.weights, state.copy()
+    weight, scale = packed.pop("weight"), packed["weight_scale"]
+    zero_point = packed.get("weight_zero_point")
+    codes = pack_weight(weight, scale, zero_point, packed.get("weight_global_scale"), args, form)
+    if form in IN_PAIRS:
+        del packed["weight_scale"]  # it comes behind the codes
+    packed["weight" if form in IN_BYTES else "weight_packed"] = codes
+    if form in IN_WORDS:
+        packed["weight_shape"] = torch.tensor(weight.shape)
+        if zero_point is not None and not args.symmetric and strategy_name(args) in _BY_ROW:
+            words = pack_to_int32(zero_point, args.num_bits, packed_dim=0)
+            packed["weight_zero_point"] = words.contiguous()
+    packed["weight_scale"] = _stored_scale(scale, args, form)
+    for side, kind in _SIDES.items():
+        of_side = getattr(scheme, kind)
+        if of_side is not None and of_side.symmetric:
+            packed.pop(f"{side}_zero_point", None)
+    return packed
+
+
+def _stored_scale(
+    scale: torch.Tensor, args: QuantizationArgs, form: CompressionFormat
+) -> torch.Tensor:
+    if form is CompressionFormat.nvfp4_pack_quantized:
+        return scale.to(args.scale_dtype or FP8_DTYPE)
+    if form in (CompressionFormat.mxfp4_pack_quantized, CompressionFormat.mxfp8_quantized):
+        exponent: torch.Tensor = compress_mx_scale(scale, args.scale_dtype or torch.uint8)
+        return exponent
+    return scale
 
 
 def _has_scales_per_row(state: dict[str, torch.Tensor], scheme: QuantizationScheme) -> bool:
     rows = len(state["weight"]) if state["weight"].dim() == 2 else -1
-    by_row = strategy_name(scheme.weights) in ("group", "channel")
+    by_row = strategy_name(scheme.weights) in _BY_ROW
     return by_row and all(len(state[name]) == rows for name in _OF_ROWS if name in state)
 
 
-def _packed_shapes(
-    compressor: type[BaseCompressor], state: dict[str, torch.Tensor], scheme: QuantizationScheme
+def _with_packed_zero_points(
+    packed: dict[str, torch.Tensor], state: dict[str, torch.Tensor], scheme: QuantizationScheme
 ) -> dict[str, torch.Tensor]:
-    """Pack tensors without values; the library leaves such zero points as they are."""
-    packed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
+    """Give zero points without values their shape; the library leaves them as they are."""
     if "weight_zero_point" in packed:
         rows, columns = state["weight_zero_point"].shape
         column = pack_to_int32(torch.zeros(rows, 1, dtype=torch.int8), scheme.weights.num_bits, 0)
         packed["weight_zero_point"] = column.to("meta").expand(-1, columns)
     return packed
-
-
-def _packed_by_parts(
-    compressor: type[BaseCompressor], state: dict[str, torch.Tensor], scheme: QuantizationScheme
-) -> dict[str, torch.Tensor]:
-    """Pack some rows at a time: packing takes many times the memory of what is packed.
-
-    Zero points are packed along the rows. The bits of 32 of them fill whole words.
-    """
-    weight = state["weight"]
-    step = max(32, _PART // weight.shape[1] // 32 * 32)
-    parts = []
-    for start in range(0, len(weight), step):
-        rows = {name: state[name][start : start + step] for name in _OF_ROWS if name in state}
-        parts.append(compressor.compress(state | rows, scheme))
-    joined = {
-        name: torch.cat([part[name] for part in parts]) if name in _PACKED else tensor
-        for name, tensor in parts[0].items()
-    }
-    whole = {"weight_scale": state["weight_scale"], "weight_shape": torch.tensor(weight.shape)}
-    return joined | whole
 
 
 # All of them

@@ -129,3 +129,18 @@ def choose_together(
     choice: Tensor,
     threads: int,
 ) -> None: ...
+def pack(
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    height: int,
+    width: int,
+    working: str,
+    grid: str,
+    lowest: float,
+    highest: float,
+    offset: float,
+    bits: int,
+    packed: Tensor,
+    threads: int,
+) -> bool: ...

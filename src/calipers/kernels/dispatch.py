@@ -36,6 +36,7 @@ OPERATIONS = (
     "feed_back",
     "descend",
     "choose_together",
+    "pack",
 )
 
 

@@ -306,6 +306,27 @@ CALIPERS_INLINE inline std::size_t joint_scratch_bytes(const JointJob& job) {
   return job.cut.pieces_per_run * (vectors * job.length() + numbers) * 4;
 }
 
+struct PackJob {
+  Pieces values;                // one matrix
+  Cut cut;                      // pieces_per_run counts rows
+  const float *scales, *zeros;  // of blocks of `height` rows and `width` columns
+  std::int64_t height, width, scale_columns;
+  std::int64_t zero_step;       // from block to block; 0: all have the same
+  DType working;                // what every step is rounded to
+  std::size_t grid;
+  float lowest, highest;
+  float offset;                 // added to whole numbers, which makes them codes
+  int bits;                     // of a code
+  std::int64_t row_bytes;
+  std::uint8_t* packed;         // [rows][row_bytes]
+  std::uint8_t* nans;           // [tasks]: whether there was one
+};
+
+// Values are coded so many at a time, that memory is asked for the next ones all the while. Behind
+// them and behind their codes there is room for a vector.
+constexpr std::int64_t kPackTile = 1024;
+constexpr std::size_t kPackScratchBytes = kPackTile * (sizeof(float) + 1) + 2 * kVectorBytes;
+
 // One set of kernels per instruction set.
 struct Kernels {
   const char* name;
@@ -319,6 +340,7 @@ struct Kernels {
   void (*feedback)(const FeedbackJob&, std::int64_t task, std::byte* scratch);
   void (*descent)(const DescentJob&, std::int64_t task, std::byte* scratch);
   void (*joint)(const JointJob&, std::int64_t task, std::byte* scratch);
+  void (*pack)(const PackJob&, std::int64_t task, std::byte* scratch);
 };
 
 }  // namespace calipers

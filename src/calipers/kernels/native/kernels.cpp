@@ -7,6 +7,7 @@
 #include "joint.h"
 #include "moments.h"
 #include "optimum.h"
+#include "packing.h"
 #include "quantize.h"
 #include "search.h"
 
@@ -20,7 +21,7 @@ namespace calipers {
 extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
 const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
     CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, optimum_task, ranges_task, moments_task,
-    counts_task, quantize_task, feedback_task, descent_task, joint_task,
+    counts_task, quantize_task, feedback_task, descent_task, joint_task, pack_task,
 };
 
 }  // namespace calipers

@@ -86,6 +86,13 @@ template <class AnyTensor> DType dtype_of(const AnyTensor& tensor) {
   throw nb::type_error("The tensor must be float32, float16 or bfloat16.");
 }
 
+DType dtype_named(const std::string& name) {
+  if (name == "float32") return DType::f32;
+  if (name == "float16") return DType::f16;
+  if (name == "bfloat16") return DType::bf16;
+  throw nb::value_error("The dtype must be float32, float16 or bfloat16.");
+}
+
 // (observations, grid rows, grid columns, rows, columns)
 Pieces pieces_of(const Tensor& tensor) {
   if (tensor.ndim() != 5) throw nb::value_error("The tensor must have five dimensions.");
@@ -607,6 +614,44 @@ void choose_together(const Tensor& values, Array<const float> scales,
   run(chosen->joint, job, threads, 64 * pieces.count() * pieces.columns, joint_scratch_bytes(job));
 }
 
+// Returns whether a NaN came up. Then the codes are worth nothing.
+bool pack(const Tensor& values, Array<const float> scales, Array<const float> zeros,
+          std::int64_t height, std::int64_t width, const std::string& working,
+          const std::string& grid, float lowest, float highest, float offset, int bits,
+          Array<std::uint8_t> packed, int threads) {
+  PackJob job{};
+  job.values = pieces_of(values);
+  const std::int64_t rows = job.values.rows, columns = job.values.columns;
+  if (job.values.count() != 1 || job.values.observations != 1)
+    throw nb::value_error("The tensor must be one matrix.");
+  if (height < 1 || width < 1) throw nb::value_error("A scale must be that of some values.");
+  if (bits < 1 || bits > 8) throw nb::value_error("Codes must have 1 to 8 bits.");
+  job.height = height;
+  job.width = width;
+  job.scale_columns = divide_up(columns, width);
+  expect(scales.size(), divide_up(rows, height) * job.scale_columns, "scales");
+  job.zero_step = zeros.size() == 1 ? 0 : 1;
+  if (job.zero_step) expect(zeros.size(), scales.size(), "zeros");
+  job.scales = scales.data();
+  job.zeros = zeros.data();
+  job.working = dtype_named(working);
+  job.grid = grid_of(grid);
+  job.lowest = lowest;
+  job.highest = highest;
+  job.offset = offset;
+  job.bits = bits;
+  job.row_bytes = static_cast<std::int64_t>(packed.size()) / rows;
+  expect(packed.size(), rows * job.row_bytes, "packed");
+  if (job.row_bytes * 8 < columns * bits) throw nb::value_error("packed is too small.");
+  job.packed = packed.data();
+  const std::int64_t rows_per_task = std::max<std::int64_t>(1, kTaskValues / columns);
+  job.cut = {rows_per_task, 1, divide_up(rows, rows_per_task), 1};
+  std::vector<std::uint8_t> nans(job.cut.tasks());
+  job.nans = nans.data();
+  run(chosen->pack, job, threads, rows * columns, kPackScratchBytes);
+  return std::any_of(nans.begin(), nans.end(), [](std::uint8_t one) { return one != 0; });
+}
+
 }  // namespace
 }  // namespace calipers
 
@@ -652,4 +697,7 @@ NB_MODULE(_native, m) {
   m.def("choose_together", &choose_together, "values"_a, "scales"_a.noconvert(),
         "zeros"_a.noconvert().none(), "own"_a.noconvert(), "across"_a.noconvert(), "grid"_a, "lowest"_a,
         "highest"_a, "rounds"_a, "choice"_a.noconvert(), "threads"_a);
+  m.def("pack", &pack, "values"_a, "scales"_a.noconvert(), "zeros"_a.noconvert(), "height"_a,
+        "width"_a, "working"_a, "grid"_a, "lowest"_a, "highest"_a, "offset"_a, "bits"_a,
+        "packed"_a.noconvert(), "threads"_a);
 }

@@ -29,6 +29,7 @@ typedef std::int32_t I __attribute__((vector_size(4 * W)));
 typedef std::uint32_t U32 __attribute__((vector_size(4 * W)));
 typedef std::int16_t Short __attribute__((vector_size(4 * W)));  // twice the lanes
 typedef std::uint16_t U16 __attribute__((vector_size(2 * W)));
+typedef std::uint8_t U8 __attribute__((vector_size(W)));
 typedef float Half __attribute__((vector_size(2 * W)));
 typedef double D __attribute__((vector_size(4 * W)));  // as wide in bytes as V: half the lanes
 
@@ -208,6 +209,18 @@ inline U16 narrow(U32 x) {  // x must fit
   return (U16)_mm_packus_epi32(low, high);
 #else
   return __builtin_convertvector(x, U16);
+#endif
+}
+
+inline U8 narrow_to_bytes(U32 x) {  // only the last eight bits count
+#if defined(__AVX512F__)
+  return (U8)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+  const __m128i shorts = (__m128i)narrow(x & 0xff);
+  const __m128i bytes = _mm_packus_epi16(shorts, shorts);
+  return load_as<U8>(&bytes);
+#else
+  return __builtin_convertvector(x, U8);
 #endif
 }
 

@@ -1,0 +1,201 @@
+"""The codes of a weight as checkpoints hold them: quantized and packed in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from torch import Tensor
+
+from calipers.kernels.dispatch import NATIVE_DTYPES, as_grid, native_for
+from calipers.kernels.tiles import runs
+from calipers.numerics.formats import GRIDS, Grid
+from calipers.numerics.layout import indivisible_by, shared_columns, strategy_name
+
+IN_WORDS = frozenset({CompressionFormat.pack_quantized})
+"""Formats that hold whole numbers one behind the other, in words of 32 bits."""
+IN_PAIRS = frozenset(
+    {CompressionFormat.nvfp4_pack_quantized, CompressionFormat.mxfp4_pack_quantized}
+)
+"""Formats that hold two fp4 codes in a byte."""
+IN_BYTES = frozenset(
+    {
+        CompressionFormat.naive_quantized,
+        CompressionFormat.int_quantized,
+        CompressionFormat.float_quantized,
+        CompressionFormat.mxfp8_quantized,
+    }
+)
+"""Formats that hold a code in each byte."""
+_PART = 1 << 19  # values that torch packs at a time
+
+
+class Packing(NamedTuple):
+    """What is packed, by what, and how; a global scale is already divided out."""
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    args: QuantizationArgs
+    form: CompressionFormat
+
+
+@torch.no_grad()
+def pack_weight(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    args: QuantizationArgs,
+    form: CompressionFormat,
+) -> Tensor:
+    """Quantize a matrix and pack its codes, bit by bit as compressed-tensors does.
+
+    The result is what its compressor for ``form``, one of those listed here, makes of the weight:
+    int32, uint8, int8 or float8, (rows, …). It computes in the dtype of its tensors, and so does
+    this. Global scales are those of fp4; with other codes compressed-tensors leaves them alone.
+
+    >>> args = QuantizationArgs(num_bits=4, strategy="channel")
+    >>> row = torch.tensor([[1.0, -2.0, 3.4, 0.5]])
+    >>> form = CompressionFormat.pack_quantized
+    >>> hex(pack_weight(row, torch.tensor([[1.0]]), None, None, args, form))
+    '0x8b69'
+    """
+    if global_scale is not None and form in IN_PAIRS:
+        scale = scale / global_scale
+    asked = Packing(weight, scale, zero_point, args, form)
+    shared = _shared(asked)
+    if shared is None:
+        return _in_torch(asked)
+    kernels = native_for(weight)
+    packed = _natively(kernels, asked, *shared) if kernels and _is_native(asked) else None
+    return _in_parts(asked, shared[0]) if packed is None else packed
+
+
+def _shared(asked: Packing) -> tuple[int, int] | None:
+    """Return how many rows and columns share a scale; None where scales have another shape."""
+    weight, scale, zero_point, args = asked[:4]
+    if weight.dim() != 2 or not weight.numel() or not scale.dim():
+        return None
+    rows, columns = weight.shape
+    strategy = strategy_name(args)
+    if strategy == "block":
+        height, width = args.block_structure
+    elif strategy in ("tensor", "channel", "group", "tensor_group"):
+        height, width = rows if strategy == "tensor" else 1, shared_columns(args) or columns
+        if indivisible_by(columns, args):
+            return None
+    else:
+        return None
+    expected = (1,) if strategy == "tensor" else (-(-rows // height), -(-columns // width))
+    parts = [scale] if zero_point is None else [scale, zero_point]
+    return (height, width) if all(part.shape == expected for part in parts) else None
+
+
+# Natively
+
+
+def _is_native(asked: Packing) -> bool:
+    """Whether the kernel knows the dtypes and the format."""
+    of_cpu = all(part is None or part.device.type == "cpu" for part in asked[1:3])
+    if not of_cpu or asked.scale.dtype not in NATIVE_DTYPES or _grid(asked) is None:
+        return False
+    return asked.form not in IN_PAIRS or asked.weight.shape[1] % 2 == 0
+
+
+def _grid(asked: Packing) -> Grid | None:
+    """Return the numbers that the codes stand for, if the format can hold their codes."""
+    kind, bits = QuantizationType(asked.args.type).value, asked.args.num_bits
+    held = {
+        IN_WORDS: kind == "int",
+        IN_PAIRS: (kind, bits) == ("float", 4),
+        IN_BYTES: kind == "int" or (kind, bits) == ("float", 8),
+    }
+    suits = any(asked.form in forms and suits for forms, suits in held.items())
+    return GRIDS.get((kind, bits)) if suits else None
+
+
+def _natively(kernels: ModuleType, asked: Packing, height: int, width: int) -> Tensor | None:
+    """Return the packed codes; None if there was a NaN, whose code the library alone knows."""
+    grid, working = _grid(asked), torch.promote_types(asked.weight.dtype, asked.scale.dtype)
+    assert grid is not None
+    packed, bits = _empty(asked)
+    has_nan = kernels.pack(
+        as_grid(asked.weight[None, None, None], ordered=True),
+        asked.scale.detach().float().contiguous(),
+        _zeros(asked),
+        height,
+        width,
+        str(working).removeprefix("torch."),
+        grid.native_name,
+        *grid.limits,
+        -grid.limits[0] if asked.form in IN_WORDS else 0.0,
+        bits,
+        packed.view(torch.uint8),
+        torch.get_num_threads(),
+    )
+    return None if has_nan else packed
+
+
+def _empty(asked: Packing) -> tuple[Tensor, int]:
+    """Return a place for the packed codes, and how many bits each takes."""
+    rows, columns = asked.weight.shape
+    if asked.form in IN_WORDS:
+        bits = asked.args.num_bits
+        return torch.empty(rows, -(-columns * bits // 32), dtype=torch.int32), bits
+    if asked.form in IN_PAIRS:
+        return torch.empty(rows, columns // 2, dtype=torch.uint8), 4
+    return torch.empty(rows, columns, dtype=asked.args.pytorch_dtype()), 8
+
+
+def _zeros(asked: Packing) -> Tensor:
+    """Return what is added to quotients, one number or those of all blocks.
+
+    Without zero points a quotient of −0 stays −0, and that has a code of its own in fp8; what
+    rounds to fp4 makes it 0.
+    """
+    if asked.zero_point is None:
+        zeros = torch.tensor([-0.0])
+    else:
+        zeros = asked.zero_point.detach().to(asked.weight.dtype).float().contiguous()
+    return zeros + 0.0 if asked.form in IN_PAIRS else zeros
+
+
+# In torch
+
+
+def _in_parts(asked: Packing, height: int) -> Tensor:
+    """Pack some rows at a time: this takes many times the memory of what is packed."""
+    return torch.cat([_in_torch(part) for part in _parts(asked, height)])
+
+
+def _parts(asked: Packing, height: int) -> Iterator[Packing]:
+    rows, columns = asked.weight.shape
+    for blocks in runs(math.ceil(rows / height), each=height * columns, tile=_PART):
+        scale, zero_point = (
+            None if part is None else part[blocks] for part in (asked.scale, asked.zero_point)
+        )
+        assert scale is not None
+        weight = asked.weight[blocks.start * height : blocks.stop * height]
+        yield asked._replace(weight=weight, scale=scale, zero_point=zero_point)
+
+
+def _in_torch(asked: Packing) -> Tensor:
+    weight, scale, zero_point, args, form = asked
+    dtype = {**dict.fromkeys(IN_WORDS, torch.int8), **dict.fromkeys(IN_PAIRS)}
+    codes: Tensor = quantize(
+        weight, scale, zero_point, args, dtype[form] if form in dtype else args.pytorch_dtype()
+    )
+    if form in IN_WORDS:
+        words: Tensor = pack_to_int32(codes, args.num_bits)
+        return words
+    pairs: Tensor = pack_fp4_to_uint8(codes) if form in IN_PAIRS else codes
+    return pairs
