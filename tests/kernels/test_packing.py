@@ -187,6 +187,26 @@ def test_what_is_no_number_is_left_to_the_library(
     assert pack_weight(weight, scale, zero_point, None, args, form)[2, 39].isnan()
 
 
+UNKNOWN: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
+    "scale without a dimension": (
+        torch.randn(5, 32).bfloat16(),
+        torch.tensor(0.0123),
+        {"num_bits": 8, "strategy": "tensor"},
+    ),
+    "float64": (torch.randn(5, 32), torch.rand(5, 1).double(), {"strategy": "channel"}),
+    "one bit": (torch.randn(5, 32), torch.rand(5, 1), {"num_bits": 1, "strategy": "channel"}),
+    "a stack": (torch.randn(2, 5, 32), torch.rand(2, 5, 1), {"strategy": "channel"}),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_the_kernel_does_not_know(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    weight, scale, options = UNKNOWN[case]
+    args = QuantizationArgs(**options)
+    assert_packed(weight, scale, None, None, args, CompressionFormat.pack_quantized)
+
+
 @pytest.mark.parametrize("engine", ["torch"], indirect=True)
 @pytest.mark.parametrize(
     ("fmt", "cut"), [("int5", "channel"), ("fp8", "block"), ("fp8", "tensor"), ("nvfp4", "group")]

@@ -75,8 +75,8 @@ def pack_weight(
     shared = _shared(asked)
     if shared is None:
         return _in_torch(asked)
-    kernels = native_for(weight)
-    packed = _natively(kernels, asked, *shared) if kernels and _is_native(asked) else None
+    kernels, grid = native_for(weight), _native_grid(asked)
+    packed = _natively(kernels, asked, grid, *shared) if kernels and grid else None
     return _in_parts(asked, shared[0]) if packed is None else packed
 
 
@@ -103,30 +103,24 @@ def _shared(asked: Packing) -> tuple[int, int] | None:
 # Natively
 
 
-def _is_native(asked: Packing) -> bool:
-    """Whether the kernel knows the dtypes and the format."""
-    of_cpu = all(part is None or part.device.type == "cpu" for part in asked[1:3])
-    if not of_cpu or asked.scale.dtype not in NATIVE_DTYPES or _grid(asked) is None:
-        return False
-    return asked.form not in IN_PAIRS or asked.weight.shape[1] % 2 == 0
-
-
-def _grid(asked: Packing) -> Grid | None:
-    """Return the numbers that the codes stand for, if the format can hold their codes."""
+def _native_grid(asked: Packing) -> Grid | None:
+    """Return the numbers that the codes stand for; None where the kernel does not know its way."""
     kind, bits = QuantizationType(asked.args.type).value, asked.args.num_bits
-    held = {
-        IN_WORDS: kind == "int",
-        IN_PAIRS: (kind, bits) == ("float", 4),
-        IN_BYTES: kind == "int" or (kind, bits) == ("float", 8),
-    }
-    suits = any(asked.form in forms and suits for forms, suits in held.items())
-    return GRIDS.get((kind, bits)) if suits else None
+    is_whole = kind == "int" and bits in range(2, 9)
+    if asked.form in IN_PAIRS:
+        is_known = (kind, bits) == ("float", 4) and asked.weight.shape[1] % 2 == 0
+    else:
+        is_known = is_whole or ((kind, bits) == ("float", 8) and asked.form in IN_BYTES)
+    of_cpu = all(part is None or part.device.type == "cpu" for part in asked[1:3])
+    is_known = is_known and of_cpu and asked.scale.dtype in NATIVE_DTYPES
+    return GRIDS.get((kind, bits)) if is_known else None
 
 
-def _natively(kernels: ModuleType, asked: Packing, height: int, width: int) -> Tensor | None:
+def _natively(
+    kernels: ModuleType, asked: Packing, grid: Grid, height: int, width: int
+) -> Tensor | None:
     """Return the packed codes; None if there was a NaN, whose code the library alone knows."""
-    grid, working = _grid(asked), torch.promote_types(asked.weight.dtype, asked.scale.dtype)
-    assert grid is not None
+    working = torch.promote_types(asked.weight.dtype, asked.scale.dtype)
     packed, bits = _empty(asked)
     has_nan = kernels.pack(
         as_grid(asked.weight[None, None, None], ordered=True),
@@ -149,11 +143,13 @@ def _empty(asked: Packing) -> tuple[Tensor, int]:
     """Return a place for the packed codes, and how many bits each takes."""
     rows, columns = asked.weight.shape
     if asked.form in IN_WORDS:
-        bits = asked.args.num_bits
-        return torch.empty(rows, -(-columns * bits // 32), dtype=torch.int32), bits
-    if asked.form in IN_PAIRS:
-        return torch.empty(rows, columns // 2, dtype=torch.uint8), 4
-    return torch.empty(rows, columns, dtype=asked.args.pytorch_dtype()), 8
+        bits, dtype = asked.args.num_bits, torch.int32
+    elif asked.form in IN_PAIRS:
+        bits, dtype = 4, torch.uint8
+    else:
+        bits, dtype = 8, asked.args.pytorch_dtype()
+    size = -(-columns * bits // (8 * dtype.itemsize))
+    return asked.weight.new_empty(rows, size, dtype=dtype), bits
 
 
 def _zeros(asked: Packing) -> Tensor:
@@ -163,7 +159,7 @@ def _zeros(asked: Packing) -> Tensor:
     rounds to fp4 makes it 0.
     """
     if asked.zero_point is None:
-        zeros = torch.tensor([-0.0])
+        zeros = torch.tensor([-0.0], device="cpu")
     else:
         zeros = asked.zero_point.detach().to(asked.weight.dtype).float().contiguous()
     return zeros + 0.0 if asked.form in IN_PAIRS else zeros
@@ -189,13 +185,12 @@ def _parts(asked: Packing, height: int) -> Iterator[Packing]:
 
 
 def _in_torch(asked: Packing) -> Tensor:
-    weight, scale, zero_point, args, form = asked
-    dtype = {**dict.fromkeys(IN_WORDS, torch.int8), **dict.fromkeys(IN_PAIRS)}
-    codes: Tensor = quantize(
-        weight, scale, zero_point, args, dtype[form] if form in dtype else args.pytorch_dtype()
-    )
+    *given, args, form = asked
+    packed: Tensor
     if form in IN_WORDS:
-        words: Tensor = pack_to_int32(codes, args.num_bits)
-        return words
-    pairs: Tensor = pack_fp4_to_uint8(codes) if form in IN_PAIRS else codes
-    return pairs
+        packed = pack_to_int32(quantize(*given, args, torch.int8), args.num_bits)
+    elif form in IN_PAIRS:
+        packed = pack_fp4_to_uint8(quantize(*given, args))
+    else:
+        packed = quantize(*given, args, args.pytorch_dtype())
+    return packed
