@@ -206,7 +206,7 @@ class TestRecipe:
         return folder
 
     def test_in_python(self, model: Path, tmp_path: Path) -> None:
-        """Scales are found as without error feedback, and then codes that err less together."""
+        """Scales are those without error feedback, fitted to codes that err less together."""
         stored = {}
         for method in (None, "gptq", "rtn"):
             how: Any = {"method": method, "num_calibration_samples": 8, "progress": False}
@@ -214,7 +214,8 @@ class TestRecipe:
             oneshot(model, RECIPE, token_ids(), output_dir=folder, **how)
             stored[method] = load_file(folder / "model.safetensors")
         first = "model.layers.0.self_attn.q_proj.weight"
-        assert torch.equal(*(stored[way][f"{first}_scale"] for way in (None, "rtn")))
+        scales = (stored[way][f"{first}_scale"] for way in (None, "rtn"))
+        torch.testing.assert_close(*scales, rtol=0.25, atol=0)
         assert not torch.equal(*(stored[way][f"{first}_packed"] for way in (None, "rtn")))
         for name, tensor in stored[None].items():
             assert torch.equal(tensor, stored["gptq"][name])

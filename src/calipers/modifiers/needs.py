@@ -69,7 +69,10 @@ def _by_layer(
 
 
 def _matrices(module: ModuleSpec) -> int:
-    """Return how many sums of products of its inputs the error feedback of a module takes."""
+    """Return how many sums of products of its inputs the error feedback of a module takes, at most.
+
+    One of them is as long as its outputs are many, where they are added to a residual stream.
+    """
     weight = module.tensor("weight")
     gathered = None if weight is None else weight.gathered
     return 0 if gathered is None or module.columns is None else len(gathered.fields) - 1
