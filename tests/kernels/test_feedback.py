@@ -195,6 +195,22 @@ def test_descends_to_where_nothing_is_better(kind: str, shape: tuple[int, int], 
         assert bool((gain >= -2e-4 * others.square() * of.hessian[j, j] - 1e-6).all())
 
 
+@with_engines("kind", ["int3", "fp4"])
+def test_pulls_that_are_known_are_used_and_kept_up_to_date(kind: str) -> None:
+    of = layer(kind, (90, 200), "of 32")
+    start = feed_back(of.weight, of.factor, *of.given)
+    expected, count = descend(start, of.weight, of.hessian, *of.given, sweeps=3, block=64)
+    hessian = of.hessian.float()
+    pulls = (start - of.weight) @ hessian
+    values, changed = descend(
+        start, of.weight, of.hessian, *of.given, sweeps=3, block=64, pulls=pulls
+    )
+    assert changed == count > 0
+    assert torch.equal(values, expected)
+    scale = float(pulls.abs().max())
+    torch.testing.assert_close(pulls, (values - of.weight) @ hessian, rtol=0, atol=1e-4 * scale)
+
+
 def test_many_sweeps_are_one_after_the_other() -> None:
     of = layer("int3", (90, 200), "of 32")
     values = feed_back(of.weight, of.factor, *of.given)

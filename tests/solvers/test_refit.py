@@ -37,6 +37,15 @@ def loss(difference: Tensor, hessian: Tensor) -> Tensor:
     return (difference @ hessian.double() * difference).sum(1)
 
 
+def refitted(
+    values: Tensor, target: Tensor, hessian: Tensor, rounding: Rounding, scales: Scales
+) -> tuple[Tensor, Rounding]:
+    pulls = (values - target) @ hessian
+    found, moved = refit_scales(values, pulls, hessian, rounding, scales)
+    torch.testing.assert_close(pulls, (found - target) @ hessian, rtol=1e-3, atol=1e-2)
+    return found, moved
+
+
 def by_hand(
     values: Tensor, target: Tensor, hessian: Tensor, scales: Tensor, groups: Tensor, rows: int
 ) -> Tensor:
@@ -59,7 +68,7 @@ def test_any_scale_becomes_the_one_of_least_squares(rows: int) -> None:
     target, hessian, groups = matrix(12, 40), hessian_of(40), torch.arange(40) // 8
     scales = target.abs().amax() / 7 * torch.ones(12, 5)
     values, rounding = rounded(target, scales, groups)
-    found, moved = refit_scales(values, target, hessian, rounding, Scales(None, rows))
+    found, moved = refitted(values, target, hessian, rounding, Scales(None, rows))
     expected = by_hand(values, target, hessian, scales, groups, rows)
     torch.testing.assert_close(moved.scales.double(), expected, rtol=1e-4, atol=1e-6)
     codes = (values / scales[:, groups]).round()
@@ -71,7 +80,7 @@ def test_blocks_of_columns_see_what_those_before_have_become() -> None:
     target, hessian, groups = matrix(3, 512), hessian_of(512), torch.arange(512) // 64
     scales = target.reshape(3, 8, 64).abs().amax(-1) / 5
     values, rounding = rounded(target, scales, groups)
-    _, moved = refit_scales(values, target, hessian, rounding, Scales(None, 1))
+    _, moved = refitted(values, target, hessian, rounding, Scales(None, 1))
     expected = by_hand(values, target, hessian, scales, groups, 1)
     torch.testing.assert_close(moved.scales.double(), expected, rtol=1e-3, atol=1e-6)
 
@@ -93,7 +102,7 @@ def test_what_is_stored_loses_less_and_is_storable(args: QuantizationArgs) -> No
     first = pieces.abs().amax((0, -2, -1)).div(fmt.limits[1]).bfloat16().float()
     zeros = None if fmt.symmetric else torch.ones_like(first)
     values, rounding = rounded(target, first, layout.groups(48), fmt, zeros)
-    found, moved = refit_scales(values, target, hessian, rounding, Scales(storable, 1))
+    found, moved = refitted(values, target, hessian, rounding, Scales(storable, 1))
     assert torch.equal(moved.scales.bfloat16().float(), moved.scales)
     assert not torch.equal(moved.scales, first)
     now, before = loss(found - target, hessian), loss(values - target, hessian)
@@ -107,7 +116,7 @@ def test_negative_scales_stay_negative_and_codes_of_zero_keep_theirs() -> None:
     target[0] = 0.0
     scales = -target.abs().amax(1, keepdim=True).clamp(min=0.1) / 8
     values, rounding = rounded(target, scales, torch.zeros(16, dtype=torch.int64))
-    _, moved = refit_scales(values, target, hessian, rounding, Scales(None, 1))
+    _, moved = refitted(values, target, hessian, rounding, Scales(None, 1))
     assert bool((moved.scales < 0).all())
     assert moved.scales[0] == scales[0]
     assert not torch.equal(moved.scales, scales)
@@ -117,7 +126,7 @@ def test_a_scale_that_would_change_its_sign_stays() -> None:
     target, hessian = matrix(6, 16), hessian_of(16)
     scales = target.abs().amax(1, keepdim=True) / 7
     values, rounding = rounded(-target, scales, torch.zeros(16, dtype=torch.int64))
-    found, moved = refit_scales(values, target, hessian, rounding, Scales(None, 1))
+    found, moved = refitted(values, target, hessian, rounding, Scales(None, 1))
     assert torch.equal(moved.scales, scales)
     assert torch.equal(found, values)
 

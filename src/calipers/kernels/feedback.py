@@ -109,6 +109,7 @@ def descend(
     fmt: Format,
     sweeps: int,
     block: int = 128,
+    pulls: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Give each value the best that all others leave it, column after column, again and again.
 
@@ -117,6 +118,9 @@ def descend(
     stays. So do columns whose diagonal of H is not positive. Ends after so many ``sweeps``, or
     before, when nothing changes any more. ``hessian`` is symmetric, (columns, columns); all else is
     as for ``feed_back``.
+
+    :param pulls: (values − target) @ hessian where it is known, in the working precision; it is
+        changed in place, to what it is for the values that come back
 
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> w, h = torch.tensor([[0.4, 0.4]]), torch.tensor([[1.0, 0.9], [0.9, 1.0]])
@@ -132,8 +136,13 @@ def descend(
     hessian = _square(hessian, target, "hessian")
     kernels = native_for(target, fmt)
     if kernels is None:
-        return values, _descend_in_torch(values, target, hessian, rounding, sweeps, block)
-    return values, _descend_natively(kernels, values, target, hessian, rounding, sweeps, block)
+        count = _descend_in_torch(values, target, hessian, rounding, sweeps, block)
+        if pulls is not None:
+            torch.mm(values - target, hessian, out=pulls)
+        return values, count
+    if pulls is None:
+        pulls = (values - target) @ hessian
+    return values, _descend_natively(kernels, values, pulls, hessian, rounding, sweeps, block)
 
 
 # What comes in
@@ -192,14 +201,13 @@ def _told(rounding: Rounding) -> tuple[Any, ...]:
 def _descend_natively(
     kernels: ModuleType,
     values: Tensor,
-    target: Tensor,
+    pulls: Tensor,
     hessian: Tensor,
     rounding: Rounding,
     sweeps: int,
     block: int,
 ) -> int:
-    """Change values in place."""
-    pulls = (values - target) @ hessian
+    """Change values and pulls in place."""
     told = (*_told(rounding), sweeps, block, LEAST_GAIN, torch.get_num_threads())
     return int(kernels.descend(values, pulls, hessian, *told))
 

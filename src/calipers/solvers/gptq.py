@@ -8,6 +8,7 @@ the fallback of each row: no row loses more than with it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -94,16 +95,18 @@ def feed_back_errors(
     :param scales: which scales there can be, of which better ones are taken for the codes; None:
         they stay
     """
-    weight = weight.float()
-    fed = _fed_back(weight, curve, rounding, block)
+    weight, hessian = weight.float(), curve.hessian
+    values = _fed_back(weight, curve, rounding, block)
+    pulls = (values - weight) @ hessian
     plain = rounding.nearest(weight)
-    worse = losses(fed - weight, curve) > losses(plain - weight, curve)
-    values = torch.where(worse[:, None], plain, fed)
-    values = descend(values, weight, curve.hessian, *rounding, sweeps=sweeps, block=block)[0]
-    if scales is None or not sweeps:
-        return values, rounding
-    values, rounding = refit_scales(values, weight, curve.hessian, rounding, scales)
-    values = descend(values, weight, curve.hessian, *rounding, sweeps=sweeps, block=block)[0]
+    worse = ((values - weight) * pulls).sum(1) > losses(plain - weight, curve)
+    values[worse] = plain[worse]
+    pulls[worse] = (plain[worse] - weight[worse]) @ hessian
+    sweep = partial(descend, sweeps=sweeps, block=block, pulls=pulls)
+    values, _ = sweep(values, weight, hessian, *rounding)
+    if scales is not None and sweeps:
+        values, rounding = refit_scales(values, pulls, hessian, rounding, scales)
+        values, _ = sweep(values, weight, hessian, *rounding)
     return values, rounding
 
 

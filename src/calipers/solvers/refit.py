@@ -48,30 +48,31 @@ class Scales(NamedTuple):
 
 @torch.no_grad()
 def refit_scales(
-    values: Tensor, target: Tensor, hessian: Tensor, rounding: Rounding, scales: Scales
+    values: Tensor, pulls: Tensor, hessian: Tensor, rounding: Rounding, scales: Scales
 ) -> tuple[Tensor, Rounding]:
     """Move one scale after the other; return the values under them, and how they are rounded.
 
-    :param values: what the target was rounded to, (rows, columns)
+    :param values: what a weight was rounded to, (rows, columns)
+    :param pulls: the product of what they differ by and the Hessian; changed in place to what it
+        becomes
     :param hessian: symmetric, (columns, columns)
     :param rounding: by which ``values`` were rounded; columns of a group stand together
     """
-    differences, values = values - target, values.clone()
+    values = values.clone()
     found = rounding.scales.expand(len(values), -1).clone()
     for block in _blocks(rounding.groups):
         columns = slice(block[0].start, block[-1].stop)
-        pulls = differences @ hessian[:, columns]
+        before, near = values[:, columns].clone(), pulls[:, columns].clone()
         for own in block:
             group = int(rounding.groups[own.start])
             here = slice(own.start - columns.start, own.stop - columns.start)
-            codes = _codes(values[:, own], rounding, group, found[:, group])
-            moved = _moved(found[:, group], codes, pulls[:, here], hessian[own, own], scales)
+            codes = _codes(before[:, here], rounding, group, found[:, group])
+            moved = _moved(found[:, group], codes, near[:, here], hessian[own, own], scales)
             kept = (moved == found[:, group])[:, None]
-            changes = torch.where(kept, 0, codes * moved[:, None] - values[:, own])
-            values[:, own] = torch.where(kept, values[:, own], codes * moved[:, None])
+            values[:, own] = torch.where(kept, before[:, here], codes * moved[:, None])
             found[:, group] = moved
-            differences[:, own] += changes
-            pulls += changes @ hessian[own, columns]
+            near += (values[:, own] - before[:, here]) @ hessian[own, columns]
+        pulls.addmm_(values[:, columns] - before, hessian[columns])
     return values, rounding._replace(scales=found[: len(rounding.scales)])
 
 
