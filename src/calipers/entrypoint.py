@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, UnseenPolicy
-from calipers.calibration.data import Batches, calibration_batches, limits_of
+from calipers.calibration.data import Batches
 from calipers.calibration.early import EarlyLook
 from calipers.calibration.lifecycle import freeze
-from calipers.calibration.pipelines import (
-    Run,
-    free_memory,
-    run_basic,
-    run_datafree,
-    usable_device,
-)
-from calipers.calibration.precision import bytes_of_copies, dtype_choice, forward_dtype
+from calipers.calibration.pipelines import Run
+from calipers.calibration.precision import dtype_choice
 from calipers.calibration.progress import Progress
-from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks, fingerprint
-from calipers.calibration.sequential import run_sequential
+from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks
 from calipers.calibration.snapshot import unchanged_on_error
 from calipers.checkpoint.output import check_output
-from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.shards import parse_size
-from calipers.checkpoint.source import check_apart, source_folder
+from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted, not_allowed
 from calipers.html import facts_table, html_table
+from calipers.jobs import PIPELINES, Job, check_options
 from calipers.modifiers.costs import ModuleCosts, report_costs
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
 from calipers.options import (
@@ -51,8 +44,6 @@ from calipers.recipes.compiling import plan_for
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from typing_extensions import Unpack
-
-PipelineChoice = Literal["auto", "datafree", "basic", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,7 @@ def oneshot(
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _Job(options, ranks, Progress.of(wanted))
         parsed = job.read(model, recipe, dataset)
-        loaded, tokenizer = job.load(model)
+        loaded, tokenizer = job.load(model, apart_from=options.output.output_dir)
         with unchanged_on_error(loaded):
             solution, notes = job.measure_and_solve(loaded, parsed, dataset, tokenizer)
             written = job.write(loaded, tokenizer, parsed, solution, notes)
@@ -165,20 +156,18 @@ def oneshot(
 
 def _check(options: OneshotOptions) -> None:
     """Refuse options that cannot be meant, before anything is read."""
-    _check_choice("pipeline", options.calibration.pipeline, get_args(PipelineChoice))
-    _check_choice("on_unseen", options.calibration.on_unseen, get_args(UnseenPolicy))
+    on_unseen = options.calibration.on_unseen
+    if on_unseen not in get_args(UnseenPolicy):
+        raise not_allowed("on_unseen", on_unseen, get_args(UnseenPolicy))
     parse_size(options.output.max_shard_size)
-    dtype_choice(options.compute.dtype)
-    usable_device(options.compute.device)
+    check_options(options)
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Job(Job):
     """The parts of a call, in the order in which all processes take them."""
 
     options: OneshotOptions
-    ranks: Ranks
-    progress: Progress
 
     def read(self, model: Any, recipe: Any, dataset: Any) -> Recipe:
         """Read the arguments, which must be the same in all processes."""
@@ -211,28 +200,11 @@ class _Job:
         )
         return parsed
 
-    def load(self, model: Any) -> tuple[PreTrainedModel, Any]:
-        """Load the model and its tokenizer."""
-        options, ranks = self.options, self.ranks
-        trusted = options.compute.trust_remote_code
-        with ranks.step("loading the model"), self.progress.waiting("loading the model"):
-            lazily = options.calibration.pipeline == "sequential" and ranks.world_size == 1
-            device = usable_device(options.compute.device) or torch.device("cpu")
-            loaded = load_model(
-                model, trust_remote_code=trusted, on_disk_for=device if lazily else None
-            )
-            if options.output.output_dir is not None:
-                check_apart(options.output.output_dir, loaded)
-            tokenizer = load_tokenizer(options.data.tokenizer, loaded, trust_remote_code=trusted)
-        if ranks.world_size > 1:
-            ranks.agree({"model": fingerprint(loaded)})
-        return loaded, tokenizer
-
     def measure_and_solve(
         self, model: PreTrainedModel, recipe: Recipe, dataset: Any, tokenizer: Any
     ) -> tuple[Solution, dict[str, Any]]:
         """Plan, let data run as far as the plan needs it, and solve; the model stays as it is."""
-        device, dtype = self._device_and_dtype(model)
+        device, dtype = self.device_and_dtype(model)
         with self.ranks.step("planning"), self.progress.waiting("reading the data"):
             plan = plan_for(
                 model,
@@ -242,23 +214,14 @@ class _Job:
             batches = self._batches(model, plan, dataset, tokenizer)
             chosen = "datafree"
             if batches is not None:
-                choice = self.options.calibration.pipeline
-                chosen = _choose_pipeline(choice, plan, model, device, dtype)
-        if "sequential" in self.ranks.share(chosen):
-            chosen = "sequential"  # where memory is short on one device, all go layer by layer
+                chosen = self.choose_pipeline(plan, model, device, dtype)
+        chosen = self.agreed_pipeline(chosen)
         solution = self._run(model, plan, chosen, batches, device, dtype)
         if self.ranks.rank == 0:
             report_coverage(solution.coverage)
             report_costs(solution.costs)
             report_notes(solution.changes.notes)
         return solution, _notes(solution, chosen, dtype, self.ranks.share(_amount(batches)))
-
-    def _device_and_dtype(self, model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-        device = usable_device(self.options.compute.device) or model.device
-        dtype = forward_dtype(dtype_choice(self.options.compute.dtype), model, device)
-        if str(torch.float32) in self.ranks.share(str(dtype)):
-            dtype = torch.float32  # where one CPU is slow, all do the same
-        return device, dtype
 
     def _batches(
         self, model: PreTrainedModel, plan: Plan, dataset: Any, tokenizer: Any
@@ -269,15 +232,8 @@ class _Job:
             return None
         if dataset is None or self.options.calibration.pipeline == "datafree":
             raise _no_data(wanting, has_dataset=dataset is not None)
-        data, ranks = self.options.data, self.ranks
-        return calibration_batches(
-            dataset,
-            tokenizer,
-            **{**data.sampling(), **limits_of(model, data.max_seq_length)},
-            use="ranges" if plan.has_static_activations else "importance",
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
+        for_ranges = plan.has_static_activations
+        return self.batches_for(model, dataset, tokenizer, for_ranges=for_ranges)
 
     def _run(
         self,
@@ -298,7 +254,7 @@ class _Job:
             fails = options.on_unseen == "error" and ranks.rank == 0
             early = EarlyLook(calibration) if fails else None
             run = Run(calibration, driver.solve, ranks, progress, device, dtype, early)
-            _PIPELINES[pipeline](run, batches)
+            PIPELINES[pipeline](run, batches)
         return solution
 
     def write(
@@ -328,11 +284,6 @@ class _Job:
         return None if output.output_dir is None else Path(output.output_dir)
 
 
-def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
-    if given not in known:
-        raise not_allowed(option, given, known)
-
-
 def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError:
     """Refuse a plan that needs data where none runs."""
     problem, remedy = "there is no " + Option("dataset"), "Pass " + Option("dataset", ANY)
@@ -349,31 +300,6 @@ def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError
     )
 
 
-def _choose_pipeline(
-    choice: PipelineChoice,
-    plan: Plan,
-    model: PreTrainedModel,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str:
-    """Return how data runs through a model: as a whole, if what is copied for it has room."""
-    if plan.propagation != "float":
-        if choice == "basic":
-            raise ConfigurationError(
-                "runs the whole model at once, but the recipe calibrates layers on what those "
-                f"before them have become (error_propagation: {plan.propagation})",
-                subject=Option("pipeline", "basic"),
-                hint="Leave it out, or give the recipe 'error_propagation: float'",
-            )
-        return "sequential"
-    if choice != "auto":
-        return choice
-    size = bytes_of_copies(model, dtype)
-    if model.device != device:
-        size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    return "basic" if not size or size < 0.8 * free_memory(device) else "sequential"
-
-
 def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
     """Name the tensors that need data; what was summed up before is data, too."""
     tensors = [
@@ -382,13 +308,6 @@ def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
         if tensor.needs_data and not tensor.has_data_on(model.get_submodule(module.name))
     ]
     return [*tensors, *(f"{name}.input" for name in plan.measured)]
-
-
-_PIPELINES: dict[str, Callable[[Run, Any], None]] = {
-    "datafree": lambda run, _: run_datafree(run),
-    "basic": run_basic,
-    "sequential": run_sequential,
-}
 
 
 def _amount(batches: Batches | None) -> tuple[int, int]:

@@ -190,15 +190,20 @@ class EvaluateKeywords(TypedDict, total=False):
     progress: bool | Progress | None
 
 
-class OneshotKeywords(EvaluateKeywords, total=False):
-    """Single options of :func:`calipers.oneshot`, for those who check types."""
+class MeasureKeywords(EvaluateKeywords, total=False):
+    """Single options of :func:`calipers.measure`, for those who check types."""
 
     num_calibration_samples: int
     pipeline: Pipeline
-    on_unseen: OnUnseen
     calibrate_all_experts: bool
     share_inputs: bool
     timeout: timedelta | None
+
+
+class OneshotKeywords(MeasureKeywords, total=False):
+    """Single options of :func:`calipers.oneshot`, for those who check types."""
+
+    on_unseen: OnUnseen
     method: Method | None
     group_size: int | None
     weight_observer: Any
@@ -259,7 +264,16 @@ class _Groups:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneshotOptions(_Groups):
+class MeasureOptions(_Groups):
+    """All options of :func:`calipers.measure` that it shares with others."""
+
+    data: DataOptions = field(default_factory=DataOptions)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneshotOptions(MeasureOptions):
     """All options of :func:`calipers.oneshot`.
 
     >>> options = OneshotOptions.merged({"batch_size": 8}, output=OutputOptions(overwrite=True))
@@ -267,9 +281,6 @@ class OneshotOptions(_Groups):
     (8, True)
     """
 
-    data: DataOptions = field(default_factory=DataOptions)
-    compute: ComputeOptions = field(default_factory=ComputeOptions)
-    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     changes: RecipeOptions = field(default_factory=RecipeOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
 

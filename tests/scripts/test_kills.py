@@ -16,10 +16,10 @@ import killing
 import pytest
 from killing import checkpoint, load_script, state, write
 
-from calipers.checkpoint import locked_folder
-from calipers.checkpoint.locked_folder import LockedFolder, remove_scratch, scratch_folder
 from calipers.checkpoint.output import check_output, output_folder, restore_outputs
 from calipers.errors import CalipersWarning, CheckpointError, CheckpointExistsError
+from calipers.files import locked_folder
+from calipers.files.locked_folder import LockedFolder, remove_scratch, scratch_folder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),

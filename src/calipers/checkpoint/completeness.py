@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from compressed_tensors.utils import patch_attr
 
-from calipers.checkpoint.headers import StoredTensor, first_float_dtype, stored_tensors
+from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.errors import ModelLoadError, counted, damaged_file, shortened
+from calipers.files.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from calipers.checkpoint.hub import refuse_mistyped
-from calipers.checkpoint.json_files import read_json_object
 from calipers.errors import ModelLoadError, cannot_load, damaged_file, pickled_weights
+from calipers.files.json_files import read_json_object
 
 _LISTED = ("layer", "expert", "head", "label", "block")
 _MOST_LISTED = 1 << 20

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from calipers.checkpoint.folder_contents import foreign_files, is_quantized
-from calipers.checkpoint.locked_folder import LockedFolder
 from calipers.checkpoint.swap import swap_folders
 from calipers.errors import (
     CalipersWarning,
@@ -21,8 +20,8 @@ from calipers.errors import (
     shortened,
     would_replace,
 )
-
-_SUFFIX = ".calipers"
+from calipers.files.locked_folder import LockedFolder
+from calipers.files.output_file import SUFFIX, nearest_ancestor, sync, sync_folder
 
 
 def check_output(
@@ -102,20 +101,16 @@ def _no_checkpoint(path: Path, foreign: Sequence[str]) -> CheckpointExistsError:
 
 
 def _check_ancestor(path: Path) -> None:
-    ancestor = _nearest_ancestor(path)
+    ancestor = nearest_ancestor(path)
     if not ancestor.is_dir():
         raise cannot_write(path, f"'{ancestor}' is a file")
     if ancestor == path or not os.access(ancestor, os.W_OK | os.X_OK):
         raise cannot_write(path, f"'{ancestor}' is not writable")
 
 
-def _nearest_ancestor(path: Path) -> Path:
-    return next((folder for folder in path.parents if folder.exists()), path)
-
-
 def free_space(path: Path) -> int:
     """Return the free bytes of the disk that a folder is on, or would be on."""
-    return shutil.disk_usage(_nearest_ancestor(path)).free
+    return shutil.disk_usage(nearest_ancestor(path)).free
 
 
 @contextmanager
@@ -160,7 +155,7 @@ def _work_beside(path: Path) -> Iterator[Path]:
     So it ends in the same way whether all went well, something failed, or the process died and
     the next one takes over. After an exchange ``new`` is the old checkpoint.
     """
-    owned = LockedFolder.claim(path.parent / f".{path.name}{_SUFFIX}")
+    owned = LockedFolder.claim(path.parent / f".{path.name}{SUFFIX}")
     try:
         _settle(owned.path, path)
         yield owned.path
@@ -191,17 +186,17 @@ def _settle(work: Path, path: Path) -> None:
         if superfluous.exists():
             # What is half removed is always called new: that is never put back.
             os.rename(superfluous, new)
-            shutil.rmtree(new)
+            new.unlink() if new.is_file() else shutil.rmtree(new)
 
 
 def restore_outputs(folder: Path) -> None:
     """Put right what processes that died have left in a folder: whole checkpoints, no remains."""
-    for work in folder.glob(f".*{_SUFFIX}"):
+    for work in folder.glob(f".*{SUFFIX}"):
         with suppress(OSError):
             owned = LockedFolder.take_over(work)
             if owned is not None:
                 try:
-                    _settle(work, folder / work.name[1 : -len(_SUFFIX)])
+                    _settle(work, folder / work.name[1 : -len(SUFFIX)])
                 finally:
                     owned.release()
 
@@ -209,20 +204,11 @@ def restore_outputs(folder: Path) -> None:
 def _sync_tree(folder: Path) -> None:
     for root, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
+            sync(Path(root) / name)
+        sync(Path(root))
 
 
 def _sync_move(*paths: Path) -> None:
     """Let moves last; what was moved is whole in any case, also where folders cannot be synced."""
     for folder in {path.parent for path in paths} | set(paths):
-        with suppress(OSError):
-            _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(folder)

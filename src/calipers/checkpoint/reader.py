@@ -20,7 +20,6 @@ from calipers.checkpoint.completeness import build_on_meta, check_weights, refus
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.checkpoint.hub import has_no_safetensors, hub_access
 from calipers.checkpoint.location import check_location
-from calipers.checkpoint.locked_folder import remove_scratch, scratch_folder
 from calipers.errors import (
     CalipersError,
     ConfigurationError,
@@ -30,6 +29,7 @@ from calipers.errors import (
     library_errors,
     pickled_weights,
 )
+from calipers.files.locked_folder import remove_scratch, scratch_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

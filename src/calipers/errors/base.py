@@ -163,6 +163,12 @@ class ModelLoadError(CalipersError, OSError):
     exit_code = 2
 
 
+class MeasurementsError(CalipersError, OSError):
+    """A file of measurements that cannot be read."""
+
+    exit_code = 2
+
+
 class ModelRunError(CalipersError, RuntimeError):
     """A model that fails, or cannot be measured, while data runs through it."""
 
@@ -176,10 +182,10 @@ class TensorValueError(CalipersError, ValueError):
 
 
 class CheckpointError(CalipersError, OSError):
-    """A checkpoint that cannot be written."""
+    """A checkpoint, or another file, that cannot be written."""
 
     exit_code = 7
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """An output folder in whose place lies something that is not replaced."""
+    """An output in whose place lies something that is not replaced."""

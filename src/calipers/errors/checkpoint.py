@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from calipers.errors.base import CheckpointError, CheckpointExistsError, ModelLoadError
+from calipers.errors.base import (
+    CheckpointError,
+    CheckpointExistsError,
+    MeasurementsError,
+    ModelLoadError,
+)
 from calipers.errors.formatting import first_line, in_one_line
 
 
@@ -20,6 +25,15 @@ def damaged_file(file: object, problem: str) -> ModelLoadError:
         f"is damaged or incomplete: {in_one_line(problem).rstrip('.')}",
         subject=f"The file '{file}'",
         hint="Correct it, or copy or download it again.",
+    )
+
+
+def damaged_measurements(file: object, problem: str) -> MeasurementsError:
+    """Say what is wrong with a file of measurements."""
+    return MeasurementsError(
+        f"is damaged, or no file of measurements: {in_one_line(problem).rstrip('.')}",
+        subject=f"The file '{file}'",
+        hint="Copy it again from where it was made, or measure again.",
     )
 
 
@@ -49,4 +63,18 @@ def would_replace(directory: object, source: object, what: str = "model") -> Che
         f"would replace the {what} in use, '{source}'. Nothing was written",
         subject=f"The output folder '{directory}'",
         hint="Choose another folder.",
+    )
+
+
+def cannot_write_file(path: object, problem: str) -> CheckpointError:
+    """Say why there can be no output file at a path."""
+    return CheckpointError(f"Cannot write to '{path}': {problem}", hint="Choose another file.")
+
+
+def file_in_use(path: object, source: object, what: str) -> CheckpointExistsError:
+    """Refuse an output file in whose place lies something that it is made from."""
+    return CheckpointExistsError(
+        f"would replace the {what} in use, '{source}', or a part of it. Nothing was written",
+        subject=f"The output file '{path}'",
+        hint="Choose another file.",
     )

@@ -1,0 +1,1 @@
+"""Files on disk: read without surprises, written whole or not at all."""

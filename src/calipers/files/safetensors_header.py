@@ -1,0 +1,64 @@
+"""Which tensors a safetensors file holds, read from its header alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import _TYPES
+
+from calipers.errors import damaged_file, library_errors
+from calipers.files.json_files import Damaged, parse_json_object
+
+_LARGEST_HEADER = 100_000_000
+"""What safetensors itself allows, in bytes."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, and how many bytes it takes there."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    size: int
+
+
+def read_header(file: Path, damaged: Damaged = damaged_file) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, whose header must account for every byte of it."""
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        size = file.stat().st_size
+        if len(start) < 8 or length > min(size - 8, _LARGEST_HEADER):
+            problem = f"{size:,} bytes, which end before its header does (an interrupted download?)"
+            raise damaged(file, problem)
+        header = parse_json_object(opened.read(length), file, damaged)
+    header.pop("__metadata__", None)
+    with library_errors(lambda words: damaged(file, f"no list of tensors: {words}")):
+        tensors = {name: _entry(file, entry) for name, entry in header.items()}
+    _check_extent(file, tensors.values(), size - 8 - length, damaged)
+    with library_errors(lambda words: damaged(file, words)), safe_open(file, "pt"):
+        return tensors
+
+
+def _entry(file: Path, entry: dict[str, Any]) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    dtype: torch.dtype = _TYPES[entry["dtype"]]  # type: ignore[assignment]
+    return StoredTensor(file, dtype, shape, end - begin)
+
+
+def _check_extent(file: Path, tensors: Iterable[StoredTensor], size: int, damaged: Damaged) -> None:
+    """Refuse a file that ends too early; safetensors finds all else that is wrong with a header."""
+    needed = sum(tensor.size for tensor in tensors)
+    if needed > size:
+        problem = (
+            f"its header speaks of {needed:,} bytes of tensors, and {size:,} are there "
+            "(an interrupted download?)"
+        )
+        raise damaged(file, problem)
