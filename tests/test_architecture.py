@@ -38,6 +38,7 @@ ORDER = (
     "presets",
     "jobs",
     "entrypoint",
+    "measuring",
     "evaluation",
     "demo",
     "cli",

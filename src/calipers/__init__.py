@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from calipers.entrypoint import OneshotResult, oneshot
     from calipers.errors import CalipersError, CalipersWarning
     from calipers.evaluation import Evaluation, evaluate
+    from calipers.measurements import Measurements
+    from calipers.measuring import measure
     from calipers.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
     from calipers.observers import (
         Observer,
@@ -34,6 +36,7 @@ __all__ = [
     "Evaluation",
     "GPTQModifier",
     "IMatrixGatherer",
+    "Measurements",
     "Observer",
     "OneshotResult",
     "QParamsDict",
@@ -45,6 +48,7 @@ __all__ = [
     "fuse_weight_observers",
     "get_observer_token_count",
     "load_recipe",
+    "measure",
     "oneshot",
 ]
 
@@ -54,6 +58,7 @@ _HOMES = {
     "Evaluation": "calipers.evaluation",
     "GPTQModifier": "calipers.modifiers",
     "IMatrixGatherer": "calipers.modifiers",
+    "Measurements": "calipers.measurements",
     "Observer": "calipers.observers",
     "OneshotResult": "calipers.entrypoint",
     "QParamsDict": "calipers.observers",
@@ -64,6 +69,7 @@ _HOMES = {
     "fuse_weight_observers": "calipers.observers",
     "get_observer_token_count": "calipers.observers",
     "load_recipe": "calipers.recipes",
+    "measure": "calipers.measuring",
     "oneshot": "calipers.entrypoint",
 }
 

@@ -63,6 +63,9 @@ class Calibration:
             self.model.eval()
             for module in self.plan.modules:
                 expose_states(self.model, self.module(module.name), module.kind)
+            for name, requirements in self.plan.measured.items():
+                if any(each.base_name in ("q", "k", "v") for each in requirements):
+                    expose_states(self.model, self.module(name), "attention")
             self._measure()
             self._leaving = stack.pop_all()
         return self
@@ -160,9 +163,21 @@ class Calibration:
         """Return what a module has seen so far: the needed statistic that saw least counts."""
         return min((self._tokens(each) for each in self.measurements.needed(name)), default=0)
 
+    def so_far(self) -> dict[tuple[str, str], dict[str, Statistic]]:
+        """Return what was measured until now, (module, tensor) → key → statistic.
+
+        Between two batches only; the next one goes on with the same statistics.
+        """
+        return {
+            place: {key: self._holder(statistic) for key, statistic in statistics.items()}
+            for place, statistics in self.measurements.tensors().items()
+        }
+
     def _tokens(self, statistic: Statistic) -> int:
-        holder = statistic if self._sharing is None else self._sharing.holder(statistic)
-        return holder.num_tokens
+        return self._holder(statistic).num_tokens
+
+    def _holder(self, statistic: Statistic) -> Statistic:
+        return statistic if self._sharing is None else self._sharing.holder(statistic)
 
     def _measure(self) -> None:
         wanted: dict[str, list[Requirement]] = defaultdict(list)

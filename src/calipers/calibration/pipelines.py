@@ -32,6 +32,7 @@ class Run:
     :param device: where the model, or the layer at work, computes
     :param dtype: in which it does; None: its own
     :param early: warns of modules that no token has reached, while the data still runs
+    :param after_batch: is called, with its number, when a batch has run through the whole model
     """
 
     calibration: Calibration
@@ -41,6 +42,7 @@ class Run:
     device: torch.device
     dtype: torch.dtype | None = None
     early: EarlyLook | None = None
+    after_batch: Callable[[int], None] | None = None
 
     def counting_tokens(self, batches: Batches) -> AbstractContextManager[Callable[[float], None]]:
         """Show how many tokens have run."""
@@ -76,6 +78,8 @@ def run_basic(run: Run, batches: Batches) -> None:
                 add(int(batch["attention_mask"].sum()))
                 if run.early is not None:
                     run.early.after(index, len(batches), calibration.plan.names)
+                if run.after_batch is not None:
+                    run.after_batch(index)
         run.finish(calibration.plan.names)
 
 

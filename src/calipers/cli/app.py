@@ -11,10 +11,13 @@ from calipers.cli.command import EXIT_CODES, add_to
 from calipers.cli.demo import demo
 from calipers.cli.doctor import doctor
 from calipers.cli.evaluate import evaluate
+from calipers.cli.measure import measure
+from calipers.cli.merge import merge
 from calipers.cli.observers import observers
 from calipers.cli.plan import plan
 from calipers.cli.quantize import quantize
 from calipers.cli.schemes import schemes
+from calipers.cli.show import show
 
 app = typer.Typer(
     name="calipers",
@@ -24,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Try first: calipers demo. {EXIT_CODES}",
 )
-for command in (quantize, plan, evaluate, observers, schemes, doctor, demo):
+for command in (quantize, plan, evaluate, measure, merge, show, observers, schemes, doctor, demo):
     add_to(app, command)
 
 

@@ -21,6 +21,7 @@ from calipers.cli.options import (
     Samples,
     Seed,
     SeqLen,
+    Skip,
     TextColumn,
     Tokenizer,
     TrustRemoteCode,
@@ -39,15 +40,6 @@ if TYPE_CHECKING:
 Checkpoints = Annotated[
     list[str] | None,
     typer.Argument(metavar="OUT", help="Checkpoints that were made from it, any number."),
-]
-Skip = Annotated[
-    int,
-    typer.Option(
-        "--skip",
-        metavar="N",
-        min=0,
-        help="Pass over the first N samples: those that calibration took from the same data.",
-    ),
 ]
 Layers = Annotated[
     bool,

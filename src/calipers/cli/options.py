@@ -111,6 +111,15 @@ SeqLen = Annotated[
         show_default=False,
     ),
 ]
+Skip = Annotated[
+    int,
+    typer.Option(
+        "--skip",
+        metavar="N",
+        min=0,
+        help="Pass over the first N samples: those that another run took from the same data.",
+    ),
+]
 Packing = Annotated[
     bool | None,
     typer.Option(

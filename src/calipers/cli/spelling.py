@@ -10,11 +10,13 @@ FLAGS = {
     "num_samples": "--samples",
     "max_seq_length": "--seq-len",
     "output_dir": "--output",
+    "output_file": "--output",
     "weight_observer": "--observer",
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
             *("activation_observer", "allow_code", "batch_size", "calibrate_all_experts"),
+            *("collect", "save_every"),
             *("device", "dtype", "group_size", "layers", "max_shard_size", "method"),
             *("on_unseen", "overwrite", "packing", "pipeline", "seed", "share_inputs", "skip"),
             *("text_column", "tokenizer", "trust_remote_code"),

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
+from typing_extensions import Self
+
+from calipers.errors import CheckpointExistsError, MergeError, counted
+from calipers.files.output_file import OutputFile, check_output_file, output_file
+from calipers.html import facts_table, html_table
+from calipers.measurements.file_format import decoded, encoded, is_measurements, size_of
+from calipers.measurements.info import MeasurementsInfo
+from calipers.measurements.tensors import Place, Statistics, merged, name_of, readers_of
 from calipers.statistics.base import Statistic
 
 
@@ -11,7 +22,10 @@ class Measurements:
     """What was seen of the tensors of a model.
 
     A tensor may have several statistics, each under the key by which whoever needs it asks. Two
-    keys of one tensor may stand for the same statistic.
+    keys of one tensor may stand for the same statistic. Those of :func:`calipers.measure` say of
+    which model and which data they are: they can be saved, loaded and merged.
+
+    :param info: of which model and which data they are
 
     >>> from calipers.statistics.moments import SquareSums
     >>> seen = Measurements()
@@ -20,7 +34,8 @@ class Measurements:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, info: MeasurementsInfo | None = None) -> None:
+        self.info = info
         self._statistics: dict[str, dict[tuple[str, str], Statistic]] = {}
         self._needed: dict[str, list[Statistic]] = {}
         self._earlier: dict[str, list[Statistic]] = {}
@@ -83,3 +98,140 @@ class Measurements:
             self._statistics.pop(name, None)
             self._needed.pop(name, None)
             self._earlier.pop(name, None)
+
+    # As a whole
+
+    @classmethod
+    def of_tensors(cls, info: MeasurementsInfo | None, tensors: Mapping[Place, Statistics]) -> Self:
+        """Return measurements of which all statistics are known."""
+        made = cls(info)
+        for (module, base_name), statistics in tensors.items():
+            for key, statistic in statistics.items():
+                made._statistics.setdefault(module, {})[base_name, key] = statistic
+                made._needed.setdefault(module, []).append(statistic)
+        return made
+
+    def tensors(self) -> dict[Place, dict[str, Statistic]]:
+        """Return all statistics: (module, tensor) → key → statistic."""
+        found: dict[Place, dict[str, Statistic]] = {}
+        for module, held in self._statistics.items():
+            for (base_name, key), statistic in held.items():
+                found.setdefault((module, base_name), {})[key] = statistic
+        return found
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write a file, whole or not at all, and return its path.
+
+        :param overwrite: whether a file of measurements that is there may be replaced
+        """
+        target = check_measurements_file(path, overwrite)
+        with output_file(target) as place:
+            self.write_to(place, overwrite=overwrite)
+        return target
+
+    def write_to(self, place: OutputFile, path: Path | None = None, *, overwrite: bool) -> None:
+        """Write a file to a place that this process owns; see :meth:`OutputFile.write`."""
+        place.write(encoded(self._known_info(), self.tensors()), path, overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file; what is damaged, or of another kind or version, is refused."""
+        return cls.of_tensors(*decoded(Path(path)))
+
+    def merge(self, other: Measurements) -> Self:
+        """Take in what others have seen, as if all had been seen at once; or refuse, unchanged.
+
+        They must be of the same model, of the same statistics, and of other samples.
+        """
+        info = self._known_info().merged(other._known_info())
+        both = type(self).of_tensors(info, merged(self.tensors(), other.tensors()))
+        self.info = info
+        self._statistics, self._needed, self._earlier = both._statistics, both._needed, {}
+        return self
+
+    def _known_info(self) -> MeasurementsInfo:
+        if self.info is None:
+            raise MergeError(
+                "say neither of which model nor of which data they are",
+                subject="These measurements",
+                hint="Those of calipers.measure do, and can be saved and merged.",
+            )
+        return self.info
+
+    # For people
+
+    def summary(self) -> dict[str, Any]:
+        """Return what there is, as plain data; sizes are bytes in a file."""
+        rows, sizes = [], dict[str, int]()
+        for readers, statistics in readers_of(self.tensors()):
+            size = size_of(statistics)
+            for key, number in size.items():
+                sizes[key] = sizes.get(key, 0) + number
+            rows.append(_row(list(map(name_of, readers)), statistics, sum(size.values())))
+        total = sum(sizes.values())
+        for row in rows:
+            row["share"] = row["size"] / total if total else 0.0
+        return {**self._about(), "size": total, "statistics": sizes, "tensors": rows}
+
+    def _about(self) -> dict[str, Any]:
+        if self.info is None:
+            return {}
+        info = self.info
+        return {
+            "model": {"class": info.model, "fingerprint": info.fingerprint},
+            "samples": len(info.samples),
+            "tokens": info.tokens,
+            "calipers": info.calipers,
+            "complete": info.is_complete,
+        }
+
+    def __repr__(self) -> str:
+        parts = [] if self.info is None else [self.info.model]
+        parts.append(counted(len(readers_of(self.tensors())), "tensor"))
+        if self.info is not None:
+            samples = counted(len(self.info.samples), "sample")
+            parts += [samples, f"{self.info.tokens:,} tokens"]
+            parts += [] if self.info.is_complete else ["not finished"]
+        return f"Measurements({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        found = self.summary()
+        rows = [
+            {**row, "readers": len(row["readers"]), "share": f"{row['share']:.1%}"}
+            | {"statistics": ", ".join(row["statistics"])}
+            for row in found.pop("tensors")
+        ]
+        return facts_table(found, repr(self)) + html_table(rows)
+
+
+def check_measurements_file(
+    path: str | os.PathLike[str],
+    overwrite: bool = False,
+    inputs: Mapping[str, object] | None = None,
+) -> Path:
+    """Return the absolute path of an output file, or say why it cannot be written.
+
+    :param overwrite: whether a file of measurements that is there may be replaced
+    :param inputs: what the file is made from, by what messages call it
+    """
+    target = check_output_file(path, overwrite, inputs)
+    if target.exists() and not is_measurements(target):
+        raise CheckpointExistsError(
+            "is not replaced: it is no file of measurements",
+            subject=f"The output file '{target}'",
+            hint="Choose another one, or remove it yourself.",
+        )
+    return target
+
+
+def _row(readers: list[str], statistics: Statistics, size: int) -> dict[str, Any]:
+    fields = next((f for f in (s.fields() for s in statistics.values()) if "min_vals" in f), {})
+    return {
+        "tensor": readers[0],
+        "readers": readers,
+        "tokens": min((each.num_tokens for each in statistics.values()), default=0),
+        "min": float(fields["min_vals"].min()) if fields else None,
+        "max": float(fields["max_vals"].max()) if fields else None,
+        "statistics": list(statistics),
+        "size": size,
+    }

@@ -1,0 +1,132 @@
+"""``calipers measure``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from calipers.cli.command import CommandOutput
+from calipers.cli.options import (
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    Model,
+    Packing,
+    Samples,
+    Seed,
+    SeqLen,
+    Skip,
+    TextColumn,
+    Tokenizer,
+    TrustRemoteCode,
+)
+from calipers.cli.quantize import AllExperts, ShareInputs
+from calipers.cli.show import about
+from calipers.cli.sources import DATA_KINDS, compute_options, data_source, model_source, packing_for
+from calipers.errors import ConfigurationError
+from calipers.files.output_file import check_output_file
+from calipers.options import CalibrationOptions, DataOptions
+
+Output = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="FILE", help="Where the measurements go: a file."),
+]
+Collect = Annotated[
+    str,
+    typer.Option(
+        "--collect",
+        metavar="NAME[,NAME…]",
+        help="What is collected besides: hessian (of inputs), outputs, attention (queries, keys "
+        "and values).",
+    ),
+]
+Pipeline = Annotated[
+    str,
+    typer.Option(
+        "--pipeline",
+        metavar="NAME",
+        help="How data runs: basic (the whole model), sequential (layer by layer), auto.",
+    ),
+]
+SaveEvery = Annotated[
+    float,
+    typer.Option(
+        "--save-every",
+        metavar="SECONDS",
+        min=0,
+        help="When what was measured is written again, so that a run that dies can go on.",
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing file of measurements.")
+]
+
+
+def measure(
+    model: Model,
+    output: Output,
+    data: Data = None,
+    collect: Collect = "",
+    samples: Samples = 512,
+    skip: Skip = 0,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = 1,
+    packing: Packing = None,
+    text_column: TextColumn = None,
+    tokenizer: Tokenizer = None,
+    pipeline: Pipeline = "auto",
+    calibrate_all_experts: AllExperts = False,
+    share_inputs: ShareInputs = True,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    seed: Seed = 0,
+    save_every: SaveEvery = 60,
+    overwrite: Overwrite = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> CommandOutput:
+    """Run data through a model once, and keep what was seen in a file.
+
+    The same command goes on where one that was killed has stopped.
+
+    Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
+    """
+    # First: what is wrong is said before anything is imported.
+    check_output_file(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
+    source, texts = model_source(model), _texts(data)
+    from calipers.measuring import measure as run
+
+    found = run(
+        source,
+        texts,
+        collect=collect,
+        output_file=output,
+        overwrite=overwrite,
+        save_every=save_every,
+        data=DataOptions(
+            tokenizer=tokenizer,
+            num_samples=samples,
+            max_seq_length=seq_len,
+            batch_size=batch_size,
+            packing=packing_for(data, packing),
+            seed=seed,
+            skip=skip,
+            text_column=text_column,
+        ),
+        compute=compute_options(device, dtype, trust_remote_code),
+        calibration=CalibrationOptions(
+            pipeline=pipeline,  # type: ignore[arg-type]  # measure checks
+            calibrate_all_experts=calibrate_all_experts,
+            share_inputs=share_inputs,
+        ),
+    )
+    return about(found, output)
+
+
+def _texts(data: str | None) -> Any:
+    if data is None:
+        problem = "The command has no --data to measure with"
+        raise ConfigurationError(problem, hint=f"Give {DATA_KINDS}.")
+    return data_source(data, "calibration")

@@ -1,0 +1,314 @@
+"""Measurements as one safetensors file; docs/measurements.md describes it byte by byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from safetensors import safe_open
+from torch import Tensor
+
+from calipers.errors import MeasurementsError, MergeError, damaged_measurements, library_errors
+from calipers.files.json_files import parse_json_object
+from calipers.files.safetensors_header import StoredTensor, read_header
+from calipers.measurements.info import MeasurementsInfo
+from calipers.measurements.kinds import problem_with, problem_with_table, statistic_of
+from calipers.measurements.tensors import Place, Statistics, Tensors, name_of, readers_of
+from calipers.numerics.layout import STRATEGIES
+from calipers.statistics.base import Statistic
+from calipers.statistics.value_counts import TABLES
+
+FORMAT = "calipers.measurements"
+VERSION = 1
+HEADER = "calipers"
+CHECKSUM = "sha256"
+
+_DTYPES = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+_ALIGNMENT = 8
+Shape = list[Annotated[int, Field(ge=0)]]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StatisticHeader(_Strict):
+    """A statistic: what it measures, and the shapes of its fields."""
+
+    configuration: dict[str, Any]
+    fields: dict[str, Shape]
+
+
+class TensorHeader(_Strict):
+    """A tensor: where it is read, and what is known of it."""
+
+    readers: Annotated[list[str], Field(min_length=1)]
+    statistics: dict[str, StatisticHeader]
+
+
+class ModelHeader(_Strict):
+    """The model that was measured."""
+
+    model_class: Annotated[str, Field(alias="class")]
+    fingerprint: str
+
+
+class Header(_Strict):
+    """What the file says about itself."""
+
+    format: Literal["calipers.measurements"]
+    version: Literal[1]
+    calipers: str
+    complete: bool
+    run: dict[str, Any]
+    model: ModelHeader
+    samples: list[Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]]
+    tokens: Annotated[int, Field(ge=0)]
+    tensors: dict[str, TensorHeader]
+
+
+# Writing
+
+
+def encoded(info: MeasurementsInfo, tensors: Tensors) -> Iterator[bytes | memoryview]:
+    """Give the bytes of a file, part by part."""
+    described: dict[str, Any] = {}
+    stored: dict[str, Tensor] = {}
+    for readers, statistics in readers_of(tensors):
+        name = name_of(readers[0])
+        described[name] = {"readers": list(map(name_of, readers)), "statistics": {}}
+        for key, statistic in statistics.items():
+            described[name]["statistics"][key] = {
+                "configuration": statistic.configuration(),
+                "fields": {n: list(value.shape) for n, value in statistic.fields().items()},
+            }
+            stored |= {f"{name}/{key}.{n}": v for n, v in stored_fields(statistic).items()}
+    text = json.dumps(_head(info, described), separators=(",", ":"), ensure_ascii=False)
+    # The widest numbers come first, so that each tensor lies at a multiple of their size.
+    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
+    metadata = {HEADER: text, CHECKSUM: checksum(text, stored)}
+    yield from _file(metadata, {name: stored[name] for name in order})
+
+
+def _head(info: MeasurementsInfo, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "calipers": info.calipers,
+        "complete": info.is_complete,
+        "run": dict(info.run),
+        "model": {"class": info.model, "fingerprint": info.fingerprint},
+        "samples": list(info.samples),
+        "tokens": info.tokens,
+        "tensors": tensors,
+    }
+
+
+def stored_fields(statistic: Statistic) -> dict[str, Tensor]:
+    """Return the fields of a statistic as they are stored: tables of counts are sparse."""
+    found = {}
+    for name, value in statistic.fields().items():
+        packed = statistic.packed(name, value.detach()).cpu()
+        if name in TABLES and (not packed.numel() or int(packed.max()) < 2**31):
+            packed = packed.to(torch.int32)
+        found[name] = packed.contiguous()
+    return found
+
+
+def _file(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for name, tensor in tensors.items():
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        start += tensor.nbytes
+    head = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    head = head.ljust(-(-len(head) // _ALIGNMENT) * _ALIGNMENT)
+    yield len(head).to_bytes(8, "little") + head
+    yield from map(_bytes, tensors.values())
+
+
+def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the digest of the header and of all tensors, in the order of their names."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {_DTYPES[tensor.dtype]} {list(tensor.shape)}\n".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+# Reading
+
+
+def decoded(file: Path) -> tuple[MeasurementsInfo, dict[Place, dict[str, Statistic]]]:
+    """Read a file; refuse it as a whole where anything in it cannot be."""
+    try:
+        stored = read_header(file, damaged_measurements)
+    except MeasurementsError:
+        raise
+    except OSError as error:
+        raise damaged_measurements(file, f"it cannot be read ({error.strerror})") from error
+    with library_errors(lambda words: damaged_measurements(file, words)):
+        return _Reader(file, stored).read()
+
+
+def is_measurements(file: Path) -> bool:
+    """Whether a file says that it holds measurements, of whatever version."""
+    try:
+        read_header(file, damaged_measurements)
+        with safe_open(file, "pt") as opened:
+            return HEADER in (opened.metadata() or {})
+    except (MeasurementsError, OSError):
+        return False
+
+
+class _Reader:
+    """Reads one file."""
+
+    def __init__(self, file: Path, stored: Mapping[str, StoredTensor]) -> None:
+        self._file, self._stored = file, stored
+        self._used: set[str] = set()
+
+    def read(self) -> tuple[MeasurementsInfo, dict[Place, dict[str, Statistic]]]:
+        with safe_open(self._file, "pt") as opened:
+            metadata = opened.metadata() or {}
+            if HEADER not in metadata or CHECKSUM not in metadata:
+                raise self._damaged(f"its header has no '{HEADER}' and no '{CHECKSUM}'")
+            raw = parse_json_object(metadata[HEADER].encode(), self._file, damaged_measurements)
+            self._check_version(raw)
+            for name, each in self._stored.items():
+                if each.dtype not in _DTYPES:
+                    raise self._damaged(f"'{name}' is of {each.dtype}, which no field is")
+            tensors = {name: opened.get_tensor(name) for name in self._stored}
+        if checksum(metadata[HEADER], tensors) != metadata[CHECKSUM]:
+            raise self._damaged("its checksum is not that of its content: some of it has changed")
+        header = self._validated(raw)
+        places = self._places(header, tensors)
+        unused = sorted(tensors.keys() - self._used)
+        if unused:
+            raise self._damaged(f"its header does not speak of '{unused[0]}'")
+        return self._info(header), places
+
+    def _damaged(self, problem: str) -> MeasurementsError:
+        return damaged_measurements(self._file, problem)
+
+    def _check_version(self, raw: Mapping[str, Any]) -> None:
+        found, version = raw.get("format"), raw.get("version")
+        if found != FORMAT:
+            raise self._damaged(f"its format is {found!r}, not '{FORMAT}'")
+        if version != VERSION or isinstance(version, bool):
+            raise MeasurementsError(
+                f"is of version {version!r} of the format, and this Calipers reads version "
+                f"{VERSION}",
+                subject=f"The file '{self._file}'",
+                hint="Read it with the Calipers that wrote it, or measure again with this one.",
+            )
+
+    def _validated(self, raw: Mapping[str, Any]) -> Header:
+        try:
+            return Header.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = " → ".join(map(str, first["loc"]))
+            raise self._damaged(f"its header, {place}: {first['msg']}") from error
+
+    def _info(self, header: Header) -> MeasurementsInfo:
+        if header.complete != (not header.run):
+            raise self._damaged("it says that it is complete, and how to go on")
+        return MeasurementsInfo(
+            header.model.model_class,
+            header.model.fingerprint,
+            tuple(header.samples),
+            header.tokens,
+            header.calipers,
+            header.run,
+        )
+
+    def _places(
+        self, header: Header, tensors: Mapping[str, Tensor]
+    ) -> dict[Place, dict[str, Statistic]]:
+        found: dict[Place, dict[str, Statistic]] = {}
+        for name, entry in header.tensors.items():
+            statistics = {
+                key: self._statistic(f"{name}/{key}", each, tensors)
+                for key, each in entry.statistics.items()
+            }
+            for place in self._read_at(name, entry.readers):
+                if place in found:
+                    raise self._damaged(f"it has '{name_of(place)}' twice")
+                found[place] = dict(statistics)
+        return found
+
+    def _read_at(self, name: str, readers: Iterable[str]) -> Iterator[Place]:
+        if name not in readers:
+            raise self._damaged(f"'{name}' is not among its own readers")
+        for reader in readers:
+            module, _, base_name = reader.rpartition(".")
+            if not module or base_name not in STRATEGIES:
+                raise self._damaged(f"'{reader}' is no tensor of a module")
+            yield module, base_name
+
+    def _statistic(
+        self, where: str, header: StatisticHeader, tensors: Mapping[str, Tensor]
+    ) -> Statistic:
+        with library_errors(lambda words: self._damaged(f"{where}: {words}")):
+            statistic = statistic_of(header.configuration)
+        statistic.owner = where
+        fields = {}
+        for name, shape in header.fields.items():
+            stored = f"{where}.{name}"
+            if name not in statistic.declared() or stored not in tensors:
+                raise self._damaged(f"it has no '{stored}', or should not have it")
+            self._used.add(stored)
+            fields[name] = self._field(statistic, name, tensors[stored], tuple(shape), stored)
+        problem = problem_with(statistic, fields)
+        if problem:
+            raise self._damaged(f"{where}: {problem}")
+        statistic.load_fields(fields)
+        return statistic
+
+    def _field(
+        self, statistic: Statistic, name: str, saved: Tensor, shape: tuple[int, ...], stored: str
+    ) -> Tensor:
+        if name in TABLES:
+            problem = problem_with_table(saved, shape)
+            if problem is None and saved.dtype == torch.int32:
+                saved = saved.to(torch.int64)
+        else:
+            fits = tuple(saved.shape) == shape
+            problem = None if fits else f"its shape is {tuple(saved.shape)}, not {shape}"
+        if problem:
+            raise self._damaged(f"{stored}: {problem}")
+        try:
+            return statistic.unpacked(name, saved, shape)
+        except MergeError as error:
+            raise self._damaged(f"{stored}: {error.context.what}") from error
+
+
+def size_of(statistics: Statistics) -> dict[str, int]:
+    """Return how many bytes each statistic of a tensor takes in a file."""
+    return {
+        key: sum(value.nbytes for value in stored_fields(each).values())
+        for key, each in statistics.items()
+    }

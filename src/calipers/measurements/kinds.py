@@ -1,0 +1,108 @@
+"""The statistics that can be kept in a file: made from what they say of themselves, and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.kernels.counts import BINS
+from calipers.statistics.base import Statistic
+from calipers.statistics.hessian import BlockHessians
+from calipers.statistics.moments import NonFinite, SquareSums
+from calipers.statistics.ranges import Extrema
+from calipers.statistics.value_counts import TABLES, ValueCounts
+
+
+def _extrema(base_name: str, nonfinite: str, **cut: Any) -> Extrema:
+    return Extrema(base_name, QuantizationArgs(num_bits=8, **cut), nonfinite=nonfinite)
+
+
+_KINDS: Mapping[str, Callable[..., Statistic]] = {
+    "BlockHessians": BlockHessians,
+    "Extrema": _extrema,
+    "SquareSums": SquareSums,
+    "ValueCounts": ValueCounts,
+}
+
+
+def statistic_of(configuration: Mapping[str, Any]) -> Statistic:
+    """Return an empty statistic of a configuration; ValueError where there is none.
+
+    >>> statistic_of({"class": "SquareSums", "nonfinite": "raise"}).configuration()
+    {'class': 'SquareSums', 'nonfinite': 'raise'}
+    """
+    options = dict(configuration)
+    kind = options.pop("class", None)
+    if kind not in _KINDS:
+        raise ValueError(f"there is no statistic {kind!r}")
+    if not (options.get("nonfinite", "keep") in get_args(NonFinite) and _is_width(options)):
+        raise ValueError(f"there is no {kind} of {options}")
+    made = _KINDS[kind](**options)
+    if made.configuration() != dict(configuration):
+        raise ValueError(f"there is no {kind} of {options}")
+    return made
+
+
+def _is_width(options: Mapping[str, Any]) -> bool:
+    width = options.get("width", 1)
+    return isinstance(width, int) and width > 0
+
+
+def problem_with(statistic: Statistic, fields: Mapping[str, Tensor]) -> str | None:
+    """Say why a statistic cannot have such fields, if it cannot; none are those of no data."""
+    if not fields:
+        return None
+    optional = TABLES if isinstance(statistic, ValueCounts) else {}
+    missing = [name for name in statistic.declared() if name not in {*fields, *optional}]
+    if missing or (optional and not optional.keys() & fields.keys()):
+        return f"it lacks {', '.join(missing or optional)}"
+    for name, value in fields.items():
+        problem = _problem_with_field(name, value)
+        if problem:
+            return f"{name} {problem}"
+    return _problem_with_all(statistic, fields)
+
+
+def _problem_with_field(name: str, value: Tensor) -> str | None:
+    if name in TABLES:
+        return None  # checked when it was unpacked
+    if name.endswith("_like"):
+        fits = value.is_floating_point() and value.shape == (0,)
+        return None if fits else "must be an empty tensor of floats"
+    if name in ("min_vals", "max_vals"):
+        fits = value.is_floating_point() and bool(torch.isfinite(value).all())
+        return None if fits else "must be finite floats"
+    if name.endswith("_sum"):
+        fits = value.dtype == torch.float64 and bool(torch.isfinite(value).all())
+        return None if fits else "must be finite float64"
+    fits = value.dtype == torch.int64 and not value.ndim and int(value) >= 0
+    return None if fits else "must be one int64, not below zero"
+
+
+def _problem_with_all(statistic: Statistic, fields: Mapping[str, Tensor]) -> str | None:
+    if isinstance(statistic, Extrema):
+        low, high = fields["min_vals"], fields["max_vals"]
+        if low.shape != high.shape or bool((low > high).any()):
+            return "min_vals must be as many as max_vals, and none above its maximum"
+    if isinstance(statistic, SquareSums):
+        squares = fields["_imatrix_sum"]
+        if squares.ndim != 1 or bool((squares < 0).any()):
+            return "_imatrix_sum must be one number for each channel, not below zero"
+    if isinstance(statistic, BlockHessians):
+        sums, width = fields["_hessian_sum"], statistic.configuration()["width"]
+        if sums.ndim != 3 or sums.shape[1:] != (width, width):
+            return f"_hessian_sum must be of shape (blocks, {width}, {width})"
+    return None
+
+
+def problem_with_table(packed: Tensor, shape: tuple[int, ...]) -> str | None:
+    """Say why a table of counts cannot be of a shape: it would have pieces without values."""
+    if not shape or shape[-1] != BINS or packed.ndim != 2:
+        return f"it must be of shape (2, n), for a table of shape (…, {BINS})"
+    pieces = math.prod(shape[:-1])
+    return None if 1 <= pieces <= packed.shape[-1] else f"{pieces} tables without a value in each"

@@ -1,0 +1,276 @@
+"""From a model and data to measurements, of which it can be quantized in any way afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from calipers.calibration.context import Calibration
+from calipers.calibration.data import Batches
+from calipers.calibration.experts import fused_experts, unfuse_experts
+from calipers.calibration.pipelines import Run
+from calipers.calibration.precision import dtype_choice
+from calipers.calibration.progress import Progress
+from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks
+from calipers.calibration.snapshot import left_as_found
+from calipers.checkpoint.fingerprint import model_fingerprint
+from calipers.checkpoint.source import source_folder
+from calipers.errors import (
+    ANY,
+    CalipersWarning,
+    ConfigurationError,
+    FusedExpertsError,
+    Option,
+    counted,
+    no_meaning,
+    shortened,
+)
+from calipers.files.output_file import output_file as place_of
+from calipers.jobs import PIPELINES, Job, check_options
+from calipers.measurements import Measurements, MeasurementsInfo
+from calipers.measurements.info import sample_digests
+from calipers.measurements.partial import PartialFile, remove_superfluous
+from calipers.measurements.store import check_measurements_file
+from calipers.measurements.tensors import unified
+from calipers.options import (
+    CalibrationOptions,
+    ComputeOptions,
+    DataOptions,
+    MeasureKeywords,
+    MeasureOptions,
+)
+from calipers.planning.collecting import check_collected, collecting_plan
+from calipers.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
+
+SAVE_EVERY = 60.0
+"""Seconds between two files of what was measured so far."""
+
+
+def measure(
+    model: PreTrainedModel | str | Path,
+    dataset: Any,
+    *,
+    collect: str | Collection[str] = (),
+    output_file: str | Path | None = None,
+    overwrite: bool = False,
+    save_every: float = SAVE_EVERY,
+    data: DataOptions | None = None,
+    compute: ComputeOptions | None = None,
+    calibration: CalibrationOptions | None = None,
+    **keywords: Unpack[MeasureKeywords],
+) -> Measurements:
+    """Run data through a model, and return what was seen of the inputs of its Linear modules.
+
+    The model is left as it was. Under ``torchrun`` every process calls this with the same
+    arguments, takes its share of the data, and returns the measurements of all.
+
+    :param model: a transformers model, or the path or name to load one from
+    :param dataset: whatever :func:`calipers.oneshot` takes
+    :param collect: what is collected besides: ``hessian`` (Σ x xᵀ of inputs), ``outputs`` (value
+        counts and extrema), ``attention`` (those of queries, keys and values, also of each head)
+    :param output_file: where the measurements are written; None writes nothing. What was measured
+        is written now and then to a file beside it, ``….partial``: if the process dies, the same
+        call goes on from there (one process, pipeline ``basic``)
+    :param overwrite: whether a file of measurements that is there is replaced
+    :param save_every: how many seconds pass until what was measured is written again
+    :param data: which samples are taken: :class:`calipers.options.DataOptions`
+    :param compute: where the model computes, and in which dtype
+    :param calibration: how data runs through it; ``on_unseen`` and the pipeline ``datafree`` have
+        no meaning here
+    :param keywords: the options of all groups, one by one
+    """
+    options = MeasureOptions.merged(keywords, data=data, compute=compute, calibration=calibration)
+    _check(options)
+    collected = check_collected(collect)
+    with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
+        wanted = options.compute.progress if ranks.rank == 0 else False
+        job = _Job(options, ranks, Progress.of(wanted))
+        job.read(model, dataset, collected, output_file, overwrite)
+        loaded, tokenizer = job.load(model)
+        with job.partial_file(output_file, save_every) as partial:
+            if output_file is not None and ranks.rank == 0:
+                check_measurements_file(output_file, overwrite)  # a writer was waited for
+            with left_as_found(loaded):
+                found = job.measure(loaded, dataset, tokenizer, collected, partial)
+            with ranks.step("writing the measurements"):
+                if partial is not None:
+                    partial.finish(found, overwrite=overwrite)
+    _warn_of_unseen(found, ranks)
+    return found
+
+
+def _check(options: MeasureOptions) -> None:
+    check_options(options)
+    calibration = options.calibration
+    if calibration.gives("on_unseen"):
+        raise no_meaning("on_unseen", calibration.on_unseen, "measurements")
+    if calibration.pipeline == "datafree":
+        raise no_meaning("pipeline", "datafree", "measurements")
+
+
+@dataclass(frozen=True)
+class _Job(Job):
+    """The parts of a call, in the order in which all processes take them."""
+
+    def read(
+        self,
+        model: Any,
+        dataset: Any,
+        collected: tuple[str, ...],
+        output_file: str | Path | None,
+        overwrite: bool,
+    ) -> None:
+        """Check the arguments, which must be the same in all processes."""
+        options = self.options
+        with self.ranks.step("reading the arguments"):
+            if dataset is None:
+                problem = "Measuring needs data, and there is no " + Option("dataset")
+                raise ConfigurationError(problem, hint="Pass " + Option("dataset", ANY))
+            if output_file is not None and self.ranks.rank == 0:
+                start = model if isinstance(model, (str, Path)) else source_folder(model)
+                inputs = {"model": start, "data": dataset, "tokenizer": options.data.tokenizer}
+                remove_superfluous(check_measurements_file(output_file, True, inputs))
+                check_measurements_file(output_file, overwrite, inputs)
+        self.ranks.agree(
+            {
+                "collect": list(collected),
+                "pipeline": options.calibration.pipeline,
+                "calibrate_all_experts": options.calibration.calibrate_all_experts,
+                "dtype": dtype_choice(options.compute.dtype),
+                **options.data.sampling(),
+            }
+        )
+
+    @contextmanager
+    def partial_file(
+        self, output: str | Path | None, seconds: float
+    ) -> Iterator[PartialFile | None]:
+        """Own the place of the output, if there is one; the first process writes it."""
+        if output is None or self.ranks.rank > 0:
+            yield None
+            return
+        with place_of(Path(output).resolve()) as place:
+            yield PartialFile(place, seconds)
+
+    def measure(
+        self,
+        model: PreTrainedModel,
+        dataset: Any,
+        tokenizer: Any,
+        collected: tuple[str, ...],
+        partial: PartialFile | None,
+    ) -> Measurements:
+        """Let the data run, and return what was seen of it in all processes."""
+        device, dtype = self.device_and_dtype(model)
+        with self.ranks.step("planning"), self.progress.waiting("reading the data"):
+            about = MeasurementsInfo(type(model).__name__, model_fingerprint(model))
+            plan = self._plan(model, collected)
+            batches = self.batches_for(model, dataset, tokenizer, for_ranges=True)
+            chosen = self.choose_pipeline(plan, model, device, dtype)
+        chosen = self.agreed_pipeline(chosen)
+        seen = _Seen(about, batches)
+        done = 0
+        if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
+            arguments = {"dtype": str(dtype).removeprefix("torch."), "collect": list(collected)}
+            done = partial.begin({**arguments, **seen.arguments(), **self._arguments()})
+        share = self.options.calibration.share_inputs
+        with Calibration(model, plan, share_inputs=share, dtype=dtype) as calibration:
+
+            def after_batch(index: int) -> None:
+                if partial is not None and self.ranks.world_size == 1:
+                    number = done + index + 1
+                    partial.save(seen.info(number), calibration.so_far(), number)
+
+            run = Run(
+                calibration,
+                lambda names: self._merge(calibration, names),
+                self.ranks,
+                self.progress,
+                device,
+                dtype,
+                after_batch=after_batch,
+            )
+            PIPELINES[chosen](run, replace(batches, batches=batches.batches[done:]))
+        tensors: Any = calibration.measurements.tensors()
+        tensors = tensors if partial is None else partial.with_earlier(tensors)
+        return Measurements.of_tensors(self._info(seen), unified(tensors))
+
+    def _arguments(self) -> dict[str, Any]:
+        experts = self.options.calibration.calibrate_all_experts
+        return {"calibrate_all_experts": experts, **self.options.data.sampling()}
+
+    def _plan(self, model: PreTrainedModel, collected: Collection[str]) -> Plan:
+        """Plan for a model whose fused experts become modules, where they can be told apart."""
+        for name in fused_experts(model):
+            try:
+                unfuse_experts(model, [name])
+            except FusedExpertsError as error:
+                error.add_hint("They are not measured.")
+                warnings.warn(CalipersWarning(error.context.text), stacklevel=2)
+                continue
+            every = self.options.calibration.calibrate_all_experts
+            vars(model.get_submodule(name))["calibrate_all_experts"] = every
+        return collecting_plan(model, collected)
+
+    def _merge(self, calibration: Calibration, names: Iterable[str]) -> Mapping[str, Tensor]:
+        self.ranks.merge(calibration.measurements.of(names))
+        return {}
+
+    def _info(self, seen: _Seen) -> MeasurementsInfo:
+        """Return what all processes have seen."""
+        mine = seen.info(len(seen.batches))
+        everywhere = self.ranks.share((list(mine.samples), mine.tokens))
+        samples = sorted(each for samples, _ in everywhere for each in samples)
+        return replace(mine, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The data of a process, and what of it was seen after so many batches."""
+
+    about: MeasurementsInfo
+    batches: Batches
+
+    def info(self, count: int) -> MeasurementsInfo:
+        """Return what to say after so many batches."""
+        chosen = Batches(self.batches.batches[:count])
+        samples = sorted(each for digests in _digests(chosen) for each in digests)
+        return replace(self.about, samples=tuple(samples), tokens=chosen.num_tokens)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return by what the model and the data of a run are known."""
+        order = str(list(_digests(self.batches)))
+        digest = hashlib.sha256(order.encode()).hexdigest()[:16]
+        return {"model": self.about.fingerprint, "data": digest}
+
+
+def _digests(batches: Batches) -> Iterator[list[str]]:
+    return (sample_digests(each["input_ids"], each["attention_mask"]) for each in batches)
+
+
+def _warn_of_unseen(found: Measurements, ranks: Ranks) -> None:
+    tensors = found.tensors()
+    unseen = [
+        ".".join(place)
+        for place, statistics in tensors.items()
+        if not all(each.num_tokens for each in statistics.values())
+    ]
+    if unseen and ranks.rank == 0:
+        told = CalipersWarning(
+            f"{len(unseen)} of {counted(len(tensors), 'tensor')} saw no token: {shortened(unseen)}",
+            hint="Merge with measurements of other data, or let experts see all tokens: "
+            + Option("calibrate_all_experts", True)
+            + ".",
+        )
+        warnings.warn(told, stacklevel=3)
