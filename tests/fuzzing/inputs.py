@@ -111,6 +111,7 @@ def _kinds() -> dict[str, list[Kind]]:
             *("recipe", ("recipe.yaml",), mutations.some_yaml),
             *("plan {model} --recipe {recipe}", "quantize {model} -o {output} --recipe {recipe}"),
         ),
+        *kinds("measurements", ("m.safetensors",), mutations.some_tensors, "show {measurements}"),
         *kinds("checkpoint", ("w4a16/config.json",), mutations.some_config, _COMPARE),
         *kinds("checkpoint", ("w4a16/model.safetensors",), mutations.some_tensors, _COMPARE),
     ]
@@ -141,6 +142,7 @@ class Case:
             "chats": folder / "chats.jsonl",
             "checkpoint": folder / "w4a16",
             "recipe": folder / "recipe.yaml",
+            "measurements": folder / "m.safetensors",
             "output": folder / "out",
         }
         command = kind.commands[random.randrange(len(kind.commands))]
@@ -181,6 +183,8 @@ def make_sound(folder: Path) -> Path:
     (folder / "text.json").write_text(json.dumps(records))
     (folder / "text.txt").write_text("\n".join(TEXTS))
     (folder / "recipe.yaml").write_text(RECIPE)
+    few = {"num_samples": 3, "max_seq_length": 16, "progress": False}
+    calipers.measure(llama, TEXTS, tokenizer=folder / "llama", **few).save(folder / "m.safetensors")
     _write_parquet(folder / "text.parquet")
     return folder
 
