@@ -7,7 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,6 +57,23 @@ def run(
     return subprocess.CompletedProcess(
         [*PROGRAM, *arguments], ended.exit_code, ended.stdout, ended.stderr
     )
+
+
+def refused(
+    arguments: Sequence[object], *texts: str, code: int = 2, cwd: Path, **options: object
+) -> None:
+    """The command fails with these words, on standard error alone, and changes nothing."""
+    before = sorted(cwd.rglob("*"))
+    done = run(*map(str, arguments), cwd=cwd, **options)  # type: ignore[arg-type]
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    for text in texts:
+        assert text in done.stderr
+    for word in ("=True", "dataset=", "output_dir", "tokenizer="):
+        assert word not in done.stderr
+    assert sorted(cwd.rglob("*")) == before
 
 
 def run_apart(

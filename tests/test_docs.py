@@ -15,7 +15,7 @@ from calipers.demo.run import VARIANTS
 from calipers.numerics import formats
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/measurements.md")]
 DOCUMENTS += sorted((ROOT / "src").rglob("*.md"))
 
 
@@ -97,3 +97,11 @@ def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
         if not link.startswith("http"):
             assert (document.parent / link).exists(), link
+
+
+def test_the_reader_of_measurements_is_short_and_needs_nothing_of_calipers() -> None:
+    (reader,) = (b for b in blocks(ROOT / "docs" / "measurements.md") if "safe_open" in b)
+    assert len(reader.splitlines()) <= 30
+    assert set(re.findall(r"^(?:import|from) (\w+)", reader, re.MULTILINE)) == {
+        *("hashlib", "json", "safetensors", "torch")
+    }

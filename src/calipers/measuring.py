@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from calipers.calibration.context import Calibration
@@ -182,8 +183,7 @@ class _Job(Job):
         seen = _Seen(about, batches)
         done = 0
         if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
-            arguments = {"dtype": str(dtype).removeprefix("torch."), "collect": list(collected)}
-            done = partial.begin({**arguments, **seen.arguments(), **self._arguments()})
+            done = partial.begin(self._arguments(seen, dtype, collected))
         share = self.options.calibration.share_inputs
         with Calibration(model, plan, share_inputs=share, dtype=dtype) as calibration:
 
@@ -206,9 +206,18 @@ class _Job(Job):
         tensors = tensors if partial is None else partial.with_earlier(tensors)
         return Measurements.of_tensors(self._info(seen), unified(tensors))
 
-    def _arguments(self) -> dict[str, Any]:
-        experts = self.options.calibration.calibrate_all_experts
-        return {"calibrate_all_experts": experts, **self.options.data.sampling()}
+    def _arguments(
+        self, seen: _Seen, dtype: torch.dtype, collected: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """Return what a run that goes on has in common with the one before it."""
+        return {
+            "model": seen.about.fingerprint,
+            "dtype": str(dtype).removeprefix("torch."),
+            "collect": list(collected),
+            "calibrate_all_experts": self.options.calibration.calibrate_all_experts,
+            **self.options.data.sampling(),
+            "data": seen.digest(),
+        }
 
     def _plan(self, model: PreTrainedModel, collected: Collection[str]) -> Plan:
         """Plan for a model whose fused experts become modules, where they can be told apart."""
@@ -248,11 +257,10 @@ class _Seen:
         samples = sorted(each for digests in _digests(chosen) for each in digests)
         return replace(self.about, samples=tuple(samples), tokens=chosen.num_tokens)
 
-    def arguments(self) -> dict[str, Any]:
-        """Return by what the model and the data of a run are known."""
+    def digest(self) -> str:
+        """Return by what the data is known: its samples, in their order and in batches."""
         order = str(list(_digests(self.batches)))
-        digest = hashlib.sha256(order.encode()).hexdigest()[:16]
-        return {"model": self.about.fingerprint, "data": digest}
+        return hashlib.sha256(order.encode()).hexdigest()[:16]
 
 
 def _digests(batches: Batches) -> Iterator[list[str]]:

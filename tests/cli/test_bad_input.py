@@ -9,28 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from shell import run
+from shell import refused, run
 from unprivileged import as_anybody
 
 W4A16 = ("--scheme", "W4A16")
 WITH_DATA = (*W4A16, "--observer", "optimal")
-
-
-def refused(
-    arguments: Sequence[object], *texts: str, code: int = 2, cwd: Path, **options: object
-) -> None:
-    """The command fails with these words, on standard error alone, and changes nothing."""
-    before = sorted(cwd.rglob("*"))
-    done = run(*map(str, arguments), cwd=cwd, **options)  # type: ignore[arg-type]
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("Error: ")
-    assert done.stderr.count("\n") == 1
-    for text in texts:
-        assert text in done.stderr
-    for word in ("=True", "dataset=", "output_dir", "tokenizer="):
-        assert word not in done.stderr
-    assert sorted(cwd.rglob("*")) == before
 
 
 # Words

@@ -10,7 +10,10 @@ from shell import environment, run
 
 from calipers import __version__
 
-COMMANDS = ("quantize", "plan", "evaluate", "observers", "schemes", "doctor", "demo")
+COMMANDS = (
+    *("quantize", "plan", "evaluate", "measure", "merge", "show"),
+    *("observers", "schemes", "doctor", "demo"),
+)
 HEAVY = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "rich", "numpy", "yaml"}
 
 

@@ -1,0 +1,113 @@
+"""``calipers measure``, ``merge`` and ``show``: from data to a file, and what is in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import refused, run
+
+from calipers import Measurements
+
+FEW = ("--samples", "4", "--seq-len", "16")
+
+
+def as_json(*arguments: object, cwd: Path) -> Any:
+    done = run(*map(str, arguments), "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def files(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two halves of the data, and all of it."""
+    folder = tmp_path_factory.mktemp("files")
+    parts = {"a": FEW, "b": (*FEW, "--skip", "4"), "ab": ("--samples", "8", "--seq-len", "16")}
+    for name, options in parts.items():
+        done = run("measure", str(model), "--data", str(text), *options, "-o", name, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"Written to {name}: ")
+    return folder
+
+
+def test_halves_that_are_merged_are_the_whole(files: Path, tmp_path: Path) -> None:
+    told = as_json("merge", files / "a", files / "b", "-o", "c", cwd=tmp_path)
+    assert (told["samples"], told["tokens"], told["complete"]) == (8, 128, True)
+    merged, whole = (as_json("show", file, cwd=tmp_path) for file in ("c", files / "ab"))
+    for told in (merged, whole):
+        assert told.pop("file")
+    assert merged == whole
+    assert whole["model"]["class"] == "LlamaForCausalLM"
+    assert whole["size"] == sum(row["size"] for row in whole["tensors"])
+    assert {row["tokens"] for row in whole["tensors"]} == {128}
+    readers = [name for row in whole["tensors"] for name in row["readers"]]
+    assert len(readers) == len(set(readers)) == 2 * 7 + 1
+    info = Measurements.load(tmp_path / "c").info
+    assert info is not None
+    assert len(set(info.samples)) == 8
+
+
+def test_what_is_shown(files: Path) -> None:
+    done = run("show", "ab", cwd=files)
+    row = next(line.split() for line in done.stdout.splitlines() if "0.self_attn.q_proj" in line)
+    assert row[:3] == ["model.layers.0.self_attn.q_proj.input", "3", "128"]
+    assert row[-1].endswith("%")
+    for word in ("LlamaForCausalLM", "fingerprint", "counts", "channel_extrema", "squares"):
+        assert word in done.stdout
+
+
+def test_what_else_is_collected(model: Path, text: Path, tmp_path: Path) -> None:
+    options = (*FEW, "--collect", "hessian,outputs, attention", "-o", "m")
+    told = as_json("measure", model, "--data", text, *options, cwd=tmp_path)
+    assert {"hessian", "head_counts"} <= told["statistics"].keys()
+    assert {row["tensor"].rpartition(".")[2] for row in told["tensors"]} == {
+        *("input", "output", "q", "k", "v")
+    }
+    assert told["file_size"] == (tmp_path / "m").stat().st_size > told["size"]
+
+
+MEASURE = ("measure", "{model}", "--data", "{text}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((*MEASURE, "-o", "folder"), 7, "folder': it is a folder. Choose another file."),
+        ((*MEASURE, "-o", "file/m"), 7, "file' is a file. Choose another file."),
+        ((*MEASURE, "-o", "file"), 7, "or pass --overwrite to replace it."),
+        ((*MEASURE, "-o", "file", "--overwrite"), 7, "it is no file of measurements"),
+        ((*MEASURE, "-o", "{text}", "--overwrite"), 7, "would replace the data in use"),
+        (
+            (*MEASURE, "-o", "{model}/config.json", "--overwrite"),
+            *(7, "would replace the model in use"),
+        ),
+        (("measure", "{model}", "-o", "m"), 2, "The command has no --data to measure with."),
+        ((*MEASURE, "-o", "m", "--collect", "x"), 2, "--collect x is not allowed."),
+        (("merge", "a", "-o", "m"), 2, "has 1 file to merge. Give two or more."),
+        (("merge", "a", "a", "-o", "m"), 5, "'a': Cannot merge: 4 samples were seen by both"),
+        (("merge", "a", "ab", "-o", "ab", "--overwrite"), 7, "would replace the file in use"),
+        (("merge", "a", "file", "-o", "m"), 2, "is damaged, or no file of measurements"),
+        (("show", "file"), 2, "is damaged, or no file of measurements: 6 bytes, which end before"),
+        (("show", "gone"), 2, "it cannot be read (No such file or directory)"),
+        (("show", "{model}/model.safetensors"), 2, "its header has no 'calipers'"),
+    ],
+)
+def test_what_is_refused(
+    arguments: Sequence[str],
+    code: int,
+    said: str,
+    files: Path,
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "ab"):
+        shutil.copy(files / name, tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("my own")
+    words = [word.format(model=model, text=text) for word in arguments]
+    refused(words, said, code=code, cwd=tmp_path)
