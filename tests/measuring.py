@@ -1,9 +1,14 @@
-"""What two measurements have in common."""
+"""What two measurements have in common, and what processes measure together."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import rank_jobs
+import rank_processes
 import torch
 
+import calipers
 from calipers import Measurements
 from calipers.statistics.base import Statistic
 
@@ -28,3 +33,17 @@ def _assert_same_fields(one: Statistic, other: Statistic) -> None:
         else:
             assert value.dtype == theirs[name].dtype
             assert torch.equal(value, theirs[name]), (one.label(), name)
+
+
+def measure_experts(folder: Path) -> str:
+    """Measure a model of whose experts each process sees others; imported by name."""
+    rank = rank_processes.distributed_rank()
+    found = calipers.measure(
+        rank_jobs.routed_mixtral(),
+        rank_jobs.routed_texts(0, 1, 2, 0, 1),  # nobody sees the fourth
+        collect=("hessian", "outputs"),
+        output_file=folder / "output.safetensors",
+        progress=False,
+        timeout=rank_jobs.LONG,
+    )
+    return str(found.save(folder / f"{rank}.safetensors"))

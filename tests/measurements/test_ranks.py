@@ -1,0 +1,38 @@
+"""Several processes, each with its share of the data, find what one finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_processes
+from measuring import assert_same, measure_experts
+
+from calipers import Measurements
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Any]]]:
+    folders = {world: tmp_path_factory.mktemp(str(world)) for world in (1, 3)}
+    return {
+        world: (folder, rank_processes.run(world, folder, [measure_experts]))
+        for world, folder in folders.items()
+    }
+
+
+def test_each_process_has_what_one_alone_finds(
+    found: dict[int, tuple[Path, list[Any]]],
+) -> None:
+    (alone,) = found[1][1]
+    expected = Measurements.load(alone["measure_experts"])
+    assert expected.info is not None
+    assert len(expected.info.samples) == 5
+    folder, results = found[3]
+    for result in results:
+        assert_same(Measurements.load(result["measure_experts"]), expected)
+    assert_same(Measurements.load(folder / "output.safetensors"), expected)
+    tokens = {
+        name: expected.tokens(f"model.layers.0.mlp.experts.{name}.up_proj") for name in range(4)
+    }
+    assert tokens == {0: 32, 1: 32, 2: 16, 3: 0}
