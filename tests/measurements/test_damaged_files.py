@@ -175,6 +175,20 @@ def test_another_version_is_not_damaged(sound: Path, tmp_path: Path) -> None:
     assert "is of version 2 of the format, and this Calipers reads version 1. Read it with" in said
 
 
+def test_tensors_in_other_places_or_of_other_dtypes_are_noticed(
+    sound: Path, tmp_path: Path
+) -> None:
+    _, tensors = taken_apart(sound)
+    with safe_open(sound, "pt") as opened:
+        metadata = opened.metadata()
+    one, other = (f"{name}/squares._imatrix_sum" for name in (TENSOR, "lm_head.input"))
+    swapped = {**tensors, one: tensors[other], other: tensors[one]}
+    empty = {**tensors, f"{TENSOR}/extrema.observed_like": torch.empty(0, dtype=torch.float16)}
+    for changed in (swapped, empty):
+        save_file(changed, tmp_path / "m", metadata)
+        assert "its checksum is not that of its content" in refusal(tmp_path / "m")
+
+
 def test_files_of_other_kinds(sound: Path, tmp_path: Path) -> None:
     content = sound.read_bytes()
     file = tmp_path / "m"

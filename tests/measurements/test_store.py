@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from calipers.measurements import Measurements
+from calipers.measurements.tensors import readers_of
 from calipers.statistics.moments import SquareSums
 
 
@@ -54,3 +55,14 @@ def test_what_is_replaced_or_forgotten_is_gone() -> None:
     assert seen.of(["up"]) == [other]
     seen.forget(["up"])
     assert (seen.of(["up"]), seen.needed("up")) == ([], [])
+
+
+def test_tensors_are_one_if_all_that_is_known_of_them_is_equal() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    other = x.clone()
+    other[0, 0] = 9.0
+    seen = Measurements()
+    for module, tensor in {"q": x, "k": x.clone(), "up": other}.items():
+        seen.add(module, "input", "squares", SquareSums()).update(tensor)
+    readers = [[module for module, _ in places] for places, _ in readers_of(seen.tensors())]
+    assert readers == [["q", "k"], ["up"]]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from calipers.errors import ConfigurationError, MeasurementsError
+from calipers.errors import ConfigurationError, MeasurementsError, damaged_measurements
 from calipers.files.output_file import OutputFile
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.store import Measurements
@@ -50,7 +50,10 @@ class PartialFile:
             raise
         run = {} if self._before.info is None else self._before.info.run
         self._check(run.get("arguments"))
-        return int(run["batches"])
+        batches = run.get("batches")
+        if not isinstance(batches, int) or batches < 0:
+            raise damaged_measurements(self.path, f"it says that {batches!r} batches are done")
+        return batches
 
     def _check(self, before: Any) -> None:
         known = before if isinstance(before, dict) else {}

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from calipers.errors import MergeError, different_configurations, shortened
+from calipers.errors import MergeError, shortened
 from calipers.measurements.kinds import statistic_of
 from calipers.statistics.base import Statistic
 
@@ -64,7 +64,7 @@ def _sum(made: dict[tuple[int, int], Statistic], mine: Statistic, theirs: Statis
 
 
 def _check_same(mine: Tensors, theirs: Tensors) -> None:
-    """Refuse statistics of other tensors, or under other configurations."""
+    """Refuse statistics that one side lacks; those of other configurations refuse each other."""
     for one, other, where in ((mine, theirs, "here"), (theirs, mine, "there")):
         lacking = [
             f"{name_of(place)}/{key}"
@@ -77,11 +77,6 @@ def _check_same(mine: Tensors, theirs: Tensors) -> None:
                 f"Cannot merge: statistics were measured {where} alone: {shortened(lacking, 3)}",
                 hint="Collect the same in both runs.",
             )
-    for place, statistics in mine.items():
-        for key, statistic in statistics.items():
-            ours, others = statistic.configuration(), theirs[place][key].configuration()
-            if ours != others:
-                raise different_configurations(f"merge {name_of(place)}/{key}", ours, others)
 
 
 def name_of(place: Place) -> str:
