@@ -19,6 +19,7 @@ from rank_processes import distributed_rank
 from torch import distributed as dist
 
 import calipers.entrypoint
+import calipers.jobs
 from calipers.calibration import pipelines as running
 from calipers.calibration import ranks
 from calipers.modifiers import judging, solving
@@ -34,9 +35,9 @@ class BrokenError(Exception):
 
 
 FAILURES: dict[str, tuple[int, Any, str]] = {
-    "loading the model": (1, calipers.entrypoint, "load_model"),
+    "loading the model": (1, calipers.jobs, "load_model"),
     "planning": (2, calipers.entrypoint, "plan_for"),
-    "reading data": (0, calipers.entrypoint, "calibration_batches"),
+    "reading data": (0, calipers.jobs, "calibration_batches"),
     "calibrating the model": (1, running, "call_model"),
     "working out the parameters of activations": (1, solving.Observer, "get_qparams"),
     "working out the parameters of weights": (2, solving, "_solve_group"),
@@ -123,7 +124,7 @@ def different_arguments(_folder: Path) -> Any:
 def one_short_of_memory() -> Any:
     """One process finds that the model does not fit: all go layer by layer."""
     choice = "sequential" if distributed_rank() == 1 else "basic"
-    with mock.patch.object(calipers.entrypoint, "_choose_pipeline", return_value=choice):
+    with mock.patch.object(calipers.jobs.Job, "choose_pipeline", return_value=choice):
         return found(quantize(RECIPES["FP8"]))
 
 
