@@ -208,12 +208,16 @@ class TestRecipe:
     def test_in_python(self, model: Path, tmp_path: Path) -> None:
         """Scales are those without error feedback, fitted to codes that err less together."""
         stored = {}
-        for method in (None, "gptq", "rtn"):
-            how: Any = {"method": method, "num_calibration_samples": 8, "progress": False}
+        not_swept = RECIPE.replace("Modifier:\n", "Modifier:\n      sweeps: 0\n")
+        for method, recipe in ((None, RECIPE), ("gptq", RECIPE), ("rtn", RECIPE), (0, not_swept)):
+            how: Any = {"method": method or None, "num_calibration_samples": 8, "progress": False}
             folder = tmp_path / str(method)
-            oneshot(model, RECIPE, token_ids(), output_dir=folder, **how)
+            oneshot(model, recipe, token_ids(), output_dir=folder, **how)
             stored[method] = load_file(folder / "model.safetensors")
         first = "model.layers.0.self_attn.q_proj.weight"
+        assert torch.equal(*(stored[way][f"{first}_scale"] for way in (0, "rtn")))
+        assert not torch.equal(*(stored[way][f"{first}_scale"] for way in (0, None)))
+        assert not torch.equal(*(stored[way][f"{first}_packed"] for way in (0, "rtn")))
         scales = (stored[way][f"{first}_scale"] for way in (None, "rtn"))
         torch.testing.assert_close(*scales, rtol=0.25, atol=0)
         assert not torch.equal(*(stored[way][f"{first}_packed"] for way in (None, "rtn")))

@@ -136,7 +136,7 @@ def oneshot(
     _check(options)
     with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
-        job = _Job(options, ranks, Progress.of(wanted))
+        job = _OneshotJob(options, ranks, Progress.of(wanted))
         parsed = job.read(model, recipe, dataset)
         loaded, tokenizer = job.load(model, apart_from=options.output.output_dir)
         with unchanged_on_error(loaded):
@@ -164,7 +164,7 @@ def _check(options: OneshotOptions) -> None:
 
 
 @dataclass(frozen=True)
-class _Job(Job):
+class _OneshotJob(Job):
     """The parts of a call, in the order in which all processes take them."""
 
     options: OneshotOptions

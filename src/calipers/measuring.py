@@ -96,7 +96,7 @@ def measure(
     collected = check_collected(collect)
     with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
-        job = _Job(options, ranks, Progress.of(wanted))
+        job = _MeasureJob(options, ranks, Progress.of(wanted))
         job.read(model, dataset, collected, output_file, overwrite)
         loaded, tokenizer = job.load(model)
         with job.partial_file(output_file, save_every) as partial:
@@ -121,7 +121,7 @@ def _check(options: MeasureOptions) -> None:
 
 
 @dataclass(frozen=True)
-class _Job(Job):
+class _MeasureJob(Job):
     """The parts of a call, in the order in which all processes take them."""
 
     def read(

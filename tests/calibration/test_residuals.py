@@ -9,7 +9,7 @@ import torch
 from models import random_model
 from transformers import Gemma2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, OPTConfig
 
-from calipers.calibration.residuals import noting_passages, residuals_of
+from calipers.calibration.residuals import residuals_of, traced
 from calipers.calibration.sequential import decoder_layers
 
 SIZES: dict[str, Any] = {
@@ -40,9 +40,9 @@ LLAMA = {"self_attn.o_proj": "", "mlp.down_proj": ".post_attention_layernorm"}
 def test_sums_are_found_where_a_layer_has_them(config: Any, expected: dict[str, str]) -> None:
     model: Any = random_model(config).eval()
     prefix, layer = list(decoder_layers(model).items())[1]
-    with noting_passages(prefix, layer) as passages, torch.no_grad():
+    with traced(prefix, layer) as trace, torch.no_grad():
         model(torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(0)))
     linears = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    found = residuals_of(passages, linears)
+    found = residuals_of(trace, linears)
     assert found == {f"{prefix}.{name}": prefix + reader for name, reader in expected.items()}
     assert not any(module._forward_hooks for module in layer.modules())

@@ -115,7 +115,7 @@ class Calibration:
             self._is_reference = False
 
     @contextmanager
-    def adding(self, residuals: Mapping[str, str]) -> Iterator[None]:
+    def with_residuals(self, residuals: Mapping[str, str]) -> Iterator[None]:
         """Let statistics of pairs also see how that has changed to which outputs are added.
 
         :param residuals: module → the one whose input is added to its output

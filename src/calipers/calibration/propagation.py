@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.numerics.tensors import first_tensor
-
 
 class SolvedWeights:
     """The weights that modules of a layer have become, to compute with before they are frozen.
@@ -100,29 +98,6 @@ def without_expert_number(name: str) -> str:
     'layers.0.mlp.experts.*.down_proj'
     """
     return re.sub(r"(?<=\.experts\.)\d+", "*", name)
-
-
-@contextmanager
-def noting_calls(modules: Mapping[str, torch.nn.Module]) -> Iterator[list[tuple[str, int]]]:
-    """Note which modules are called, in which order, and with which input."""
-    calls: list[tuple[str, int]] = []
-    inputs: list[Tensor | None] = []  # kept, so that each has an id of its own
-
-    def note(name: str, value: object) -> None:
-        inputs.append(first_tensor(value))
-        calls.append((name, id(inputs[-1])))
-
-    handles = [
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: note(name, (args, kwargs)), with_kwargs=True
-        )
-        for name, module in modules.items()
-    ]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

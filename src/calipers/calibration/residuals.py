@@ -1,8 +1,8 @@
-"""Where a layer adds the output of a module to what it carries along."""
+"""What goes through the modules of a layer, and where it adds outputs to what it carries along."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from calipers.numerics.tensors import first_tensor
 
 
-class Passage(NamedTuple):
+class TracedTensor(NamedTuple):
     """A tensor that went into a module, or came out of it."""
 
     module: str
@@ -21,14 +21,14 @@ class Passage(NamedTuple):
 
 
 @contextmanager
-def noting_passages(prefix: str, layer: torch.nn.Module) -> Iterator[list[Passage]]:
+def traced(prefix: str, layer: torch.nn.Module) -> Iterator[list[TracedTensor]]:
     """Note what goes into the modules of a layer and comes out of them, in order."""
-    found: list[Passage] = []
+    found: list[TracedTensor] = []
 
     def note(module: str, value: object, is_output: bool) -> None:
         tensor = first_tensor(value)
         if tensor is not None:
-            found.append(Passage(module, tensor, is_output))
+            found.append(TracedTensor(module, tensor, is_output))
 
     handles = []
     for name, module in layer.named_modules(prefix=prefix):
@@ -48,26 +48,36 @@ def noting_passages(prefix: str, layer: torch.nn.Module) -> Iterator[list[Passag
             handle.remove()
 
 
-def residuals_of(passages: Sequence[Passage], names: Iterable[str]) -> dict[str, str]:
+def calls_of(trace: Sequence[TracedTensor], names: Collection[str]) -> list[tuple[str, int]]:
+    """Return the calls of some modules in order, each with the id of its input."""
+    return [
+        (each.module, id(each.tensor))
+        for each in trace
+        if each.module in names and not each.is_output
+    ]
+
+
+def residuals_of(trace: Sequence[TracedTensor], names: Collection[str]) -> dict[str, str]:
     """Return of which module the input is added to the output of another: residual connections.
 
     A sum is known by its value, whoever reads it next. Where a layer scales or normalizes the
     output first, nothing is found.
 
-    :param passages: of the first call of a layer, which is the first of them and the last
+    :param trace: of the first call of a layer, which is the first of them and the last
 
     >>> x, y = torch.ones(2), torch.full((2,), 3.0)
-    >>> passages = [Passage("0", x, False), Passage("0.norm", x, False), Passage("0.up", x, False),
-    ...             Passage("0.down", y, True), Passage("0", x + y, True)]
-    >>> residuals_of(passages, ["0.up", "0.down"])
+    >>> inputs = [TracedTensor(name, x, is_output=False) for name in ("0", "0.norm", "0.up")]
+    >>> outputs = [TracedTensor("0.down", y, True), TracedTensor("0", x + y, True)]
+    >>> trace = [*inputs, *outputs]
+    >>> residuals_of(trace, ["0.up", "0.down"])
     {'0.down': '0'}
     """
     found: dict[str, str] = {}
-    for at, (name, output, is_output) in enumerate(passages):
+    for at, (name, output, is_output) in enumerate(trace):
         if not is_output or name not in names or name in found:
             continue
-        later = [each for each in passages[at + 1 : -1] if not each.is_output] + [passages[-1]]
-        for before in _inputs_like(output, passages[:at]):
+        later = [each for each in trace[at + 1 : -1] if not each.is_output] + [trace[-1]]
+        for before in _inputs_like(output, trace[:at]):
             total = before.tensor + output
             if any(_are_equal(total, after.tensor) for after in later):
                 found[name] = before.module
@@ -75,11 +85,11 @@ def residuals_of(passages: Sequence[Passage], names: Iterable[str]) -> dict[str,
     return found
 
 
-def _inputs_like(output: Tensor, passages: Sequence[Passage]) -> list[Passage]:
+def _inputs_like(output: Tensor, trace: Sequence[TracedTensor]) -> list[TracedTensor]:
     """Return inputs of one shape, each tensor by its first reader."""
     alike = {
         id(each.tensor): each
-        for each in reversed(passages)
+        for each in reversed(trace)
         if not each.is_output and each.tensor.shape == output.shape
     }
     return list(alike.values())

@@ -15,11 +15,10 @@ from calipers.calibration.precision import computing_in
 from calipers.calibration.propagation import (
     SolvedWeights,
     Stage,
-    noting_calls,
     stages_of,
     until_called,
 )
-from calipers.calibration.residuals import noting_passages, residuals_of
+from calipers.calibration.residuals import calls_of, residuals_of, traced
 from calipers.errors import ConfigurationError, Option
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -153,18 +152,17 @@ class LayerStack:
         if not self._hidden:
             return []
         linear = {m.name for m in self.run.calibration.plan.modules if m.kind == "linear"}
-        modules = {name: self.run.calibration.module(name) for name in names if name in linear}
+        modules = [name for name in names if name in linear]
         with (
             torch.no_grad(),
             self.run.calibration.paused(),
-            noting_passages(prefix, self.layers[number]) as passages,
-            noting_calls(modules) as calls,
+            traced(prefix, self.layers[number]) as trace,
         ):
             self._through(number, 0, self._hidden[0])
-        found = residuals_of(passages, modules) if self._reference else {}
+        found = residuals_of(trace, modules) if self._reference else {}
         return [
             stage._replace(residuals={name: found[name] for name in stage.names if name in found})
-            for stage in stages_of(calls, names)
+            for stage in stages_of(calls_of(trace, modules), names)
         ]
 
     def measure(self, number: int, stage: Stage, solved: SolvedWeights) -> None:
@@ -176,7 +174,7 @@ class LayerStack:
             with (
                 calibration.batch(index, self._masks[index]),
                 calibration.only(stage.names),
-                calibration.adding(stage.residuals),
+                calibration.with_residuals(stage.residuals),
             ):
                 if self._reference:
                     with calibration.as_reference(), until_called(modules, stage.calls):

@@ -9,6 +9,7 @@ import typer
 
 from calipers.cli.command import CommandOutput
 from calipers.cli.options import (
+    AllExperts,
     BatchSize,
     Data,
     Device,
@@ -18,12 +19,12 @@ from calipers.cli.options import (
     Samples,
     Seed,
     SeqLen,
+    ShareInputs,
     Skip,
     TextColumn,
     Tokenizer,
     TrustRemoteCode,
 )
-from calipers.cli.quantize import AllExperts, ShareInputs
 from calipers.cli.show import about
 from calipers.cli.sources import DATA_KINDS, compute_options, data_source, model_source, packing_for
 from calipers.errors import ConfigurationError

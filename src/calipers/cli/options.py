@@ -164,3 +164,18 @@ def observer_choice(text: str | None) -> dict[str, Any] | None:
             raise ConfigurationError(problem, hint="Give NAME=VALUE.")
         options[key.strip()] = yaml.safe_load(value)
     return {"name": name, **options}
+
+
+AllExperts = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate-all-experts", help="Let experts see all tokens, not only those sent to them."
+    ),
+]
+ShareInputs = Annotated[
+    bool,
+    typer.Option(
+        "--share-inputs/--no-share-inputs",
+        help="Measure a tensor that several modules read once for all.",
+    ),
+]

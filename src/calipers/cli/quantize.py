@@ -19,6 +19,7 @@ from calipers.cli.formatting import format_size
 from calipers.cli.losses import advice_on, losses
 from calipers.cli.options import (
     ActivationObserver,
+    AllExperts,
     AllowCode,
     BatchSize,
     Data,
@@ -34,6 +35,7 @@ from calipers.cli.options import (
     Scheme,
     Seed,
     SeqLen,
+    ShareInputs,
     TextColumn,
     Tokenizer,
     TrustRemoteCode,
@@ -81,19 +83,6 @@ OnUnseen = Annotated[
         "--on-unseen",
         metavar="NAME",
         help="What becomes of modules that no token reached: error, weights_only, peers.",
-    ),
-]
-AllExperts = Annotated[
-    bool,
-    typer.Option(
-        "--calibrate-all-experts", help="Let experts see all tokens, not only those sent to them."
-    ),
-]
-ShareInputs = Annotated[
-    bool,
-    typer.Option(
-        "--share-inputs/--no-share-inputs",
-        help="Measure a tensor that several modules read once for all.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]

@@ -63,7 +63,7 @@ def _view(file: Path, found: dict[str, Any]) -> RenderableType:
     }
     if not found["complete"]:
         facts["not finished"] = "the command that began it goes on when it is started again"
-    made = table("tensor", *_NUMBERS[:-1], "share", numbers=_NUMBERS, wrapped=("tensor",))
+    made = table("tensor", *_NUMBERS, numbers=_NUMBERS, wrapped=("tensor",))
     for row in found["tensors"]:
         add_row(
             made,

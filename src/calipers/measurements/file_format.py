@@ -170,7 +170,7 @@ def decoded(file: Path) -> tuple[MeasurementsInfo, dict[Place, dict[str, Statist
     except OSError as error:
         raise damaged_measurements(file, f"it cannot be read ({error.strerror})") from error
     with library_errors(lambda words: damaged_measurements(file, words)):
-        return _Reader(file, stored).read()
+        return _FileReader(file, stored).read()
 
 
 def is_measurements(file: Path) -> bool:
@@ -183,7 +183,7 @@ def is_measurements(file: Path) -> bool:
         return False
 
 
-class _Reader:
+class _FileReader:
     """Reads one file."""
 
     def __init__(self, file: Path, stored: Mapping[str, StoredTensor]) -> None:

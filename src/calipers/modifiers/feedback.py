@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -21,8 +21,6 @@ from calipers.solvers.gptq import Curvature, corrected, curvature, feed_back_err
 from calipers.solvers.refit import Scales
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import HessianSums, shrunk
-
-Curves = tuple[Curvature | None, Curvature | None]
 
 _CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are
 NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
@@ -56,22 +54,23 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, statistic: Statistic | None) -> Inputs | None:
         """Read a statistic; None where it has seen nothing."""
-        if not isinstance(statistic, HessianSums) or not statistic.num_tokens:
+        if statistic is None or not statistic.num_tokens:
             return None
-        paired = (statistic.crosses, statistic.residuals)
-        cross, residual = (None if sums is None else sums[0] for sums in paired)
-        return cls(statistic.hessians[0], cross, residual, statistic.num_tokens)
+        sums = cast("HessianSums", statistic)  # the plan has asked for one
+        paired = (sums.crosses, sums.residuals)
+        cross, residual = (None if blocks is None else blocks[0] for blocks in paired)
+        return cls(sums.hessians[0], cross, residual, sums.num_tokens)
 
 
 def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
     """Find parameters and codes of weights; those that share a global scale are solved together."""
     mine = Changes()
-    curves = _Curves(settings)
+    cache = _CurvatureCache(settings)
     what = "feeding errors back"
     with layer.ranks.step(what):
         groups = layer.ranks.my_part(fused_groups(layer.modules), lambda group: _work(layer, group))
         for group in counted_groups(layer, groups, what):
-            mine = mine.joined(_solve_group(layer, group, settings, curves))
+            mine = mine.joined(_solve_group(layer, group, settings, cache))
     found = Changes()
     for qparams, weights, notes in layer.ranks.share((mine.qparams, mine.weights, mine.notes)):
         found = found.joined(Changes(qparams, weights, notes=notes))
@@ -82,18 +81,26 @@ def _work(layer: Layer, group: Group) -> int:
     return sum(layer.size(module) * (module.columns or 1) for module in group)
 
 
-class _Curves:
+class _Curves(NamedTuple):
+    """The Hessian of some inputs, factorised for two uses.
+
+    :param errors: what errors of rounding are weighed by; None where it cannot be factorised
+    :param correction: what corrects for inputs that have changed; None where none have
+    """
+
+    errors: Curvature | None = None
+    correction: Curvature | None = None
+
+
+class _CurvatureCache:
     """Hessians that can be worked with; modules with the same input come one after another."""
 
     def __init__(self, settings: Feedback) -> None:
         self._settings = settings
-        self._latest: tuple[tuple[int, bool], Tensor, Curves] | None = None
+        self._latest: tuple[tuple[int, bool], Tensor, _Curves] | None = None
 
-    def of(self, inputs: Inputs, args: QuantizationArgs) -> Curves:
-        """Return that by which errors of some inputs are weighed, and that which corrects for them.
-
-        None where it cannot be factorised, or where there is nothing to correct for.
-        """
+    def of(self, inputs: Inputs, args: QuantizationArgs) -> _Curves:
+        """Return those of some inputs."""
         ordered, damping = self._settings.by_activation(args), self._settings.damping
         key = inputs.hessian.data_ptr(), ordered
         if self._latest is None or self._latest[0] != key:
@@ -101,7 +108,7 @@ class _Curves:
             errors, correction = curvature(mean, damping, ordered), None
             if errors is not None and inputs.cross is not None:
                 correction = curvature(mean, max(damping, _CORRECTION_DAMPING))
-            self._latest = key, inputs.hessian, (errors, correction)
+            self._latest = key, inputs.hessian, _Curves(errors, correction)
         return self._latest[2]
 
 
@@ -119,11 +126,11 @@ class _Task(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, layer: Layer, module: ModuleSpec, curves: _Curves) -> _Task:
+    def of(cls, layer: Layer, module: ModuleSpec, cache: _CurvatureCache) -> _Task:
         spec, weight = module.tensor("weight"), layer.weight(module.name).detach()
         assert spec is not None
         inputs = Inputs.of(layer.measurements.get(module.name, "input", IMPORTANCE))
-        curve, correction = (None, None) if inputs is None else curves.of(inputs, spec.args)
+        curve, correction = _Curves() if inputs is None else cache.of(inputs, spec.args)
         target = weight.float()
         if inputs is not None and inputs.cross is not None and correction is not None:
             target = corrected(weight, *_shrunk_crosses(inputs, inputs.cross), correction)
@@ -138,8 +145,8 @@ class _Task(NamedTuple):
         return importance.part_of(self.inputs.hessian, self.inputs.tokens, self.spec.args)
 
 
-def _solve_group(layer: Layer, group: Group, settings: Feedback, curves: _Curves) -> Changes:
-    tasks = {module: _Task.of(layer, module, curves) for module in group}
+def _solve_group(layer: Layer, group: Group, settings: Feedback, cache: _CurvatureCache) -> Changes:
+    tasks = {module: _Task.of(layer, module, cache) for module in group}
     seen = {module: task.target.to(task.dtype) for module, task in tasks.items()}
     known = {module: task.importance() for module, task in tasks.items()}
     qparams = observed(layer, seen, known)
