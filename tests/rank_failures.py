@@ -161,6 +161,7 @@ def dying(folder: Path, stage: str, rank: int | None = None) -> dict[str, Any]:
 
 
 def gone_without_result(_folder: Path) -> None:
+    dist.barrier()  # or the other one would not find this one, and would end first
     if distributed_rank() == 1:
         print("why it went", file=sys.stderr, flush=True)
         os._exit(3)
