@@ -39,6 +39,7 @@ ORDER = (
     "jobs",
     "entrypoint",
     "measuring",
+    "quantizing",
     "evaluation",
     "demo",
     "cli",

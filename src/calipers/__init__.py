@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         fuse_weight_observers,
         get_observer_token_count,
     )
+    from calipers.quantizing import QuantizeResult, quantize
     from calipers.recipes import Recipe, load_recipe
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "OneshotResult",
     "QParamsDict",
     "QuantizationModifier",
+    "QuantizeResult",
     "Recipe",
     "__version__",
     "evaluate",
@@ -50,6 +52,7 @@ __all__ = [
     "load_recipe",
     "measure",
     "oneshot",
+    "quantize",
 ]
 
 _HOMES = {
@@ -63,6 +66,7 @@ _HOMES = {
     "OneshotResult": "calipers.entrypoint",
     "QParamsDict": "calipers.observers",
     "QuantizationModifier": "calipers.modifiers",
+    "QuantizeResult": "calipers.quantizing",
     "Recipe": "calipers.recipes",
     "evaluate": "calipers.evaluation",
     "flatten_for_calibration": "calipers.observers",
@@ -71,6 +75,7 @@ _HOMES = {
     "load_recipe": "calipers.recipes",
     "measure": "calipers.measuring",
     "oneshot": "calipers.entrypoint",
+    "quantize": "calipers.quantizing",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -221,7 +221,16 @@ class _OneshotJob(Job):
             report_coverage(solution.coverage)
             report_costs(solution.costs)
             report_notes(solution.changes.notes)
-        return solution, _notes(solution, chosen, dtype, self.ranks.share(_amount(batches)))
+        return solution, self._notes(solution, chosen, dtype, batches)
+
+    def _notes(
+        self, solution: Solution, pipeline: str, dtype: torch.dtype, batches: Batches | None
+    ) -> dict[str, Any]:
+        """Return what the checkpoint says about how it was made."""
+        amounts = self.ranks.share(_amount(batches))
+        samples, tokens = (sum(each) for each in zip(*amounts, strict=True))
+        ran = None if pipeline == "datafree" else dtype
+        return solution.as_notes(pipeline, samples, tokens, ran)
 
     def _batches(
         self, model: PreTrainedModel, plan: Plan, dataset: Any, tokenizer: Any
@@ -276,12 +285,16 @@ class _OneshotJob(Job):
                     model,
                     output.output_dir,
                     recipe=recipe.to_yaml(),
-                    tokenizer=tokenizer,
+                    tokenizer=None if self._is_from_model(model) else tokenizer,
                     notes=notes,
                     overwrite=output.overwrite,
                     max_shard_size=output.max_shard_size,
                 )
         return None if output.output_dir is None else Path(output.output_dir)
+
+    def _is_from_model(self, model: PreTrainedModel) -> bool:
+        """Whether the tokenizer is the one whose files are beside those of the model."""
+        return self.options.data.tokenizer is None and source_folder(model) is not None
 
 
 def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError:
@@ -313,22 +326,3 @@ def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
 def _amount(batches: Batches | None) -> tuple[int, int]:
     """Return how many samples and tokens this process has."""
     return (0, 0) if batches is None else (batches.num_samples, batches.num_tokens)
-
-
-def _notes(
-    solution: Solution,
-    pipeline: str,
-    dtype: torch.dtype,
-    amounts: Sequence[tuple[int, int]],
-) -> dict[str, Any]:
-    """Return what the checkpoint says about how it was made."""
-    return {
-        "pipeline": pipeline,
-        "forward_dtype": None if pipeline == "datafree" else str(dtype).removeprefix("torch."),
-        "samples": sum(samples for samples, _ in amounts),
-        "tokens": sum(tokens for _, tokens in amounts),
-        "coverage": solution.coverage.as_dict(),
-        "weight_errors": solution.errors,
-        "costs": {name: asdict(each) for name, each in solution.costs.items()},
-        **({"notes": dict(solution.changes.notes)} if solution.changes.notes else {}),
-    }

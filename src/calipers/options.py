@@ -214,6 +214,21 @@ class OneshotKeywords(MeasureKeywords, total=False):
     max_shard_size: int | str
 
 
+class QuantizeKeywords(TypedDict, total=False):
+    """Single options of :func:`calipers.quantize`, for those who check types."""
+
+    device: Device
+    trust_remote_code: bool
+    progress: bool | Progress | None
+    method: Method | None
+    group_size: int | None
+    weight_observer: Any
+    activation_observer: Any
+    allow_code: bool
+    overwrite: bool
+    max_shard_size: int | str
+
+
 class _Groups:
     """The groups that a function takes: a frozen dataclass whose fields are groups."""
 
@@ -281,6 +296,15 @@ class OneshotOptions(MeasureOptions):
     (8, True)
     """
 
+    changes: RecipeOptions = field(default_factory=RecipeOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(_Groups):
+    """All options of :func:`calipers.quantize` that it shares with others."""
+
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
     changes: RecipeOptions = field(default_factory=RecipeOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
 

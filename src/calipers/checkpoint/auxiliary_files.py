@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,12 @@ def write_auxiliary_files(
     *,
     recipe: str,
     tokenizer: Any = None,
-    notes: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the recipe, the notes, the tokenizer, the generation config and the model's code."""
-    source = source_folder(model)
+) -> list[str]:
+    """Write the recipe, the tokenizer, the generation config and the model's code.
+
+    Returns the names of all these files.
+    """
+    before, source = set(_files_in(folder)), source_folder(model)
     _write(folder / "recipe.yaml", recipe)
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
@@ -54,10 +56,17 @@ def write_auxiliary_files(
         _copy(source, folder, _TOKENIZER_FILES)
     if source is not None and getattr(model.config, "auto_map", None):
         _copy(source, folder, ("*.py",))
-    files = sorted(
-        each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()
-    )
-    write_json(folder / NOTES, {"calipers": version("calipers"), "files": files, **(notes or {})})
+    return sorted(set(_files_in(folder)) - before)
+
+
+def write_notes(folder: Path, files: Sequence[str], notes: Mapping[str, Any]) -> None:
+    """Write calipers.json: how the checkpoint was made, and which files are beside its tensors."""
+    content = {"calipers": version("calipers"), "files": list(files), **notes}
+    write_json(folder / NOTES, content)
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    return (each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file())
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -161,6 +161,14 @@ def tensor_names(model: PreTrainedModel) -> StoredNames:
     return names
 
 
+def name_on_disk(names: StoredNames, prefix: str, module: nn.Module, local: str) -> str | None:
+    """Return the name of a tensor of a module on disk; None where it has none of its own."""
+    weight = names.renamed.get(join(prefix, "weight")) if has_quantized_weight(module) else None
+    if weight is not None:
+        return weight.removesuffix("weight") + local
+    return names.renamed.get(join(prefix, local))
+
+
 def checkpoint_tensors(
     model: PreTrainedModel, names: StoredNames
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,14 +177,11 @@ def checkpoint_tensors(
     freed = Freed(most=1 << 20)  # of what is stored, which took several times as much to make
     for prefix, module in own_modules(model):
         size = 0
-        weight = names.renamed.get(join(prefix, "weight")) if has_quantized_weight(module) else None
         for local, tensor in compressed_state(module).items():
-            name = join(prefix, local)
+            name, stored = join(prefix, local), name_on_disk(names, prefix, module, local)
             size += tensor.nbytes
-            if weight is not None:
-                yield weight.removesuffix("weight") + local, tensor
-            elif name in names.renamed:
-                yield names.renamed[name], tensor
+            if stored is not None:
+                yield stored, tensor
             elif name in names.converted:
                 waiting[name] = tensor
                 group = names.converted[name]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from calipers.checkpoint.compression import checkpoint_tensors, tensor_names
+from calipers.files.safetensors_header import StoredTensor
 
 _VALUES = 16
 """How many values of a tensor are looked at, at least."""
@@ -18,6 +20,17 @@ _VALUES = 16
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Return the fingerprint of a model, which is that of the files it is stored in."""
     return fingerprint_of(checkpoint_tensors(model, tensor_names(model)))
+
+
+def stored_fingerprint(tensors: Iterable[tuple[str, StoredTensor, torch.dtype]]) -> str:
+    """Return the fingerprint of a model from its files, of which hardly anything is read.
+
+    :param tensors: their names, where they are, and the dtypes that they have in the model
+    """
+    return _fingerprint(
+        (name, _digest(stored.shape, stored.read_every(_step(stored.shape)).to(dtype)))
+        for name, stored, dtype in tensors
+    )
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -32,16 +45,25 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     ... )
     True
     """
+    return _fingerprint(
+        (name, _digest(tensor.shape, tensor.detach().reshape(-1)[:: _step(tensor.shape)]))
+        for name, tensor in tensors
+    )
+
+
+def _fingerprint(digests: Iterable[tuple[str, str]]) -> str:
     names: dict[str, str] = {}
-    for name, tensor in tensors:
-        content = _digest(tensor)
+    for name, content in digests:
         names[content] = max(name, names.get(content, ""))
     lines = sorted(f"{name} {content}\n" for content, name in names.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _digest(tensor: Tensor) -> str:
-    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _VALUES)]
-    digest = hashlib.sha256(f"{list(tensor.shape)} {tensor.dtype}".encode())
+def _step(shape: Sequence[int]) -> int:
+    return max(1, math.prod(shape) // _VALUES)
+
+
+def _digest(shape: Sequence[int], values: Tensor) -> str:
+    digest = hashlib.sha256(f"{list(shape)} {values.dtype}".encode())
     digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

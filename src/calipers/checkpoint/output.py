@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from calipers.checkpoint.folder_contents import foreign_files, is_quantized
+from calipers.checkpoint.journal import Journal, has_journal, remove_journal
 from calipers.checkpoint.swap import swap_folders
 from calipers.errors import (
     CalipersWarning,
@@ -120,15 +122,32 @@ def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) ->
     An old checkpoint changes places with the new one, and then goes. Whoever writes to the same
     place meanwhile is waited for.
     """
+    with resumable_folder(directory, overwrite) as journal:
+        yield journal.folder
+
+
+@contextmanager
+def resumable_folder(
+    directory: str | os.PathLike[str],
+    overwrite: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Iterator[Journal]:
+    """Do what :func:`output_folder` does, and let the next one go on if the process dies.
+
+    What is finished, which the journal lists, also stays after Ctrl-C; other errors remove it.
+
+    :param arguments: what the next one must have in common with this one; None: nobody goes on
+    """
     path = check_output(directory, overwrite)
     made = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _work_beside(path) as work:
-            new = work / "new"
-            new.mkdir()
-            yield new
+        with _work_beside(path, arguments) as journal:
+            new = journal.folder
+            work = new.parent
+            yield journal
             _sync_tree(new)
+            remove_journal(work)  # it is about to be something else than an unfinished checkpoint
             check_output(path, overwrite)  # somebody may have come in between
             if path.exists():
                 swap_folders(new, path, work / "old")
@@ -149,16 +168,21 @@ def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) ->
 
 
 @contextmanager
-def _work_beside(path: Path) -> Iterator[Path]:
+def _work_beside(path: Path, arguments: Mapping[str, Any] | None) -> Iterator[Journal]:
     """Own a hidden folder on the same disk: ``new`` in it is removed at the end, ``old`` put back.
 
     So it ends in the same way whether all went well, something failed, or the process died and
     the next one takes over. After an exchange ``new`` is the old checkpoint.
     """
     owned = LockedFolder.claim(path.parent / f".{path.name}{SUFFIX}")
+    journal = Journal(owned.path, owned.path / "new", arguments or {})
     try:
-        _settle(owned.path, path)
-        yield owned.path
+        if arguments is not None and journal.load():
+            journal.remove_unfinished()
+        else:
+            _settle(owned.path, path)
+            journal.folder.mkdir()
+        yield journal
         try:
             _settle(owned.path, path)
         except OSError as error:
@@ -168,9 +192,10 @@ def _work_beside(path: Path) -> Iterator[Path]:
                 CalipersWarning,
                 stacklevel=4,
             )
-    except BaseException:
-        with suppress(OSError):
-            _settle(owned.path, path)
+    except BaseException as error:
+        if isinstance(error, Exception) or not has_journal(owned.path):
+            with suppress(OSError):
+                _settle(owned.path, path)
         raise
     finally:
         owned.release()
@@ -179,6 +204,7 @@ def _work_beside(path: Path) -> Iterator[Path]:
 def _settle(work: Path, path: Path) -> None:
     """Put an old checkpoint back if nothing is in its place, and remove what else there is."""
     old, new = work / "old", work / "new"
+    remove_journal(work)
     if old.exists() and not os.path.lexists(path):
         os.rename(old, path)
         _sync_move(work, path)
@@ -196,7 +222,8 @@ def restore_outputs(folder: Path) -> None:
             owned = LockedFolder.take_over(work)
             if owned is not None:
                 try:
-                    _settle(work, folder / work.name[1 : -len(SUFFIX)])
+                    if not has_journal(work):
+                        _settle(work, folder / work.name[1 : -len(SUFFIX)])
                 finally:
                     owned.release()
 

@@ -106,7 +106,28 @@ def load_skeleton(
         model.tie_weights()
     _keep_precise(model)
     model.config._name_or_path = name
+    if Path(name).is_dir():
+        with _errors_of_loading(name, files="generation_config.json"):
+            _load_generation_config(model, name)
     return model
+
+
+def _load_generation_config(model: PreTrainedModel, folder: str) -> None:
+    """Let a model that was built have the generation config that it has when it is loaded."""
+    if model.can_generate():
+        nothing = ("cache_dir", "proxies", "token", "revision")
+        adjust: Any = model.adjust_generation_fn
+        adjust(
+            None,
+            False,
+            False,
+            folder,
+            force_download=False,
+            local_files_only=True,
+            subfolder="",
+            trust_remote_code=False,
+            **dict.fromkeys(nothing),
+        )
 
 
 def _keep_precise(model: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from calipers.checkpoint.journal import FinishedShard, Journal
 from calipers.errors import ConfigurationError, Option
 
 _LENGTH = struct.Struct("<Q")
@@ -75,6 +76,7 @@ class Shard:
     room: int
     header: dict[str, Any] = field(default_factory=lambda: {"__metadata__": {"format": "pt"}})
     size: int = 0
+    last: str = ""
     _header_size: int = _BARE
     _waiting: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
@@ -90,6 +92,7 @@ class Shard:
         """Write a tensor, now or at the end."""
         self._header_size += _entry_size(name)
         self.size += tensor.nbytes
+        self.last = name
         if tensor.nbytes % _ALIGNMENT:
             self._waiting.append((name, tensor.clone()))
         else:
@@ -120,19 +123,27 @@ class ShardWriter:
     """Writes tensors in the order in which they come, and forgets them.
 
     :param room: the bytes that the header of a file may take; a file whose header is full ends
+    :param journal: where each finished file is noted; what it knows is finished is not written
+    :param state: returns what is to be known again by whoever goes on behind a tensor
     """
 
     folder: Path
     max_size: int
     room: int = _MOST_ROOM
+    journal: Journal | None = None
+    state: Callable[[str], Mapping[str, Any]] = lambda _: {}
     _open: Shard | None = None
-    _shards: list[tuple[Path, list[str]]] = field(default_factory=list)
-    _total: int = 0
+    _shards: list[FinishedShard] = field(default_factory=list)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write all tensors, and the index if there is more than one shard."""
+        done: set[str] = set()
+        if self.journal is not None:
+            self._shards, done = list(self.journal.shards), self.journal.tensors
         try:
             for name, tensor in tensors:
+                if name in done:
+                    continue
                 self._shard_for(name, tensor.nbytes).add(name, tensor.detach().cpu().contiguous())
             self._end_shard()
         finally:
@@ -157,21 +168,25 @@ class ShardWriter:
         if self._open is not None:
             self._open.finish()
             names = [name for name in self._open.header if name != "__metadata__"]
-            self._shards.append((Path(self._open.file.name), names))
-            self._total += self._open.size
+            shard = FinishedShard(Path(self._open.file.name).name, names, self._open.size)
+            self._shards.append(shard)
+            if self.journal is not None:
+                self.journal.add(shard, self.state(self._open.last))
             self._open = None
 
     def _finish(self) -> None:
         if len(self._shards) == 1:
-            path, _ = self._shards[0]
+            path = self.folder / self._shards[0].file
             path.rename(self.folder / "model.safetensors")
             return
         weight_map = {}
-        for path, names in self._shards:
+        for shard in self._shards:
+            path = self.folder / shard.file
             final = f"{path.stem}-of-{len(self._shards):05d}.safetensors"
             path.rename(self.folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            weight_map.update(dict.fromkeys(shard.tensors, final))
+        total = sum(shard.size for shard in self._shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 

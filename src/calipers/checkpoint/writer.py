@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.auxiliary_files import write_auxiliary_files, write_json
+from calipers.checkpoint.auxiliary_files import write_auxiliary_files, write_json, write_notes
 from calipers.checkpoint.compatibility import loading_problems
 from calipers.checkpoint.compression import (
     check_frozen,
@@ -19,7 +21,8 @@ from calipers.checkpoint.compression import (
     tensor_names,
 )
 from calipers.checkpoint.config import checkpoint_config
-from calipers.checkpoint.output import check_output, free_space, output_folder
+from calipers.checkpoint.names import StoredNames
+from calipers.checkpoint.output import check_output, free_space, resumable_folder
 from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.source import check_apart
 from calipers.errors import CalipersWarning, CheckpointError
@@ -45,20 +48,69 @@ def write_checkpoint(
     :param overwrite: whether a checkpoint that is there already may be replaced
     :param max_shard_size: the largest size of a file of tensors, in bytes or as ``"5GB"``
     """
+    names = tensor_names(model)
+    written = TensorStream(lambda _: checkpoint_tensors(model, names), lambda: notes or {})
+    return write_stream(
+        model,
+        names,
+        written,
+        directory,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+    )
+
+
+@dataclass(frozen=True)
+class TensorStream:
+    """The tensors of a checkpoint as they are made.
+
+    :param tensors: gives them, under their names on disk; it is told what ``state`` returned when
+        an earlier run, which was killed, had finished its last file
+    :param notes: returns what calipers.json says besides, when all tensors are made
+    :param arguments: what a run must have in common with one that was killed, to go on with it;
+        None: it begins anew
+    :param state: returns what must be known to go on behind a tensor, as plain data
+    """
+
+    tensors: Callable[[Mapping[str, Any]], Iterable[tuple[str, Tensor]]]
+    notes: Callable[[], Mapping[str, Any]]
+    arguments: Mapping[str, Any] | None = None
+    state: Callable[[str], Mapping[str, Any]] = lambda _: {}
+
+
+def write_stream(
+    model: PreTrainedModel,
+    names: StoredNames,
+    stream: TensorStream,
+    directory: str | os.PathLike[str],
+    *,
+    recipe: str,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Write the tensors of a frozen model, whose own may have no values, and all files beside.
+
+    :param names: where each tensor of the model goes
+    """
     check_apart(directory, model)
     path = check_output(directory, overwrite)
     shard_size = parse_size(max_shard_size)
     check_frozen(model)
-    names = tensor_names(model)
     _check_space(path, estimated_size(model, names))
     config = checkpoint_config(model)
     for problem in loading_problems(model):
-        warnings.warn(str(problem), CalipersWarning, stacklevel=2)
-    with output_folder(path, overwrite) as folder:
-        write_auxiliary_files(model, folder, recipe=recipe, tokenizer=tokenizer, notes=notes)
-        write_json(folder / "config.json", config)
+        warnings.warn(str(problem), CalipersWarning, stacklevel=3)
+    with resumable_folder(path, overwrite, stream.arguments) as journal:
         room = header_room([*names.renamed.values(), *names.converted])
-        ShardWriter(folder, shard_size, room).write(checkpoint_tensors(model, names))
+        noted = None if stream.arguments is None else journal
+        writer = ShardWriter(journal.folder, shard_size, room, noted, stream.state)
+        writer.write(stream.tensors(journal.state))
+        files = write_auxiliary_files(model, journal.folder, recipe=recipe, tokenizer=tokenizer)
+        write_notes(journal.folder, files, stream.notes())
+        write_json(journal.folder / "config.json", config)
     return path
 
 

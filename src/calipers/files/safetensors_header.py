@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
+from torch import Tensor
 
 from calipers.errors import damaged_file, library_errors
 from calipers.files.json_files import Damaged, parse_json_object
@@ -20,12 +23,40 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, and how many bytes it takes there."""
+    """A tensor in a file, where it begins there, and how many bytes it takes."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     size: int
+    begin: int
+
+    def read(self) -> Tensor:
+        """Return it in memory of its own; the file is not mapped, so that none of it stays."""
+        values = torch.empty(self.shape, dtype=self.dtype)
+        with self.file.open("rb", buffering=0) as opened:
+            opened.seek(self.begin)
+            self._fill(opened, values.view(-1).view(torch.uint8))
+        return values
+
+    def read_every(self, step: int) -> Tensor:
+        """Return every so many-th value, without reading the others."""
+        count, size = math.prod(self.shape), self.dtype.itemsize
+        values = torch.empty(-(-count // step), dtype=self.dtype)
+        with self.file.open("rb", buffering=0) as opened:
+            for index, value in enumerate(values.view(torch.uint8).view(len(values), size)):
+                opened.seek(self.begin + index * step * size)
+                self._fill(opened, value)
+        return values
+
+    def _fill(self, opened: RawIOBase, values: Tensor) -> None:
+        """Read until a tensor of bytes is full."""
+        room: memoryview = values.numpy().data
+        while len(room):
+            count = opened.readinto(room)
+            if not count:
+                raise damaged_file(self.file, "it has become shorter (is it being written?)")
+            room = room[count:]
 
 
 def read_header(file: Path, damaged: Damaged = damaged_file) -> dict[str, StoredTensor]:
@@ -40,17 +71,17 @@ def read_header(file: Path, damaged: Damaged = damaged_file) -> dict[str, Stored
         header = parse_json_object(opened.read(length), file, damaged)
     header.pop("__metadata__", None)
     with library_errors(lambda words: damaged(file, f"no list of tensors: {words}")):
-        tensors = {name: _entry(file, entry) for name, entry in header.items()}
+        tensors = {name: _entry(file, entry, 8 + length) for name, entry in header.items()}
     _check_extent(file, tensors.values(), size - 8 - length, damaged)
     with library_errors(lambda words: damaged(file, words)), safe_open(file, "pt"):
         return tensors
 
 
-def _entry(file: Path, entry: dict[str, Any]) -> StoredTensor:
+def _entry(file: Path, entry: dict[str, Any], start: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     dtype: torch.dtype = _TYPES[entry["dtype"]]  # type: ignore[assignment]
-    return StoredTensor(file, dtype, shape, end - begin)
+    return StoredTensor(file, dtype, shape, end - begin, start + begin)
 
 
 def _check_extent(file: Path, tensors: Iterable[StoredTensor], size: int, damaged: Damaged) -> None:

@@ -84,6 +84,20 @@ class Header(_Strict):
 
 def encoded(info: MeasurementsInfo, tensors: Tensors) -> Iterator[bytes | memoryview]:
     """Give the bytes of a file, part by part."""
+    text, stored = _described(info, tensors)
+    # The widest numbers come first, so that each tensor lies at a multiple of their size.
+    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
+    metadata = {HEADER: text, CHECKSUM: checksum(text, stored)}
+    yield from _file(metadata, {name: stored[name] for name in order})
+
+
+def digest_of_file(info: MeasurementsInfo, tensors: Tensors) -> str:
+    """Return the checksum that a file would have."""
+    return checksum(*_described(info, tensors))
+
+
+def _described(info: MeasurementsInfo, tensors: Tensors) -> tuple[str, dict[str, Tensor]]:
+    """Return the header of a file, and its tensors."""
     described: dict[str, Any] = {}
     stored: dict[str, Tensor] = {}
     for readers, statistics in readers_of(tensors):
@@ -96,10 +110,7 @@ def encoded(info: MeasurementsInfo, tensors: Tensors) -> Iterator[bytes | memory
             }
             stored |= {f"{name}/{key}.{n}": v for n, v in stored_fields(statistic).items()}
     text = json.dumps(_head(info, described), separators=(",", ":"), ensure_ascii=False)
-    # The widest numbers come first, so that each tensor lies at a multiple of their size.
-    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
-    metadata = {HEADER: text, CHECKSUM: checksum(text, stored)}
-    yield from _file(metadata, {name: stored[name] for name in order})
+    return text, stored
 
 
 def _head(info: MeasurementsInfo, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,13 @@ from typing_extensions import Self
 from calipers.errors import CheckpointExistsError, MergeError, counted
 from calipers.files.output_file import OutputFile, check_output_file, output_file
 from calipers.html import facts_table, html_table
-from calipers.measurements.file_format import decoded, encoded, is_measurements, size_of
+from calipers.measurements.file_format import (
+    decoded,
+    digest_of_file,
+    encoded,
+    is_measurements,
+    size_of,
+)
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.tensors import Place, Statistics, merged, name_of, readers_of
 from calipers.statistics.base import Statistic
@@ -137,6 +143,10 @@ class Measurements:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a file; what is damaged, or of another kind or version, is refused."""
         return cls.of_tensors(*decoded(Path(path)))
+
+    def digest(self) -> str:
+        """Return by what all of it is known: the digest of the file that it would be saved in."""
+        return digest_of_file(self._known_info(), self.tensors())
 
     def merge(self, other: Measurements) -> Self:
         """Take in what others have seen, as if all had been seen at once; or refuse, unchanged.

@@ -101,6 +101,10 @@ class Modifier(BaseModel):
         """
         return None
 
+    def on_float_inputs(self) -> Modifier:
+        """Return the same, calibrated on what a model computes as it is, if it was told nothing."""
+        return self
+
     def remade_as(self, kind: type[Modifier]) -> Modifier | None:  # noqa: ARG002
         """Return one of another kind that says the same; None where it quantizes no weights."""
         return None

@@ -98,6 +98,12 @@ class GPTQModifier(QuantizationModifier):
         fed = solve_with_feedback(layer, settings)
         return fed.joined(Changes(qparams=solve_activations(layer)))
 
+    def on_float_inputs(self) -> GPTQModifier:
+        """Return the same, calibrated on what a model computes as it is, if it was told nothing."""
+        if "error_propagation" in self.model_fields_set:
+            return self
+        return self._changed({"error_propagation": "float"})
+
     def _is_ordered(self, args: QuantizationArgs) -> bool:
         """Whether the columns of a weight with the largest inputs are rounded first."""
         return args.actorder is not None or self.actorder is not None

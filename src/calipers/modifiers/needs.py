@@ -82,11 +82,16 @@ def _bytes(modules: Sequence[ModuleSpec]) -> int:
     """Return what Hessians take that are gathered together, and solved one after another."""
     sizes: list[int] = []
     works: list[int] = []
-    for readers in _grouped(filter(_matrices, modules), _input):
+    for readers in grouped_by_input(filter(_matrices, modules)):
         elements = (readers[0].columns or 0) ** 2
         sizes.append(max(map(_matrices, readers)) * elements * _SUM)
         works.append(elements * (_WORK + _KEPT * bool(works)))
     return sum(sizes) + max(works, default=0)
+
+
+def grouped_by_input(modules: Iterable[ModuleSpec]) -> list[list[ModuleSpec]]:
+    """Put Linear modules together that have the same input, by their names."""
+    return _grouped(modules, _input)
 
 
 def _grouped(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,25 @@ class Solution:
         """(module, tensor) → its parameters."""
         return self.changes.qparams
 
+    def as_notes(
+        self, pipeline: str, samples: int, tokens: int, dtype: torch.dtype | None = None
+    ) -> dict[str, Any]:
+        """Return what the checkpoint says about how it was made.
+
+        :param pipeline: how data ran, or where what was known of it came from
+        :param dtype: in which the model computed; None: it did not
+        """
+        return {
+            "pipeline": pipeline,
+            "forward_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "samples": samples,
+            "tokens": tokens,
+            "coverage": self.coverage.as_dict(),
+            "weight_errors": self.errors,
+            "costs": {name: asdict(each) for name, each in self.costs.items()},
+            **({"notes": dict(self.changes.notes)} if self.changes.notes else {}),
+        }
+
 
 @dataclass(frozen=True)
 class StepDriver:
@@ -69,9 +89,22 @@ class StepDriver:
         Returns the weights they compute with from then on, where later ones see their effect.
         """
         names = tuple(dict.fromkeys(names))
+        self.prepare(names)
+        layer, changes = self.solve_prepared(names)
+        self.solution.changes = self.solution.changes.joined(changes)
+        return {} if self.solution.plan.propagation == "float" else dict(_quantized(layer, changes))
+
+    def prepare(self, names: tuple[str, ...]) -> None:
+        """Settle what all processes have seen of some modules, and what becomes of the unseen."""
         self._count_tokens(names)
         self.ranks.merge(self.measurements.of(names))
         self._settle_unseen(set(names))
+
+    def solve_prepared(self, names: tuple[str, ...]) -> tuple[Layer, Changes]:
+        """Solve some modules, judge what was found, and forget what was measured of them.
+
+        Returns what becomes of them, and the layer as the steps have left it.
+        """
         layer = self._layer(names)
         changes = Changes()
         before: dict[str, Tensor] = {}
@@ -81,12 +114,11 @@ class StepDriver:
             before |= {name: layer.weight(name) for name in rounded}
             changes = changes.joined(new)
             layer = replace(layer, new_weights=changes.weights)
-        self.solution.changes = self.solution.changes.joined(changes)
         errors, costs = judge_layer(layer, changes.qparams, before)
         self.solution.errors |= errors
         self.solution.costs |= costs
         self.measurements.forget(names)
-        return {} if self.solution.plan.propagation == "float" else dict(_quantized(layer, changes))
+        return layer, changes
 
     def _layer(self, names: tuple[str, ...]) -> Layer:
         wanted, solution = set(names), self.solution

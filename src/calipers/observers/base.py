@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Iterable, Mapping
@@ -33,10 +34,10 @@ from calipers.observers.pieces import ObservedPieces
 from calipers.observers.registry import Registry
 from calipers.solvers.exact import Solutions
 from calipers.solvers.importance import Weighed, Weights
-from calipers.statistics.base import Reduction
+from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import Lock, guarded
 from calipers.statistics.observation import observation_of
-from calipers.statistics.ranges import LastRange
+from calipers.statistics.ranges import Extrema, LastRange
 from calipers.statistics.sync import sync_statistics
 from calipers.statistics.value_counts import ValueCounts
 
@@ -174,6 +175,22 @@ class Observer(
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, as every statistic does: see ``forward``."""
         self(x, mask=mask)
+
+    def derive_from(self, known: Iterable[Statistic]) -> bool:
+        """Know what statistics of the same tensor tell of it; False where that is not enough.
+
+        It is where ranges are those of all data, found by nothing but looking at all values.
+        """
+        parts: list[Statistic] = [
+            Extrema(self.base_name, self.args, nonfinite=self.options.nonfinite)
+        ]
+        parts += [] if self.counts is None else [copy.deepcopy(self.counts)]
+        known = list(known)
+        has_all = self.keeps_extrema() and self.kept()["min_vals"] is Reduction.MIN
+        if not has_all or not all(part.derive_from(known) for part in parts):
+            return False
+        self.load_fields({name: value for part in parts for name, value in part.fields().items()})
+        return True
 
     # Results
 

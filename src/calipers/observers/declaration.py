@@ -63,6 +63,14 @@ class ObserverDeclaration(Registered, OptionAttributes):
         return True
 
     @classmethod
+    def keeps_extrema(cls) -> bool:
+        """Whether what it keeps of a tensor are its extrema, or the counts of its values as well.
+
+        Where a subclass takes tensors in by a way of its own, nobody can tell.
+        """
+        return False
+
+    @classmethod
     def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
         """Return how errors count under some options."""
         name = cls.importance_name(options) if base_name == "weight" else "none"

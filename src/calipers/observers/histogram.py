@@ -83,6 +83,12 @@ class ValueCountsObserver(Observer):
         self.absorb(min_vals=low, max_vals=high)
         self.counts.count(pieces, self._observation.tokens if self._observation else 0)
 
+    @classmethod
+    def keeps_extrema(cls) -> bool:
+        """Whether it still looks at tensors as this class does."""
+        own = ValueCountsObserver.update_statistics_from_observed
+        return cls.update_statistics_from_observed is own
+
     def adopt(self, other: ValueCountsObserver) -> Self:
         """Take over a copy of what ``other`` has counted, in place of what is here.
 

@@ -34,6 +34,12 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     when = "static activations"
     Range = Extrema
 
+    @classmethod
+    def keeps_extrema(cls) -> bool:
+        """Whether it still looks at tensors as this class does."""
+        own = MemorylessMinMaxObserver.update_statistics_from_observed
+        return cls.update_statistics_from_observed is own
+
 
 @Observer.register("minmax")
 class MinMaxObserver(MemorylessMinMaxObserver):

@@ -114,6 +114,17 @@ class Recipe:
             tuple(replace(s, modifiers=tuple(islice(rest, len(s.modifiers)))) for s in self.stages)
         )
 
+    def on_float_inputs(self) -> Recipe:
+        """Return the recipe with layers calibrated on what the model computes as it is.
+
+        Modifiers that were told what to calibrate on are left as they are.
+        """
+        stages = (
+            replace(stage, modifiers=tuple(each.on_float_inputs() for each in stage.modifiers))
+            for stage in self.stages
+        )
+        return Recipe(tuple(stages))
+
     def aims_at_experts(self, experts: str) -> bool:
         """Whether a modifier means Linear layers that these experts would have, if unfused."""
         layer = torch.nn.Linear(1, 1, device="meta")

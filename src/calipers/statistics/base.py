@@ -6,7 +6,7 @@ declaration; no statistic writes them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -230,6 +230,18 @@ class Statistic:
         """
         self._replace_fields(other.fields_to_share())  # never both locks at once
 
+    def derive_from(self, known: Iterable[Statistic]) -> bool:
+        """Know what statistics of the same tensor tell of it; False where that is not enough.
+
+        Nothing that was measured with ``nonfinite="raise"`` has NaN or Inf in it, so it is the same
+        under any choice.
+        """
+        for each in known:
+            if _measured(each) == _measured(self) and _is_finite(each, self):
+                self.copy_from(each)
+                return True
+        return False
+
     def fields_to_share(self) -> dict[str, Tensor]:
         """Return the fields for somebody else to keep: none is changed in place afterwards."""
         return self.fields()
@@ -253,3 +265,13 @@ class Statistic:
         """Move the fields to a device; their dtype, hence their precision, stays."""
         for name, value in self.fields().items():
             setattr(self, name, value.to(device))
+
+
+def _measured(statistic: Statistic) -> dict[str, Any]:
+    return {key: each for key, each in statistic.configuration().items() if key != "nonfinite"}
+
+
+def _is_finite(one: Statistic, other: Statistic) -> bool:
+    """Whether NaN and Inf, if there were any, were treated as another statistic would."""
+    treated = one.configuration().get("nonfinite", "raise")
+    return treated in ("raise", other.configuration().get("nonfinite"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from calipers.statistics.base import Reduction
+from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.moments import NonFinite, TokenSums
 
 WIDEST = 512
@@ -85,6 +85,22 @@ class BlockHessians(HessianSums):
         """Return what two statistics have in common that measure the same of a tensor."""
         return {**super().configuration(), "width": self.width}
 
+    def derive_from(self, known: Iterable[Statistic]) -> bool:
+        """Take the blocks on the diagonal of wider ones, too."""
+        known = list(known)
+        if super().derive_from(known):
+            return True
+        for each in known:
+            if isinstance(each, BlockHessians) and each.fields() and self._is_part_of(each):
+                blocks = _on_diagonal(each._hessian_sum, self._width or 1)
+                self.load_fields({**each.fields(), "_hessian_sum": blocks})
+                return True
+        return False
+
+    def _is_part_of(self, wider: BlockHessians) -> bool:
+        wide = wider.width
+        return self._width is not None and wide is not None and wide % self._width == 0
+
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
         width, channels = self.width, tokens.shape[-1]
         assert width is not None, "the width of blocks is not known"
@@ -147,6 +163,17 @@ class PairedHessians(HessianSums):
     def _witness(self, *sums: Tensor) -> Tensor:
         crosses = sums[1][..., 0], sums[2][..., 0]
         return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), *crosses], -1)
+
+
+def _on_diagonal(blocks: Tensor, width: int) -> Tensor:
+    """Return the narrower blocks on the diagonals of wide ones.
+
+    >>> _on_diagonal(torch.arange(16.0).view(1, 4, 4), 2).tolist()
+    [[[0.0, 1.0], [4.0, 5.0]], [[10.0, 11.0], [14.0, 15.0]]]
+    """
+    count, wide = blocks.shape[0], blocks.shape[1] // width
+    cut = blocks.reshape(count, wide, width, wide, width)
+    return cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, width, width)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from calipers.kernels.moments import sum_of_squares
 from calipers.numerics.tensors import checked_mask
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import full_precision
+from calipers.statistics.value_counts import ValueCounts
 
 NonFinite = Literal["raise", "ignore", "keep"]
 
@@ -109,6 +110,18 @@ class TokenSquares(TokenSums):
 
     def __init__(self, *, nonfinite: NonFinite = "keep") -> None:
         super().__init__(nonfinite=nonfinite)
+
+    def derive_from(self, known: Iterable[Statistic]) -> bool:
+        """Take the sum from the counts of all values, too."""
+        known = list(known)
+        if super().derive_from(known):
+            return True
+        counts = next((each for each in known if isinstance(each, ValueCounts)), None)
+        if counts is None or not counts.num_tokens:
+            return False
+        total, tokens = counts.square_sum().reshape(1), torch.tensor(counts.num_tokens)
+        self.load_fields({"square_sum": total, "square_count": tokens})
+        return True
 
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
         working = torch.promote_types(tokens.dtype, torch.float32)

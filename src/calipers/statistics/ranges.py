@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.numerics.layout import shared_columns
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import guarded
 from calipers.statistics.observation import observation_of
@@ -99,6 +100,26 @@ class Extrema(LastRange):
         "min_vals": Reduction.MIN,
         "max_vals": Reduction.MAX,
     }
+
+    def derive_from(self, known: Iterable[Statistic]) -> bool:
+        """Take the extrema of groups from those of single channels, too."""
+        known = list(known)
+        if super().derive_from(known):
+            return True
+        width = shared_columns(self.args)
+        for each in known:
+            if width is not None and isinstance(each, Extrema) and each.divides(self.base_name):
+                fields = each.fields()
+                if fields:
+                    fields["min_vals"] = fields["min_vals"].reshape(-1, width).amin(-1)
+                    fields["max_vals"] = fields["max_vals"].reshape(-1, width).amax(-1)
+                self.load_fields(fields)
+                return True
+        return False
+
+    def divides(self, base_name: str) -> bool:
+        """Whether these are the extrema of single channels of a tensor."""
+        return self.base_name == base_name and shared_columns(self.args) == 1
 
 
 class MovingAverage(LastRange):

@@ -111,6 +111,11 @@ class ValueCounts(Statistic):
         ]
         return iter(found)
 
+    def square_sum(self) -> Tensor:
+        """Return Σx² of all finite values, in float64."""
+        parts = [(d.values.double().square() * d.counts).sum() for d in self.distributions()]
+        return torch.stack(parts).sum()
+
     @guarded
     def reset(self) -> None:
         """Forget everything."""

@@ -1,0 +1,57 @@
+"""Work that goes on while its results are used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def in_background(items: Iterable[T], ahead: int = 1) -> Iterator[T]:
+    """Give what an iterable gives, which works in a thread of its own.
+
+    It has at most ``ahead`` items ready that nobody has asked for. What it raises is raised here;
+    whoever stops asking ends it.
+
+    >>> list(in_background(range(3)))
+    [0, 1, 2]
+    """
+    ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(ahead)
+    over = threading.Event()
+
+    def put(item: tuple[T] | BaseException | None) -> None:
+        while not over.is_set():
+            with suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                break
+
+    def work() -> None:
+        torch.set_num_threads(threads)
+        try:
+            for item in items:
+                put((item,))
+                del item  # it may be large, and the next one is about to be made
+                if over.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    threads = torch.get_num_threads()
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    try:
+        while (found := ready.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found[0]
+            del found
+    finally:
+        over.set()
+        worker.join()

@@ -1,0 +1,316 @@
+"""From the files of a model to those of a quantized checkpoint, without running the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from calipers.calibration.coverage import Coverage, UnseenPolicy
+from calipers.calibration.lifecycle import freeze
+from calipers.calibration.pipelines import usable_device
+from calipers.calibration.progress import Progress
+from calipers.calibration.ranks import Ranks
+from calipers.checkpoint.compression import tensor_names
+from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.output import check_output
+from calipers.checkpoint.reader import load_model, load_skeleton
+from calipers.checkpoint.shards import parse_size
+from calipers.checkpoint.source import check_apart, source_folder
+from calipers.checkpoint.state import offloaded_tensors
+from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, Weights
+from calipers.checkpoint.streaming import SolvedTensors
+from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.writer import TensorStream, write_stream
+from calipers.errors import (
+    ANY,
+    ConfigurationError,
+    MeasurementsError,
+    Option,
+    counted,
+    no_meaning,
+    not_allowed,
+)
+from calipers.html import facts_table, html_table
+from calipers.measurements import Measurements
+from calipers.modifiers.costs import ModuleCosts, report_costs
+from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
+from calipers.options import (
+    ComputeOptions,
+    OutputOptions,
+    QuantizeKeywords,
+    QuantizeOptions,
+    RecipeOptions,
+)
+from calipers.planning.from_measurements import derived_measurements
+from calipers.planning.plan import Changes, Plan
+from calipers.recipes import Recipe, load_recipe
+from calipers.recipes.compiling import plan_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What ``quantize`` did.
+
+    :param plan: what was quantized, how, and by which observers
+    :param coverage: how many tokens each module saw when it was measured
+    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param recipe: the recipe, as it was carried out
+    :param output_dir: where the checkpoint is
+    :param dtype: that of the model
+    :param costs: module → what its static activations and its output lose, where it was measured
+    :param notes: module → what was done otherwise than the recipe says, and why
+    """
+
+    plan: Plan
+    coverage: Coverage
+    errors: Mapping[str, float]
+    recipe: Recipe
+    output_dir: Path
+    dtype: torch.dtype
+    costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        facts = (f"{key}: {fact}" for key, fact in self._facts().items())
+        return f"QuantizeResult({', '.join(facts)})"
+
+    def _repr_html_(self) -> str:
+        errors = sorted(self.errors.items(), key=lambda pair: -pair[1])
+        rows = [{"weight": name, "error": f"{error:.2%}"} for name, error in errors]
+        return facts_table(self._facts()) + html_table(rows, "Weights that lost most", most=10)
+
+    def _facts(self) -> dict[str, object]:
+        facts: dict[str, object] = {"plan": self.plan}
+        if self.errors:
+            facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
+        return {**facts, "written to": self.output_dir}
+
+
+def quantize(
+    model: str | Path,
+    recipe: Any,
+    measurements: Measurements | str | Path | None = None,
+    output_dir: str | Path | None = None,
+    *,
+    on_unseen: UnseenPolicy = "error",
+    compute: ComputeOptions | None = None,
+    changes: RecipeOptions | None = None,
+    output: OutputOptions | None = None,
+    **keywords: Unpack[QuantizeKeywords],
+) -> QuantizeResult:
+    """Quantize the files of a model as a recipe says, without running the model.
+
+    Weights are read, solved, packed and written one after the other: what is in memory at a time
+    does not depend on the size of the model. What a recipe needs to know of data comes from
+    measurements. A run that was killed goes on with the same call: finished files are kept. One
+    process does it, with all its threads.
+
+    :param model: the folder of the model, or its name on the hub. Where the files are not at hand,
+        or do not hold the weights as the model has them, the model is loaded as a whole
+    :param recipe: a file, a YAML string, a preset such as ``"W4A16"``, or modifiers
+    :param measurements: what :func:`calipers.measure` has found of this model, or the file of it;
+        needed if the recipe needs data. GPTQ then works on what the model computes as it is
+        (``error_propagation: float``)
+    :param output_dir: where the checkpoint goes
+    :param on_unseen: what becomes of modules that no token reached: ``error``, ``weights_only`` or
+        ``peers``
+    :param compute: on which device solvers work, and whether progress is shown:
+        :class:`calipers.options.ComputeOptions`
+    :param changes: what is put on top of the recipe: :class:`calipers.options.RecipeOptions`
+    :param output: how the checkpoint is cut: :class:`calipers.options.OutputOptions`
+    :param keywords: the options of all groups, one by one: ``overwrite``, ``weight_observer``, …
+    """
+    place = {} if output_dir is None else {"output_dir": output_dir}
+    given = {**keywords, **place}
+    options = QuantizeOptions.merged(given, compute=compute, changes=changes, output=output)
+    job = _QuantizeJob(options, on_unseen, Progress.of(options.compute.progress))
+    parsed, seen = job.read(model, recipe, measurements)
+    with job.progress.waiting("reading the model"):
+        prepared = job.prepare(model, parsed, seen)
+    return job.write(prepared, parsed, seen)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A model whose modules have their schemes, and what solves them."""
+
+    model: PreTrainedModel
+    driver: StepDriver
+    weights: Weights
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _QuantizeJob:
+    """The parts of a call, in their order."""
+
+    options: QuantizeOptions
+    on_unseen: UnseenPolicy
+    progress: Progress
+
+    def read(
+        self, model: str | Path, recipe: Any, measurements: Any
+    ) -> tuple[Recipe, Measurements | None]:
+        """Read the arguments, and refuse what cannot be meant."""
+        output, changes = self.options.output, self.options.changes
+        self._check()
+        inputs = {"model": model, "recipe": recipe, "measurements": measurements}
+        check_output(output.output_dir or "", output.overwrite, inputs)
+        changed = load_recipe(recipe, allow_code=changes.allow_code).changed(
+            method=changes.method,
+            group_size=changes.group_size,
+            weight_observer=changes.weight_observer,
+            activation_observer=changes.activation_observer,
+        )
+        is_file = isinstance(measurements, (str, Path))
+        seen = Measurements.load(measurements) if is_file else measurements
+        if seen is not None:
+            _check_complete(seen)
+            changed = changed.on_float_inputs()
+        return load_recipe(changed, allow_code=changes.allow_code), seen
+
+    def _check(self) -> None:
+        output, compute = self.options.output, self.options.compute
+        if output.output_dir is None:
+            problem = "There is no place for the checkpoint"
+            raise ConfigurationError(problem, hint="Pass " + Option("output_dir", ANY))
+        if self.on_unseen not in get_args(UnseenPolicy):
+            raise not_allowed("on_unseen", self.on_unseen, get_args(UnseenPolicy))
+        if compute.gives("dtype") and compute.dtype != "auto":
+            raise no_meaning("dtype", compute.dtype, "a model that does not run")
+        parse_size(output.max_shard_size)
+        usable_device(compute.device)
+
+    def prepare(self, name: str | Path, recipe: Recipe, seen: Measurements | None) -> _Prepared:
+        """Plan for the model as its files have it; load it where they have it otherwise."""
+        trusted = self.options.compute.trust_remote_code
+        skeleton = load_skeleton(name, trust_remote_code=trusted)
+        check_apart(self.options.output.output_dir or "", skeleton)
+        folder, ties = source_folder(skeleton), tied_names(skeleton)
+        stored = {} if folder is None else stored_tensors(folder)
+        own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
+        if own is not None:
+            fingerprint = own.fingerprint()
+            _check_same_model(fingerprint, seen)
+            driver, names = self._planned(skeleton, recipe, seen)
+            weights = StoredWeights.of(skeleton, stored, ties, names)
+            if weights is not None:
+                return _Prepared(skeleton, driver, weights, fingerprint)
+        model = load_model(name, trust_remote_code=trusted)
+        fingerprint = LoadedWeights(model, frozenset()).fingerprint()
+        _check_same_model(fingerprint, seen)
+        driver, names = self._planned(model, recipe, seen)
+        return _Prepared(model, driver, LoadedWeights(model, names), fingerprint)
+
+    def _planned(
+        self, model: PreTrainedModel, recipe: Recipe, seen: Measurements | None
+    ) -> tuple[StepDriver, frozenset[str]]:
+        """Plan, and give modules their schemes; also return the names of all tensors before."""
+        plan = plan_for(model, recipe)
+        if seen is None and plan.needs_data:
+            raise _no_measurements(plan)
+        known = Measurements() if seen is None else derived_measurements(plan, seen)
+        solution = Solution(plan, Coverage(self.on_unseen))
+        driver = StepDriver(model, known, solution, Ranks(), Progress(False))
+        driver.prepare(tuple(plan.names))
+        names = frozenset(offloaded_tensors(model))
+        freeze(model, solution.plan, Changes())
+        return driver, names
+
+    def write(
+        self, prepared: _Prepared, recipe: Recipe, seen: Measurements | None
+    ) -> QuantizeResult:
+        """Carry the plan out while the checkpoint is written."""
+        output, model, solution = self.options.output, prepared.model, prepared.driver.solution
+        names = tensor_names(model)
+        device = usable_device(self.options.compute.device) or torch.device("cpu")
+        solved = SolvedTensors(
+            model, names, prepared.weights, prepared.driver, device, self.progress
+        )
+        way, amount = "datafree", (0, 0)
+        if seen is not None and seen.info is not None:
+            way, amount = "measurements", (len(seen.info.samples), seen.info.tokens)
+        stream = TensorStream(
+            solved.tensors,
+            lambda: solution.as_notes(way, *amount),
+            self._arguments(prepared, recipe, seen),
+            solved.state,
+        )
+        path = write_stream(
+            model,
+            names,
+            stream,
+            output.output_dir or "",
+            recipe=recipe.to_yaml(),
+            overwrite=output.overwrite,
+            max_shard_size=output.max_shard_size,
+        )
+        report_coverage(solution.coverage)
+        report_costs(solution.costs)
+        report_notes(solution.changes.notes)
+        return QuantizeResult(
+            solution.plan,
+            solution.coverage,
+            solution.errors,
+            recipe,
+            path,
+            model.dtype,
+            solution.costs,
+            solution.changes.notes,
+        )
+
+    def _arguments(
+        self, prepared: _Prepared, recipe: Recipe, seen: Measurements | None
+    ) -> dict[str, Any]:
+        """Return what a run that goes on has in common with the one before it."""
+        return {
+            "calipers": version("calipers"),
+            "model": prepared.fingerprint,
+            "recipe": recipe.to_yaml(),
+            "measurements": None if seen is None else seen.digest(),
+            "on_unseen": self.on_unseen,
+            "max_shard_size": parse_size(self.options.output.max_shard_size),
+        }
+
+
+def _check_complete(seen: Measurements) -> None:
+    if seen.info is None or not seen.info.is_complete:
+        raise MeasurementsError(
+            "are not those of a finished run",
+            subject="The measurements",
+            hint="Let 'calipers measure' finish: with the same arguments it goes on where it was.",
+        )
+
+
+def _check_same_model(fingerprint: str, seen: Measurements | None) -> None:
+    """Refuse measurements of another model, or of another state of its weights."""
+    if seen is None or seen.info is None or seen.info.fingerprint == fingerprint:
+        return
+    raise MeasurementsError(
+        f"are of another model, or of other weights of it: {seen.info.model} with the fingerprint "
+        f"{seen.info.fingerprint[:8]}, and this one has {fingerprint[:8]}",
+        subject="The measurements",
+        hint="Measure this model, or quantize the one that was measured.",
+    )
+
+
+def _no_measurements(plan: Plan) -> ConfigurationError:
+    needing = [f"{module.name}.{tensor.base_name}" for module, tensor in plan if tensor.needs_data]
+    needing += [f"{name}.input" for name in plan.measured]
+    return ConfigurationError(
+        f"The recipe needs data for {counted(len(needing), 'tensor')} (the first is {needing[0]}), "
+        "and there are no " + Option("measurements"),
+        hint="Measure the model once with calipers measure and pass "
+        + Option("measurements", ANY)
+        + ", calibrate with data, or choose dynamic activations and observers that look at weights "
+        "alone",
+    )
