@@ -69,6 +69,16 @@ class OneshotResult:
     costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the model."""
+        return self.model.dtype
+
+    @property
+    def source(self) -> Path | None:
+        """The folder that the model came from, if it is at hand."""
+        return source_folder(self.model)
+
     def __repr__(self) -> str:
         return (
             f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self._facts().items())})"

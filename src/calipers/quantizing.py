@@ -17,14 +17,16 @@ from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks
 from calipers.checkpoint.compression import tensor_names
 from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.location import check_location
 from calipers.checkpoint.output import check_output
-from calipers.checkpoint.reader import load_model, load_skeleton
+from calipers.checkpoint.reader import load_model, load_skeleton, refuse_quantized
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.state import offloaded_tensors
 from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, Weights
 from calipers.checkpoint.streaming import SolvedTensors
 from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, write_stream
 from calipers.errors import (
     ANY,
@@ -66,6 +68,7 @@ class QuantizeResult:
     :param recipe: the recipe, as it was carried out
     :param output_dir: where the checkpoint is
     :param dtype: that of the model
+    :param source: the folder of the model, if it is at hand
     :param costs: module → what its static activations and its output lose, where it was measured
     :param notes: module → what was done otherwise than the recipe says, and why
     """
@@ -76,6 +79,7 @@ class QuantizeResult:
     recipe: Recipe
     output_dir: Path
     dtype: torch.dtype
+    source: Path | None = None
     costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -193,7 +197,7 @@ class _QuantizeJob:
     def prepare(self, name: str | Path, recipe: Recipe, seen: Measurements | None) -> _Prepared:
         """Plan for the model as its files have it; load it where they have it otherwise."""
         trusted = self.options.compute.trust_remote_code
-        skeleton = load_skeleton(name, trust_remote_code=trusted)
+        skeleton = _skeleton(name, recipe, trusted)
         check_apart(self.options.output.output_dir or "", skeleton)
         folder, ties = source_folder(skeleton), tied_names(skeleton)
         stored = {} if folder is None else stored_tensors(folder)
@@ -264,6 +268,7 @@ class _QuantizeJob:
             recipe,
             path,
             model.dtype,
+            source_folder(model),
             solution.costs,
             solution.changes.notes,
         )
@@ -280,6 +285,18 @@ class _QuantizeJob:
             "on_unseen": self.on_unseen,
             "max_shard_size": parse_size(self.options.output.max_shard_size),
         }
+
+
+def _skeleton(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedModel:
+    """Build a model without values, as transformers has it; else as the names in its files say."""
+    check_location(str(name))
+    unknown = unknown_model(Path(name)) if Path(name).is_dir() else None
+    if unknown is None:
+        return load_skeleton(name, trust_remote_code=trusted)
+    refuse_quantized(unknown.config, str(name))
+    for modifier in recipe.modifiers:
+        unknown.check_patterns([pattern for part in modifier.aimed_at() for pattern in part])
+    return unknown
 
 
 def _check_complete(seen: Measurements) -> None:
@@ -309,8 +326,10 @@ def _no_measurements(plan: Plan) -> ConfigurationError:
     return ConfigurationError(
         f"The recipe needs data for {counted(len(needing), 'tensor')} (the first is {needing[0]}), "
         "and there are no " + Option("measurements"),
-        hint="Measure the model once with calipers measure and pass "
+        hint="Pass "
         + Option("measurements", ANY)
-        + ", calibrate with data, or choose dynamic activations and observers that look at weights "
-        "alone",
+        + ", which 'calipers measure' makes, or "
+        + Option("dataset", ANY)
+        + " (to oneshot, in Python); or choose dynamic activations and observers that look at "
+        "weights alone",
     )

@@ -60,7 +60,7 @@ def load_model(
         if not hasattr(model, "config"):
             raise cannot_load(type(model).__name__, "it is not a model of transformers")
         if not quantized:
-            _refuse_quantized(model.config, type(model).__name__)
+            refuse_quantized(model.config, type(model).__name__)
         return model
     from transformers import AutoModelForCausalLM
 
@@ -219,7 +219,7 @@ def _load_config(
             name, trust_remote_code=trust_remote_code
         )
         if not quantized:
-            _refuse_quantized(config, name)
+            refuse_quantized(config, name)
     return config
 
 
@@ -230,7 +230,8 @@ def _has_tokenizer(name: str) -> bool:
     return any(Path(name).glob("*token*")) if Path(name).is_dir() else not Path(name).exists()
 
 
-def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
+def refuse_quantized(config: PreTrainedConfig, name: str) -> None:
+    """Refuse a model whose config says that it is quantized."""
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigurationError(
             "is quantized already: its config has a quantization_config",

@@ -100,7 +100,8 @@ def _about_data(found: DryRun) -> str:
     if not found.needs_data:
         return "It needs no data."
     wanting = sum(row.data == "yes" for row in found.rows)
-    return f"It needs data, for {counted(wanting, 'tensor')}: --data of calipers quantize."
+    options = "--data or --measurements of calipers quantize"
+    return f"It needs data, for {counted(wanting, 'tensor')}: {options}."
 
 
 def _table(found: DryRun, every: bool) -> Table:

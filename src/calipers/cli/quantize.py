@@ -49,7 +49,7 @@ from calipers.cli.sources import (
     packing_for,
     recipe_source,
 )
-from calipers.errors import counted
+from calipers.errors import ConfigurationError, counted
 from calipers.options import (
     CalibrationOptions,
     DataOptions,
@@ -61,13 +61,22 @@ from calipers.options import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers import OneshotResult
+    from calipers import OneshotResult, QuantizeResult
     from calipers.modifiers.costs import ModuleCosts
     from calipers.recipes import Recipe
 
 Output = Annotated[
     Path,
     typer.Option("--output", "-o", metavar="FOLDER", help="Where the checkpoint goes."),
+]
+MeasurementsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--measurements",
+        metavar="FILE",
+        help="What calipers measure has found of this model, instead of --data.",
+        exists=False,
+    ),
 ]
 Pipeline = Annotated[
     str,
@@ -97,6 +106,7 @@ def quantize(
     scheme: Scheme = None,
     recipe: RecipeFile = None,
     data: Data = None,
+    measurements: MeasurementsFile = None,
     method: Method = None,
     observer: WeightObserver = None,
     activation_observer: ActivationObserver = None,
@@ -122,13 +132,18 @@ def quantize(
 ) -> CommandOutput:
     """Quantize a model for vLLM and transformers.
 
-    Writes a checkpoint in the formats of compressed-tensors. If anything fails, none is left.
+    Writes a checkpoint in the formats of compressed-tensors. If anything fails, none is left. What
+    needs no data, or measurements alone, goes from disk to disk without loading the model; if it is
+    killed, the same command goes on.
 
     Example: calipers quantize demo --scheme W4A16 --observer optimal --data demo -o demo-w4a16
     """
     # First: what is wrong is said before anything is imported.
     inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
-    check_output(output, overwrite, inputs)
+    check_output(output, overwrite, {**inputs, "measurements": measurements})
+    if measurements is not None and data is not None:
+        problem = "The command has both --data and --measurements"
+        raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
@@ -148,8 +163,11 @@ def quantize(
         changes=RecipeOptions(allow_code=allow_code),
         output=OutputOptions(output_dir=output, overwrite=overwrite, max_shard_size=max_shard_size),
     )
+    start = time.monotonic()
+    result = _result(source, wanted, texts, measurements, options)
+    seconds = time.monotonic() - start
     ignored = None if scheme is None else ignore or ["lm_head"]
-    done = _summary(*_timed(source, wanted, texts, options), model, data, output, ignored)
+    done = _summary(result, seconds, model, data, output, ignored)
     return _output(replace(done, next=_next(done, data, chosen)))
 
 
@@ -164,14 +182,32 @@ def _calibration(
     )
 
 
-def _timed(
-    source: str, wanted: Recipe, texts: Any, options: OneshotOptions
-) -> tuple[OneshotResult, float]:
-    """Quantize, and tell how many seconds it took."""
-    from calipers import oneshot
+def _result(
+    source: str, wanted: Recipe, texts: Any, measurements: Path | None, options: OneshotOptions
+) -> OneshotResult | QuantizeResult:
+    """Quantize: from disk to disk where the model need not run."""
+    in_memory = _has_others() or options.data.tokenizer is not None
+    if texts is not None or (measurements is None and in_memory):
+        from calipers import oneshot
 
-    start = time.monotonic()
-    return oneshot(source, wanted, texts, **options.keywords()), time.monotonic() - start
+        return oneshot(source, wanted, texts, **options.keywords())
+    from calipers import quantize as from_disk_to_disk
+
+    dtype = options.compute.dtype if measurements is not None else "auto"
+    return from_disk_to_disk(
+        source,
+        wanted,
+        measurements,
+        on_unseen=options.calibration.on_unseen,
+        compute=replace(options.compute, dtype=dtype),
+        changes=options.changes,
+        output=options.output,
+    )
+
+
+def _has_others() -> bool:
+    """Whether this is one of several processes of a job."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 @dataclass(frozen=True)
@@ -207,7 +243,7 @@ class Summary:
 
 
 def _summary(
-    result: OneshotResult,
+    result: OneshotResult | QuantizeResult,
     seconds: float,
     model: str,
     data: str | None,
@@ -215,14 +251,12 @@ def _summary(
     ignored: list[str] | None,
 ) -> Summary:
     from calipers.checkpoint.sizes import size_on_disk
-    from calipers.checkpoint.source import source_folder
 
-    source = source_folder(result.model)
     notes = json.loads((output / "calipers.json").read_text(encoding="utf-8"))
     return Summary(
         model=model,
         output=str(output),
-        before=None if source is None else size_on_disk(source),
+        before=None if result.source is None else size_on_disk(result.source),
         after=size_on_disk(output),
         seconds=seconds,
         pipeline=notes["pipeline"],
@@ -234,7 +268,7 @@ def _summary(
         advice=advice_on(result.costs, result.plan, ignored),
         coverage=result.coverage.as_dict(),
         forward_dtype=notes["forward_dtype"],
-        dtype=str(result.model.dtype).removeprefix("torch."),
+        dtype=str(result.dtype).removeprefix("torch."),
         has_data=data is not None,
     )
 
@@ -296,6 +330,8 @@ def _quantized(done: Summary) -> list[str]:
 
 
 def _about_data(done: Summary) -> str:
+    if done.pipeline == "measurements":
+        return f"Measured on {counted(done.samples, 'sample')}, {done.tokens:,} tokens."
     if done.tokens:
         computed = "" if done.forward_dtype == done.dtype else f", computed in {done.forward_dtype}"
         return f"{counted(done.samples, 'sample')}, {done.tokens:,} tokens seen{computed}."
