@@ -136,7 +136,7 @@ def test_data_that_is_empty(model: Path, tmp_path: Path) -> None:
 
 def test_no_data_where_it_is_needed(model: Path, tmp_path: Path) -> None:
     arguments = ("quantize", model, "--scheme", "FP8", "-o", "out")
-    texts = ("there is no --data. Pass --data …", "calipers plan shows which tensors need data")
+    texts = ("there are no --measurements. Pass --measurements …", "or --data …")
     refused(arguments, "needs data for 14 tensors", *texts, cwd=tmp_path)
 
 

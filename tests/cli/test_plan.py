@@ -158,7 +158,8 @@ def test_alike_modules_are_one_row_for_people_and_all_rows_for_machines(model: P
     ]
     assert sum("q_proj" in line for line in lines) == 1
     assert "14 tensors quantized; the checkpoint: 658 kB → 220 kB (33%)." in lines
-    assert "It needs data, for 14 tensors: --data of calipers quantize." in lines
+    options = "--data or --measurements of calipers quantize"
+    assert f"It needs data, for 14 tensors: {options}." in lines
 
     data = json.loads(run_here(*arguments, "--json").stdout)
     assert len(data["rows"]) == 14

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -13,11 +13,11 @@ import torch
 T = TypeVar("T")
 
 
-def in_background(items: Iterable[T], ahead: int = 1) -> Iterator[T]:
+def in_background(items: Iterable[T], ahead: int = 1) -> Generator[T, None, None]:
     """Give what an iterable gives, which works in a thread of its own.
 
-    It has at most ``ahead`` items ready that nobody has asked for. What it raises is raised here;
-    whoever stops asking ends it.
+    It has at most ``ahead`` items ready that nobody has asked for. What it raises is raised here.
+    Whoever stops asking must close what is returned, which waits for the item that is at work.
 
     >>> list(in_background(range(3)))
     [0, 1, 2]

@@ -5,7 +5,7 @@ The model they are made of is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -171,7 +171,7 @@ def name_on_disk(names: StoredNames, prefix: str, module: nn.Module, local: str)
 
 def checkpoint_tensors(
     model: PreTrainedModel, names: StoredNames
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Give each tensor of the checkpoint with its name; the model is not changed."""
     waiting: dict[str, torch.Tensor] = {}
     freed = Freed(most=1 << 20)  # of what is stored, which took several times as much to make

@@ -13,7 +13,6 @@ from typing import Any
 from calipers.errors import CalipersError
 from calipers.files.json_files import parse_json_object
 from calipers.files.output_file import sync, sync_folder
-from calipers.files.safetensors_header import read_header
 
 NAME = "journal.json"
 
@@ -23,11 +22,13 @@ class FinishedShard:
     """A file of tensors.
 
     :param size: bytes of the tensors
+    :param length: bytes of the file
     """
 
     file: str
     tensors: list[str]
     size: int
+    length: int
 
 
 class Journal:
@@ -82,9 +83,9 @@ class Journal:
                 path.unlink()
 
     def _is_whole(self, shard: FinishedShard) -> bool:
+        """Whether a file is as it was when it was finished; it was on disk before it was noted."""
         path = self.folder / shard.file
-        found = read_header(path)
-        return set(found) == set(shard.tensors) and path.parent == self.folder
+        return path.parent == self.folder and path.stat().st_size == shard.length
 
 
 def remove_journal(work: Path) -> None:

@@ -168,7 +168,8 @@ class ShardWriter:
         if self._open is not None:
             self._open.finish()
             names = [name for name in self._open.header if name != "__metadata__"]
-            shard = FinishedShard(Path(self._open.file.name).name, names, self._open.size)
+            path = Path(self._open.file.name)
+            shard = FinishedShard(path.name, names, self._open.size, path.stat().st_size)
             self._shards.append(shard)
             if self.journal is not None:
                 self.journal.add(shard, self.state(self._open.last))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -77,15 +78,17 @@ class SolvedTensors:
         self._solved: dict[str, State] = {}
         self._numbers: dict[str, int] = {}
 
-    def tensors(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, state: Mapping[str, Any]) -> Generator[tuple[str, Tensor], None, None]:
         """Give the tensors with their names on disk.
 
         :param state: what ``state`` has returned in a run that was killed
         """
-        first = self._restore(state)
-        made = in_background(self._make(in_background(self._read(first))))
-        with self._progress.counting("quantizing", len(self._modules), "modules") as add:
-            latest = -1
+        first, latest = self._restore(state), -1
+        with (
+            self._progress.counting("quantizing", len(self._modules), "modules") as add,
+            closing(in_background(self._read(first))) as read,
+            closing(in_background(self._make(read))) as made,
+        ):
             for number, name, tensor in made:
                 self._numbers[name] = number
                 if number != latest:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class TensorStream:
     :param state: returns what must be known to go on behind a tensor, as plain data
     """
 
-    tensors: Callable[[Mapping[str, Any]], Iterable[tuple[str, Tensor]]]
+    tensors: Callable[[Mapping[str, Any]], Generator[tuple[str, Tensor], None, None]]
     notes: Callable[[], Mapping[str, Any]]
     arguments: Mapping[str, Any] | None = None
     state: Callable[[str], Mapping[str, Any]] = lambda _: {}
@@ -107,7 +108,8 @@ def write_stream(
         room = header_room([*names.renamed.values(), *names.converted])
         noted = None if stream.arguments is None else journal
         writer = ShardWriter(journal.folder, shard_size, room, noted, stream.state)
-        writer.write(stream.tensors(journal.state))
+        with closing(stream.tensors(journal.state)) as tensors:
+            writer.write(tensors)
         files = write_auxiliary_files(model, journal.folder, recipe=recipe, tokenizer=tokenizer)
         write_notes(journal.folder, files, stream.notes())
         write_json(journal.folder / "config.json", config)

@@ -26,10 +26,16 @@ from calipers.cli.options import (
     Tokenizer,
     TrustRemoteCode,
 )
-from calipers.cli.sources import DATA_KINDS, compute_options, data_source, model_source, packing_for
+from calipers.cli.sources import (
+    DATA_KINDS,
+    compute_options,
+    data_source,
+    model_source,
+    packing_for,
+    sampling,
+)
 from calipers.cli.tables import add_row, table
 from calipers.errors import ConfigurationError
-from calipers.options import DataOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,15 +92,15 @@ def evaluate(
             texts,
             layers=layers,
             each=done.add,
-            data=DataOptions(
-                tokenizer=tokenizer,
-                num_samples=samples,
-                max_seq_length=seq_len,
-                batch_size=batch_size,
-                packing=packing_for(data, packing),
-                seed=seed,
-                skip=skip,
-                text_column=text_column,
+            data=sampling(
+                samples,
+                seq_len,
+                batch_size,
+                packing_for(data, packing),
+                seed,
+                text_column,
+                tokenizer,
+                skip,
             ),
             compute=compute_options(device, dtype, trust_remote_code),
         )

@@ -26,10 +26,17 @@ from calipers.cli.options import (
     TrustRemoteCode,
 )
 from calipers.cli.show import about
-from calipers.cli.sources import DATA_KINDS, compute_options, data_source, model_source, packing_for
+from calipers.cli.sources import (
+    DATA_KINDS,
+    compute_options,
+    data_source,
+    model_source,
+    packing_for,
+    sampling,
+)
 from calipers.errors import ConfigurationError
 from calipers.files.output_file import check_output_file
-from calipers.options import CalibrationOptions, DataOptions
+from calipers.options import CalibrationOptions
 
 Output = Annotated[
     Path,
@@ -106,15 +113,15 @@ def measure(
         output_file=output,
         overwrite=overwrite,
         save_every=save_every,
-        data=DataOptions(
-            tokenizer=tokenizer,
-            num_samples=samples,
-            max_seq_length=seq_len,
-            batch_size=batch_size,
-            packing=packing_for(data, packing),
-            seed=seed,
-            skip=skip,
-            text_column=text_column,
+        data=sampling(
+            samples,
+            seq_len,
+            batch_size,
+            packing_for(data, packing),
+            seed,
+            text_column,
+            tokenizer,
+            skip,
         ),
         compute=compute_options(device, dtype, trust_remote_code),
         calibration=CalibrationOptions(

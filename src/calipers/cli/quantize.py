@@ -48,6 +48,7 @@ from calipers.cli.sources import (
     model_source,
     packing_for,
     recipe_source,
+    sampling,
 )
 from calipers.errors import ConfigurationError, counted
 from calipers.options import (
@@ -141,21 +142,11 @@ def quantize(
     # First: what is wrong is said before anything is imported.
     inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
     check_output(output, overwrite, {**inputs, "measurements": measurements})
-    if measurements is not None and data is not None:
-        problem = "The command has both --data and --measurements"
-        raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
+    _refuse_both(data, measurements)
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
-    chosen = DataOptions(
-        tokenizer=tokenizer,
-        num_samples=samples,
-        max_seq_length=seq_len,
-        batch_size=batch_size,
-        packing=packing,
-        seed=seed,
-        text_column=text_column,
-    )
+    chosen = sampling(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
     options = OneshotOptions(
         data=replace(chosen, packing=packing_for(data, packing)),
         compute=compute_options(device, dtype, trust_remote_code),
@@ -165,10 +156,15 @@ def quantize(
     )
     start = time.monotonic()
     result = _result(source, wanted, texts, measurements, options)
-    seconds = time.monotonic() - start
     ignored = None if scheme is None else ignore or ["lm_head"]
-    done = _summary(result, seconds, model, data, output, ignored)
+    done = _summary(result, time.monotonic() - start, model, data, output, ignored)
     return _output(replace(done, next=_next(done, data, chosen)))
+
+
+def _refuse_both(data: str | None, measurements: Path | None) -> None:
+    if measurements is not None and data is not None:
+        problem = "The command has both --data and --measurements"
+        raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
 
 
 def _calibration(

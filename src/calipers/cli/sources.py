@@ -11,7 +11,7 @@ from calipers.checkpoint.location import check_location
 from calipers.cli.command import progress
 from calipers.cli.options import observer_choice
 from calipers.errors import ConfigurationError
-from calipers.options import ComputeOptions
+from calipers.options import ComputeOptions, DataOptions
 
 if TYPE_CHECKING:
     from calipers.recipes import Recipe
@@ -65,6 +65,29 @@ def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> 
         dtype=dtype,  # type: ignore[arg-type]  # whoever computes checks
         trust_remote_code=trust_remote_code,
         progress=progress(),
+    )
+
+
+def sampling(
+    samples: int,
+    seq_len: int | None,
+    batch_size: int,
+    packing: bool | None,
+    seed: int,
+    text_column: str | None,
+    tokenizer: str | None,
+    skip: int = 0,
+) -> DataOptions:
+    """Return which samples are taken."""
+    return DataOptions(
+        tokenizer=tokenizer,
+        num_samples=samples,
+        max_seq_length=seq_len,
+        batch_size=batch_size,
+        packing=packing,
+        seed=seed,
+        skip=skip,
+        text_column=text_column,
     )
 
 
