@@ -2,8 +2,8 @@
 
 What the output of a row loses is Δᵀ H Δ, Δ = q − w, with H = E[x xᵀ] of its inputs. Columns are
 rounded one after the other, each with the errors of those before it; then every value moves to the
-best code that all others leave it, and scales to what is best for the codes. Rounding to nearest is
-the fallback of each row: no row loses more than with it.
+best code that all others leave it, and scales to what is best for the codes, in turns. Rounding to
+nearest is the fallback of each row: no row loses more than with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from calipers.kernels.feedback import Rounding, descend, feed_back
 from calipers.solvers.refit import Scales, refit_scales
 
 _LARGEST_DAMPING = 1.0  # of the mean of the diagonal
+_REFITS = 3  # of scales, each followed by sweeps; more of them gain little
 
 
 class Curvature(NamedTuple):
@@ -104,8 +105,13 @@ def feed_back_errors(
     pulls[worse] = (plain[worse] - weight[worse]) @ hessian
     sweep = partial(descend, sweeps=sweeps, block=block, pulls=pulls)
     values, _ = sweep(values, weight, hessian, *rounding)
-    if scales is not None and sweeps:
+    if scales is None or not sweeps:
+        return values, rounding
+    for _ in range(_REFITS):
+        before = rounding.scales
         values, rounding = refit_scales(values, pulls, hessian, rounding, scales)
+        if torch.equal(before, rounding.scales):
+            break
         values, _ = sweep(values, weight, hessian, *rounding)
     return values, rounding
 
