@@ -14,7 +14,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration sanitize clean
+.PHONY: help setup test mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration bench-streaming sanitize clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -66,6 +66,9 @@ bench-accuracy: $(BENCH_READY) ## perplexity of a small model quantized by every
 
 bench-calibration: $(BENCH_READY) ## time from a recipe to a checkpoint, ours and the peer's
 	$(BIN)/python benchmarks/calibration.py
+
+bench-streaming: $(BENCH_READY) ## time and memory from the files of a model to those of a checkpoint, ours and the peer's
+	$(BIN)/python benchmarks/streaming.py
 
 # Python without `site`, so that the sanitized build is found before the one in .venv. A program that
 # was not built with the sanitizers needs their libraries, and that of C++, from the start.
