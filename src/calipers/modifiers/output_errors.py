@@ -94,13 +94,14 @@ def weight_loss(
     0.0625
     """
     weight, error, output = weight.detach(), 0.0, 0.0
+    working = torch.promote_types(weight.dtype, torch.float32)
     meant = weight if before is None else before.detach()
     for tile, wanted, scale, zero_point in _tiles(weight, meant, args, qparams):
         if streams is None and before is None:
             error += float(quantization_errors(tile, scale, zero_point, args).sum())
             continue
-        values, errors = quantize_with_error(tile, scale, zero_point, args)
-        values -= wanted
+        values, errors = quantize_with_error(tile.to(working), scale, zero_point, args)
+        values -= wanted.to(working)
         error += float(errors.sum() if before is None else values.double().square().sum())
         if streams is not None:
             output += _output_energy(_as_rows(values, weight.shape[-1]), streams)
@@ -111,7 +112,11 @@ def weight_loss(
 def _tiles(
     weight: Tensor, meant: Tensor, args: QuantizationArgs, qparams: QParamsDict
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Cut a weight and what was meant into pieces, some rows at a time, with their parameters."""
+    """Cut a weight and what was meant into pieces, some rows at a time, with their parameters.
+
+    These are views. Whoever needs more digits than they have widens them: a copy of a weight in
+    float32 takes longer than its errors, which kernels find in any dtype.
+    """
     working = torch.promote_types(weight.dtype, torch.float32)
     layout = Layout.of("weight", args)
     pieces, wanted = layout.pieces(weight), layout.pieces(meant.to(weight))
@@ -124,9 +129,7 @@ def _tiles(
     each = pieces.select(along, 0).numel()
     for part in runs(pieces.shape[along], each, _AT_ONCE):
         length = part.stop - part.start
-        tile, goal = (
-            whole.narrow(along, part.start, length).to(working) for whole in (pieces, wanted)
-        )
+        tile, goal = (whole.narrow(along, part.start, length) for whole in (pieces, wanted))
         these = part if along == 1 else slice(None)
         yield tile, goal, scale[these], zeros[these]
 
