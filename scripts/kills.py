@@ -1,9 +1,12 @@
-"""Kill ``calipers quantize`` again and again: what it leaves is whole, and the next run tidies up.
+"""Kill ``calipers`` again and again: what it leaves is whole, and the next run tidies up.
 
     python scripts/kills.py --kills 100
+    python scripts/kills.py --kills 50 --only measure
 
 Half of the kills come at a random moment, half at a random one of the calls to the file system with
-which the output comes to its place; a quarter on a system that cannot exchange two folders at once.
+which the output comes to its place; some on a system that cannot exchange two folders at once.
+Outputs of ``quantize`` and ``merge`` are compared to the bit, those of ``measure`` in all that does
+not depend on the order of additions: counts, extrema, tokens, samples.
 """
 
 from __future__ import annotations
@@ -90,6 +93,7 @@ def _run(job: Job) -> int:
 class Way:
     """One way to call the command.
 
+    :param options: those of the command; ``{inputs}`` is the folder of files that it reads
     :param at_once: whether the system can exchange two folders at once
     """
 
@@ -97,10 +101,12 @@ class Way:
     options: tuple[str, ...]
     overwrite: bool
     at_once: bool = True
+    command: tuple[str, ...] = ("quantize", "demo")
 
-    def job(self, folder: Path) -> Job:
+    def job(self, folder: Path, inputs: Path) -> Job:
         """Return the command as a function."""
-        arguments = ["quantize", "demo", "-o", str(folder / "out"), *self.options]
+        words = [*self.command, *self.options, "-o", str(folder / "out")]
+        arguments = [word.format(inputs=inputs) for word in words]
         arguments += ["--overwrite"] if self.overwrite else []
 
         def run() -> None:
@@ -117,14 +123,36 @@ class Way:
 
 _DATA = ("--data", "demo", "--samples", "4", "--seq-len", "64")
 _LAYERS = ("--scheme", "FP8", *_DATA, "--pipeline", "sequential")
+_MEASURED = ("--scheme", "FP8", "--measurements", "{inputs}/first", "--max-shard-size", "100KB")
+_SHARDS = ("--scheme", "NVFP4A16", "--observer", "memoryless_mse", "--max-shard-size", "50KB")
+_MEASURE = ("measure", "demo")
+_OFTEN = (*_DATA, "--save-every", "0")
+_MERGE = ("merge", "{inputs}/first", "{inputs}/second")
 WAYS = (
-    Way("W8A16, new", ("--scheme", "W8A16"), overwrite=False),
-    Way("W8A16, overwrite", ("--scheme", "W8A16"), overwrite=True),
-    Way("FP8 with data, new", ("--scheme", "FP8", *_DATA), overwrite=False),
-    Way("FP8 with data, overwrite", ("--scheme", "FP8", *_DATA), overwrite=True),
-    Way("FP8 layer by layer, overwrite", _LAYERS, overwrite=True),
-    Way("W8A16, overwrite, no exchange", ("--scheme", "W8A16"), overwrite=True, at_once=False),
-    Way("FP8, overwrite, no exchange", ("--scheme", "FP8", *_DATA), overwrite=True, at_once=False),
+    Way("quantize in shards, new", _SHARDS, overwrite=False),
+    Way("quantize in shards, overwrite", _SHARDS, overwrite=True),
+    Way("quantize from measurements, new", _MEASURED, overwrite=False),
+    Way("measure, new", _OFTEN, overwrite=False, command=_MEASURE),
+    Way("measure, overwrite", _OFTEN, overwrite=True, command=_MEASURE),
+    Way("merge, new", (), overwrite=False, command=_MERGE),
+    Way("merge, overwrite", (), overwrite=True, command=_MERGE),
+    Way("quantize W8A16, new", ("--scheme", "W8A16"), overwrite=False),
+    Way("quantize W8A16, overwrite", ("--scheme", "W8A16"), overwrite=True),
+    Way("quantize FP8 with data, new", ("--scheme", "FP8", *_DATA), overwrite=False),
+    Way("quantize FP8 with data, overwrite", ("--scheme", "FP8", *_DATA), overwrite=True),
+    Way("quantize FP8 layer by layer, overwrite", _LAYERS, overwrite=True),
+    Way(
+        "quantize W8A16, overwrite, no exchange",
+        ("--scheme", "W8A16"),
+        overwrite=True,
+        at_once=False,
+    ),
+    Way(
+        "quantize FP8, overwrite, no exchange",
+        ("--scheme", "FP8", *_DATA),
+        overwrite=True,
+        at_once=False,
+    ),
 )
 
 
@@ -135,7 +163,9 @@ def _be_silent() -> None:
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Return what lies in a folder, at any depth, with the digests of files."""
+    """Return what lies in a folder, at any depth, with the digests of files; or what a file has."""
+    if folder.is_file():
+        return measured(folder)
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         if path.is_file()
@@ -144,13 +174,35 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
+def measured(file: Path) -> dict[str, str]:
+    """Return what a file of measurements has, but sums, in which the order of additions shows."""
+    from calipers import Measurements
+
+    found = Measurements.load(file)
+    assert found.info is not None
+    tensors = {
+        f"{'.'.join(place)}/{key}.{name}": value
+        for place, statistics in found.tensors().items()
+        for key, statistic in statistics.items()
+        for name, value in statistic.fields().items()
+        if not name.endswith("_sum")
+    }
+    digests = {name: hashlib.sha256(str(v.tolist()).encode()) for name, v in tensors.items()}
+    return {"": str(found.info), **{name: digest.hexdigest() for name, digest in digests.items()}}
+
+
 def check_whole(folder: Path) -> None:
     """Read all that a checkpoint holds."""
     from safetensors.torch import load_file
 
+    if folder.is_file():
+        return  # it was read as a whole
+    from calipers.checkpoint.headers import stored_tensors
+
     assert json.loads((folder / "config.json").read_text())["quantization_config"]
     assert json.loads((folder / "calipers.json").read_text())["calipers"]
-    assert load_file(folder / "model.safetensors")
+    for file in {tensor.file for tensor in stored_tensors(folder).values()}:
+        assert load_file(file)
 
 
 class Place:
@@ -161,13 +213,15 @@ class Place:
         (folder / ".out.notes").mkdir(parents=True)
         (folder / ".out.notes" / "new").write_text("mine")
         (folder / "config.json").write_text("{}")
-        if old is not None:
+        if old is not None and old.is_dir():
             shutil.copytree(old, folder / "out")
+        elif old is not None:
+            shutil.copyfile(old, folder / "out")
         self._neighbours = self._others()
 
     def _others(self) -> dict[str, str]:
         found = content(self.folder)
-        ours = (".out.calipers", "out")
+        ours = (".out.calipers", "out", "out.partial")
         return {name: what for name, what in found.items() if name.split("/")[0] not in ours}
 
     def check(self, expected: list[dict[str, str] | None]) -> int:
@@ -191,11 +245,12 @@ class Place:
 class Trial:
     """Kills one way of calling the command, as often as wanted."""
 
-    def __init__(self, way: Way, old: Path, place: Path) -> None:
-        self.way, self._old, self._place = way, old, place
+    def __init__(self, way: Way, inputs: Path, place: Path) -> None:
+        old = inputs / ("old" if way.command[0] == "quantize" else "other")
+        self.way, self._old, self._inputs, self._place = way, old, inputs, place
         first = Place(place / "first", old if way.overwrite else None)
         began = time.monotonic()
-        code, self.calls = run_child(way.job(first.folder))
+        code, self.calls = run_child(way.job(first.folder, inputs))
         self.seconds = time.monotonic() - began
         assert code == 0, f"{way.name} failed without a kill: {code}"
         first.check_tidy()
@@ -207,7 +262,7 @@ class Trial:
 
         place = Place(self._place / str(number), self._old if self.way.overwrite else None)
         before = content(self._old) if self.way.overwrite else None
-        job = self.way.job(place.folder)
+        job = self.way.job(place.folder, self._inputs)
         if number % 2:
             code, _ = run_child(job, die_at=chance.randrange(self.calls))
         else:
@@ -227,28 +282,43 @@ class Trial:
         return f"{end}, {found} there, {'something' if left else 'nothing'} to tidy up"
 
 
+def make_inputs(folder: Path) -> Path:
+    """Make what commands read, and what is there before them."""
+    scheme = ("--scheme", "W4A16", "--ignore", "re:.*down_proj", "--ignore", "lm_head")
+    ways = {
+        "old": Way("old", scheme, overwrite=False),
+        "first": Way("first", _DATA, overwrite=False, command=_MEASURE),
+        "second": Way("second", (*_DATA, "--skip", "4"), overwrite=False, command=_MEASURE),
+        "other": Way("other", (*_DATA, "--skip", "8"), overwrite=False, command=_MEASURE),
+    }
+    inputs = folder / "inputs"
+    inputs.mkdir()
+    for name, way in ways.items():
+        (folder / name).mkdir()
+        assert run_child(way.job(folder / name, inputs))[0] == 0
+        (folder / name / "out").rename(inputs / name)
+    return inputs
+
+
 def main() -> None:
     """Run the trials and count what was found; the first thing that is wrong ends it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="ways that begin like this")
     given = parser.parse_args()
     import calipers  # once for all children
 
-    calipers.oneshot  # noqa: B018  # it and all it needs is imported when it is asked for
+    for name in ("oneshot", "quantize", "measure"):
+        getattr(calipers, name)  # it and all it needs is imported when it is asked for
     chance = random.Random(given.seed)
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
         tempfile.tempdir = str(folder / "temporary")
         (folder / "temporary").mkdir()
-        scheme = ("--scheme", "W4A16", "--ignore", "re:.*down_proj", "--ignore", "lm_head")
-        old = Way("old", scheme, overwrite=False)
-        (folder / "old").mkdir()
-        assert run_child(old.job(folder / "old"))[0] == 0
-        trials = [
-            Trial(way, folder / "old" / "out", folder / str(number))
-            for number, way in enumerate(WAYS)
-        ]
+        inputs = make_inputs(folder)
+        chosen = [way for way in WAYS if way.name.startswith(given.only)]
+        trials = [Trial(way, inputs, folder / str(i)) for i, way in enumerate(chosen)]
         found: Counter[tuple[str, str]] = Counter()
         number = kills = 0
         while kills < given.kills:
@@ -262,7 +332,7 @@ def main() -> None:
         for (way, what), times in sorted(found.items()):
             if way == trial.way.name:
                 print(f"  {times:3}  {what}")
-    print(f"{given.kills} kills: the old or the new checkpoint was always there and whole, nothing")
+    print(f"{given.kills} kills: the old or the new output was always there and whole, nothing")
     print("else was touched, and nothing was left after the next run.")
 
 

@@ -51,6 +51,7 @@ quantization_stage:
             strategy: token
 """
 _QUANTIZE = "quantize {model} -o {output} --scheme FP8_DYNAMIC"
+_MEASURED = "quantize {model} -o {output} --scheme FP8 --measurements {measurements}"
 _PLAN = "plan {model} --scheme FP8_DYNAMIC"
 _FEW = "--data {data} --samples 3 --seq-len 16"
 _STATIC = f"quantize {{model}} -o {{output}} --scheme FP8 --calibrate-all-experts {_FEW}"
@@ -111,7 +112,10 @@ def _kinds() -> dict[str, list[Kind]]:
             *("recipe", ("recipe.yaml",), mutations.some_yaml),
             *("plan {model} --recipe {recipe}", "quantize {model} -o {output} --recipe {recipe}"),
         ),
-        *kinds("measurements", ("m.safetensors",), mutations.some_tensors, "show {measurements}"),
+        *kinds(
+            *("measurements", ("m.safetensors",), mutations.some_tensors),
+            *("show {measurements}", "merge {measurements} {other} -o {output}", _MEASURED),
+        ),
         *kinds("checkpoint", ("w4a16/config.json",), mutations.some_config, _COMPARE),
         *kinds("checkpoint", ("w4a16/model.safetensors",), mutations.some_tensors, _COMPARE),
     ]
@@ -143,6 +147,7 @@ class Case:
             "checkpoint": folder / "w4a16",
             "recipe": folder / "recipe.yaml",
             "measurements": folder / "m.safetensors",
+            "other": folder / "other.safetensors",
             "output": folder / "out",
         }
         command = kind.commands[random.randrange(len(kind.commands))]
@@ -184,7 +189,9 @@ def make_sound(folder: Path) -> Path:
     (folder / "text.txt").write_text("\n".join(TEXTS))
     (folder / "recipe.yaml").write_text(RECIPE)
     few = {"num_samples": 3, "max_seq_length": 16, "progress": False}
-    calipers.measure(llama, TEXTS, tokenizer=folder / "llama", **few).save(folder / "m.safetensors")
+    for name, texts in {"m": TEXTS, "other": TEXTS[3:]}.items():
+        found = calipers.measure(llama, texts, tokenizer=folder / "llama", **few)
+        found.save(folder / f"{name}.safetensors")
     _write_parquet(folder / "text.parquet")
     return folder
 

@@ -30,7 +30,8 @@ def check_output_file(
 ) -> Path:
     """Return the absolute path of an output file, or say why it cannot be written.
 
-    Call it before hours of work; nothing is made or changed.
+    Call it before hours of work; nothing is made or changed, but that what a process which died has
+    left beside the file is removed.
 
     :param overwrite: whether a file that is there may be replaced
     :param inputs: what the file is made from, by what messages call it; where that is a path,
@@ -41,6 +42,8 @@ def check_output_file(
         raise cannot_write_file(path, "it is a link that leads to itself")
     if path.is_dir():
         raise cannot_write_file(path, "it is a folder")
+    with suppress(OSError):
+        _tidy(path)
     ancestor = nearest_ancestor(path)
     if not ancestor.is_dir():
         raise cannot_write_file(path, f"'{ancestor}' is a file")
@@ -55,6 +58,19 @@ def check_output_file(
         if not overwrite:
             raise _exists(path)
     return path
+
+
+def _tidy(path: Path) -> None:
+    """Remove what a process that died while it wrote a file has left; a living one is let alone."""
+    work = _work(path)
+    owned = LockedFolder.take_over(work) if work.exists() else None
+    if owned is not None:
+        (work / "new").unlink(missing_ok=True)
+        owned.release()
+
+
+def _work(path: Path) -> Path:
+    return path.parent / f".{path.name}{SUFFIX}"
 
 
 def _exists(path: Path) -> CheckpointExistsError:
@@ -106,7 +122,7 @@ def output_file(path: Path) -> Iterator[OutputFile]:
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            owned = LockedFolder.claim(path.parent / f".{path.name}{SUFFIX}")
+            owned = LockedFolder.claim(_work(path))
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise

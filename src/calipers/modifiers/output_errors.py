@@ -105,7 +105,7 @@ def weight_loss(
         error += float(errors.sum() if before is None else values.double().square().sum())
         if streams is not None:
             output += _output_energy(_as_rows(values, weight.shape[-1]), streams)
-    norm = float(torch.linalg.vector_norm(meant, dtype=torch.float64))
+    norm = math.sqrt(float(sum_of_squares(meant.reshape(-1, meant.shape[-1])).sum()))
     return WeightLoss(math.sqrt(error) / norm if norm else 0.0, None if streams is None else output)
 
 
