@@ -10,7 +10,8 @@ from data import DTYPES
 from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from torch import Tensor
 
-from calipers.kernels.counts import count_values
+from calipers.kernels.channels import summarize_channels
+from calipers.kernels.counts import BINS, count_values
 from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.quantize import quantize_with_error
@@ -66,3 +67,17 @@ def test_quantize(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_sum_of_squares(shape: tuple[int, int], dtype: torch.dtype) -> None:
     tokens = torch.randn(shape).to(dtype)
     identical(lambda: (sum_of_squares(tokens),))
+
+
+@with_engines("shape, dtype", [(5000, 900), (70, 50000)], DTYPES, engines=NATIVE_ENGINES)
+def test_summaries_of_channels(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """So many values that each thread has a table of its own."""
+    tokens = torch.randn(shape).to(dtype)
+
+    def run() -> tuple[Tensor, ...]:
+        counts = torch.zeros(1, BINS, dtype=torch.int64)
+        found = summarize_channels(tokens, counts=counts)
+        assert found is not None
+        return (*found, counts)
+
+    identical(run)

@@ -32,6 +32,7 @@ OPERATIONS = (
     "optimum",
     "sum_of_squares",
     "count_values",
+    "summarize_channels",
     "quantize",
     "feed_back",
     "descend",

@@ -25,17 +25,30 @@ inline void count_codes(const std::byte* codes, std::int64_t count, std::uint32_
   for (; i < count; i++) tables[load_as<std::uint16_t>(codes + 2 * i)]++;
 }
 
+// Floats become codes of bf16, rounded, all NaNs the same. Both have room for whole vectors.
+inline void round_to_codes(const float* floats, std::int64_t count, std::uint16_t* codes) {
+  for (std::int64_t i = 0; i < round_up(count, W); i += W) {
+    const V x = load_as<V>(floats + i);
+    const I is_nan = ((I)x & 0x7fffffff) > kExponent;
+    store(codes + i, to_bf16(is_nan ? (V)all_bits(0x7fc00000) : round_to_bf16(x)));
+  }
+}
+
+inline void gather_codes(const std::byte* from, std::int64_t stride, std::int64_t count,
+                         std::uint16_t* codes) {
+  if (stride == 1)
+    std::memcpy(codes, from, count * 2);
+  else
+    for (std::int64_t i = 0; i < count; i++) std::memcpy(codes + i, from + i * stride * 2, 2);
+}
+
 // `count` values as 16-bit codes, where they lie or as a copy; float32 is rounded to bf16, and its
 // NaNs become one.
 inline const std::byte* load_codes(const Pieces& from, std::int64_t piece, std::int64_t begin,
                                    std::int64_t count, float* floats, std::uint16_t* codes) {
   if (from.dtype == DType::f32) {
     load_tile(from, piece, 1, begin, count, floats, count);
-    for (std::int64_t i = 0; i < round_up(count, W); i += W) {
-      const V x = load_as<V>(floats + i);
-      const I is_nan = ((I)x & 0x7fffffff) > kExponent;
-      store(codes + i, to_bf16(is_nan ? (V)all_bits(0x7fc00000) : round_to_bf16(x)));
-    }
+    round_to_codes(floats, count, codes);
     return (const std::byte*)codes;
   }
   const std::byte* start = from.data + from.offset(piece) * 2;
@@ -44,14 +57,14 @@ inline const std::byte* load_codes(const Pieces& from, std::int64_t piece, std::
   for (std::int64_t i = 0; i < count;) {
     const std::int64_t left = count - i, run = from.run(begin + i), part = left < run ? left : run;
     const std::byte* row = start + from.offset_within(begin + i) * 2;
-    if (from.column_stride == 1)
-      std::memcpy(codes + i, row, part * 2);
-    else
-      for (std::int64_t k = 0; k < part; k++)
-        std::memcpy(codes + i + k, row + k * from.column_stride * 2, 2);
+    gather_codes(row, from.column_stride, part, codes + i);
     i += part;
   }
   return (const std::byte*)codes;
+}
+
+inline void count_into(const std::byte* codes, std::int64_t count, std::int64_t* counts) {
+  for (std::int64_t i = 0; i < count; i++) counts[load_as<std::uint16_t>(codes + 2 * i)]++;
 }
 
 // Without tables of its own.
@@ -60,8 +73,7 @@ inline void count_few(const Pieces& values, std::int64_t piece, float* floats, s
   for (std::int64_t begin = 0; begin < values.length(); begin += kTile) {
     const std::int64_t left = values.length() - begin;
     const std::int64_t count = left < (std::int64_t)kTile ? left : (std::int64_t)kTile;
-    const std::byte* from = load_codes(values, piece, begin, count, floats, codes);
-    for (std::int64_t i = 0; i < count; i++) counts[load_as<std::uint16_t>(from + 2 * i)]++;
+    count_into(load_codes(values, piece, begin, count, floats, codes), count, counts);
   }
 }
 

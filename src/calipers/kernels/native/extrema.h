@@ -135,36 +135,56 @@ bool packed_extrema(const ExtremaJob& job, std::int64_t first) {
   return store_extrema<dtype, two_in_one ? W / 2 : W>(job, first, two_in_one ? 2 * W : W, low, high);
 }
 
-// Pieces of one value per row, which lie side by side, as in a transposed matrix: each lane has its
-// own. Returns whether all values were finite.
+// One value each of `count` pieces, N of them in a range: each lane has its own.
 template <DType dtype>
-bool adjacent_extrema(const ExtremaJob& job, const Task& task, Range<KeysOf<dtype>>* ranges) {
+void include_row(const std::byte* row, std::int64_t stride, std::int64_t count,
+                 Range<KeysOf<dtype>>* ranges) {
+  constexpr std::int64_t size = element_size(dtype), N = Order<dtype>::N;
+  for (std::int64_t i = 0; i < count; i += N) {
+    const std::int64_t left = count - i;
+    const bool whole = stride == 1 && left >= N;
+    ranges[i / N].include(whole ? stream_keys<dtype>(row + i * size)
+                                : gather_keys<dtype>(row + i * stride * size, stride, left));
+  }
+}
+
+// The ranges of no rows: from Inf to −Inf.
+template <DType dtype> void clear_ranges(std::int64_t count, Range<KeysOf<dtype>>* ranges) {
+  const KeysOf<dtype> high = KeysOf<dtype>{} + Order<dtype>::infinity;
+  for (std::int64_t i = 0; i < count; i += Order<dtype>::N) ranges[i / Order<dtype>::N] = {high, ~high};
+}
+
+// Returns whether all values were finite.
+template <DType dtype>
+bool store_ranges(const Range<KeysOf<dtype>>* ranges, std::int64_t count, std::byte* low_to,
+                  std::byte* high_to) {
   constexpr std::int64_t size = element_size(dtype), N = Order<dtype>::N;
   constexpr auto infinity = Order<dtype>::infinity, magnitude = Order<dtype>::magnitude;
-  const Pieces& values = job.values;
-  const std::int64_t pieces = task.end - task.first;
-  const std::byte* start = values.data + values.offset(task.first) * size;
-  for (std::int64_t position = task.begin; position < task.stop; position++) {
-    const std::byte* row = start + values.offset_within(position) * size;
-    for (std::int64_t i = 0; i < pieces; i += N) {
-      const std::int64_t left = pieces - i;
-      const auto keys = left < N ? gather_keys<dtype>(row + i * size, 1, left)
-                                 : stream_keys<dtype>(row + i * size);
-      if (position == task.begin) ranges[i / N] = {keys, keys};
-      ranges[i / N].include(keys);
-    }
-  }
   KeysOf<dtype> strange{};
-  for (std::int64_t i = 0; i < pieces; i += N) {
+  for (std::int64_t i = 0; i < count; i += N) {
     const auto [low, high] = ranges[i / N];
     strange |= (high >= infinity) | (~low >= infinity);
     const auto low_bits = low ^ ((low >> (8 * size - 1)) & magnitude);
     const auto high_bits = high ^ ((high >> (8 * size - 1)) & magnitude);
-    const std::int64_t at = (task.chunk * values.count() + task.first + i) * size;
-    std::memcpy(job.low + at, &low_bits, (pieces - i < N ? pieces - i : N) * size);
-    std::memcpy(job.high + at, &high_bits, (pieces - i < N ? pieces - i : N) * size);
+    std::memcpy(low_to + i * size, &low_bits, (count - i < N ? count - i : N) * size);
+    std::memcpy(high_to + i * size, &high_bits, (count - i < N ? count - i : N) * size);
   }
   return !any((I)strange);
+}
+
+// Pieces of one value per row, which lie side by side, as in a transposed matrix. Returns whether
+// all values were finite.
+template <DType dtype>
+bool adjacent_extrema(const ExtremaJob& job, const Task& task, Range<KeysOf<dtype>>* ranges) {
+  constexpr std::int64_t size = element_size(dtype);
+  const Pieces& values = job.values;
+  const std::int64_t pieces = task.end - task.first;
+  const std::byte* start = values.data + values.offset(task.first) * size;
+  clear_ranges<dtype>(pieces, ranges);
+  for (std::int64_t position = task.begin; position < task.stop; position++)
+    include_row<dtype>(start + values.offset_within(position) * size, 1, pieces, ranges);
+  const std::int64_t at = (task.chunk * values.count() + task.first) * size;
+  return store_ranges<dtype>(ranges, pieces, job.low + at, job.high + at);
 }
 
 // Any pieces, which advance together, row by row. Returns whether all values were finite.

@@ -233,6 +233,23 @@ struct CountsJob {
   std::int64_t* counts;         // [pieces][65536], shared by the chunks of a piece
 };
 
+struct ChannelsJob {
+  Pieces values;                // one piece; rows are tokens, columns are channels
+  const std::uint8_t* mask;     // [tokens] or null
+  Cut cut;                      // that of MomentsJob
+  double* sums;                 // [chunks][channels]
+  std::byte *low, *high;        // [chunks][channels], dtype of the values; Inf and −Inf without tokens
+  std::uint8_t* finite;         // [tasks]: whether all values are
+  std::int64_t* const* tables;  // [table_count][65536]: what they add up to are the counts
+  std::uint8_t* in_use;         // [table_count]: whether a task counts into a table
+  std::int64_t table_count;     // as many as threads; none if nobody asks for counts
+};
+
+// Sums, two ends of a range, a float and a code of each channel.
+CALIPERS_INLINE constexpr std::size_t channels_scratch_bytes(std::int64_t channels) {
+  return (channels + 2 * kLanes) * (sizeof(double) + 3 * sizeof(float) + sizeof(std::uint16_t));
+}
+
 struct QuantizeJob {
   Pieces values, weights;       // weights.data is null if all errors count alike
   Cut cut;
@@ -336,6 +353,7 @@ struct Kernels {
   void (*ranges)(const RangesJob&, std::int64_t task, std::byte* scratch);
   void (*moments)(const MomentsJob&, std::int64_t task, std::byte* scratch);
   void (*counts)(const CountsJob&, std::int64_t task, std::byte* scratch);
+  void (*channels)(const ChannelsJob&, std::int64_t task, std::byte* scratch);
   void (*quantize)(const QuantizeJob&, std::int64_t task, std::byte* scratch);
   void (*feedback)(const FeedbackJob&, std::int64_t task, std::byte* scratch);
   void (*descent)(const DescentJob&, std::int64_t task, std::byte* scratch);

@@ -1,6 +1,7 @@
 // Compiled once per instruction set. No function here may be shared between these objects: the
 // linker would keep one, perhaps for the wrong machine. Hence the anonymous namespaces, and nothing
 // of the standard library that is not inlined away.
+#include "channels.h"
 #include "counts.h"
 #include "extrema.h"
 #include "feedback.h"
@@ -21,7 +22,7 @@ namespace calipers {
 extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
 const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
     CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, optimum_task, ranges_task, moments_task,
-    counts_task, quantize_task, feedback_task, descent_task, joint_task, pack_task,
+    counts_task, channels_task, quantize_task, feedback_task, descent_task, joint_task, pack_task,
 };
 
 }  // namespace calipers

@@ -231,15 +231,19 @@ bool signals_pending() {
 }
 
 // `work` is about how many values are looked at; a thread is only started for enough of them.
+int useful_threads(int threads, std::int64_t work) {
+  const int useful = static_cast<int>(std::clamp<std::int64_t>(work / kThreadValues, 1, 1 << 16));
+  return std::clamp(threads, 1, useful);
+}
+
 template <class Job>
 void run(void (*kernel)(const Job&, std::int64_t, std::byte*), const Job& job, int threads,
          std::int64_t work, std::size_t scratch) {
-  const int useful = static_cast<int>(std::clamp<std::int64_t>(work / kThreadValues, 1, 1 << 16));
   bool finished;
   {
     nb::gil_scoped_release released;
     finished = run_tasks(
-        job.cut.tasks(), std::clamp(threads, 1, useful), scratch,
+        job.cut.tasks(), useful_threads(threads, work), scratch,
         [&](std::int64_t task, std::byte* memory) { kernel(job, task, memory); }, signals_pending);
   }
   if (!finished) throw nb::python_error();
@@ -449,9 +453,10 @@ std::int64_t sum_of_squares_chunks(std::int64_t tokens) {
   return divide_up(tokens, std::max<std::int64_t>(256, divide_up(tokens, 64)));
 }
 
-void sum_of_squares(const Tensor& values, std::optional<Array<const std::uint8_t>> mask,
-                    Array<double> sums, int threads) {
-  MomentsJob job{};
+// What is told of sums over tokens: one matrix, and how it is cut.
+template <class Job>
+void set_tokens(Job& job, const Tensor& values, std::optional<Array<const std::uint8_t>>& mask,
+                Array<double>& sums) {
   job.values = pieces_of(values);
   const std::int64_t tokens = job.values.rows, channels = job.values.columns;
   if (job.values.count() != 1 || job.values.observations != 1)
@@ -463,7 +468,40 @@ void sum_of_squares(const Tensor& values, std::optional<Array<const std::uint8_t
   expect(sums.size(), job.cut.chunks * channels, "sums");
   job.mask = data_or_null(mask, tokens, "mask");
   job.sums = sums.data();
-  run(chosen->moments, job, threads, tokens * channels, kStrip * sizeof(double));
+}
+
+void sum_of_squares(const Tensor& values, std::optional<Array<const std::uint8_t>> mask,
+                    Array<double> sums, int threads) {
+  MomentsJob job{};
+  set_tokens(job, values, mask, sums);
+  run(chosen->moments, job, threads, job.values.length(), kStrip * sizeof(double));
+}
+
+// Returns whether all values that count are finite.
+bool summarize_channels(const Tensor& values, std::optional<Array<const std::uint8_t>> mask,
+                        Array<double> sums, nb::ndarray<nb::c_contig, nb::device::cpu> ranges,
+                        std::optional<Array<std::int64_t>> counts, int threads) {
+  ChannelsJob job{};
+  set_tokens(job, values, mask, sums);
+  expect(ranges.size(), 2 * static_cast<std::int64_t>(sums.size()), "ranges");
+  if (ranges.dtype() != values.dtype()) throw nb::type_error("ranges must have the values' dtype.");
+  job.low = static_cast<std::byte*>(ranges.data());
+  job.high = job.low + ranges.nbytes() / 2;
+  std::vector<std::uint8_t> finite(job.cut.tasks());
+  job.finite = finite.data();
+  // The first thread counts where counts are wanted, each of the others into a table of its own.
+  const std::int64_t length = job.values.length();
+  const std::int64_t others = counts ? useful_threads(threads, length) - 1 : 0;
+  std::vector<std::int64_t> memory(others * 65536);
+  std::vector<std::int64_t*> tables{data_or_null(counts, 65536, "counts")};
+  for (std::int64_t i = 0; i < others; i++) tables.push_back(memory.data() + i * 65536);
+  std::vector<std::uint8_t> in_use(tables.size());
+  job.tables = tables.data();
+  job.in_use = in_use.data();
+  job.table_count = counts ? others + 1 : 0;
+  run(chosen->channels, job, threads, length, channels_scratch_bytes(kStrip));
+  for (std::int64_t i = 0; i < others * 65536; i++) tables[0][i % 65536] += memory[i];
+  return std::all_of(finite.begin(), finite.end(), [](std::uint8_t one) { return one != 0; });
 }
 
 void count_values(const Tensor& values, Array<std::int64_t> counts, int threads) {
@@ -681,6 +719,8 @@ NB_MODULE(_native, m) {
   m.def("sum_of_squares_chunks", &sum_of_squares_chunks, "tokens"_a);
   m.def("sum_of_squares", &sum_of_squares, "values"_a, "mask"_a.noconvert().none(),
         "sums"_a.noconvert(), "threads"_a);
+  m.def("summarize_channels", &summarize_channels, "values"_a, "mask"_a.noconvert().none(),
+        "sums"_a.noconvert(), "ranges"_a.noconvert(), "counts"_a.noconvert().none(), "threads"_a);
   m.def("count_values", &count_values, "values"_a, "counts"_a.noconvert(), "threads"_a);
   m.def("quantize_chunks", &quantize_chunks, "values"_a);
   m.def("quantize", &quantize, "values"_a, "weights"_a.none(), "scales"_a.noconvert(),

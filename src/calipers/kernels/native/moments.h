@@ -31,25 +31,35 @@ void add_squares(const std::byte* const* rows, std::int64_t stride,
   }
 }
 
+// The next tokens that count, from `token` on, which moves behind them. Returns how many there are.
+inline int next_rows(const Pieces& values, const std::uint8_t* mask, const Task& task,
+                     std::int64_t& token, const std::byte** rows) {
+  const std::int64_t size = element_size(values.dtype);
+  int taken = 0;
+  for (; token < task.stop && taken < kTogether; token++)
+    if (!mask || mask[token])
+      rows[taken++] =
+          values.data + (token * values.row_stride + task.first * values.column_stride) * size;
+  return taken;
+}
+
+template <DType dtype>
+void add_squares_of(const std::byte* const* rows, int taken, std::int64_t stride,
+                    std::int64_t channels, D* sums) {
+  if (taken == kTogether) return add_squares<dtype, kTogether>(rows, stride, channels, sums);
+  for (int row = 0; row < taken; row++) add_squares<dtype, 1>(rows + row, stride, channels, sums);
+}
+
 template <DType dtype>
 void moments_task(const MomentsJob& job, const Task& task, std::byte* scratch) {
-  constexpr std::int64_t size = element_size(dtype);
   const Pieces& values = job.values;
   const std::int64_t channels = task.end - task.first, padded = round_up(channels, W);
   D* sums = (D*)scratch;
   std::memset(sums, 0, padded * sizeof(double));
   for (std::int64_t token = task.begin; token < task.stop;) {
     const std::byte* rows[kTogether];
-    int taken = 0;
-    for (; token < task.stop && taken < kTogether; token++)
-      if (!job.mask || job.mask[token])
-        rows[taken++] =
-            values.data + (token * values.row_stride + task.first * values.column_stride) * size;
-    if (taken == kTogether)
-      add_squares<dtype, kTogether>(rows, values.column_stride, channels, sums);
-    else
-      for (int row = 0; row < taken; row++)
-        add_squares<dtype, 1>(rows + row, values.column_stride, channels, sums);
+    const int taken = next_rows(values, job.mask, task, token, rows);
+    add_squares_of<dtype>(rows, taken, values.column_stride, channels, sums);
   }
   std::memcpy(job.sums + task.chunk * values.columns + task.first, sums, channels * sizeof(double));
 }
