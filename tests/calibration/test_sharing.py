@@ -19,10 +19,12 @@ from calipers.calibration.sharing import SharedInputs
 from calipers.errors import ModelRunError
 from calipers.observers import Observer
 from calipers.statistics.moments import SquareSums
+from calipers.statistics.tensor_statistics import TensorStatistics
+from calipers.statistics.value_counts import ValueCounts
 
 ARGS = QuantizationArgs(num_bits=8, strategy="tensor")
 OBSERVERS = ("static_minmax", "minmax", "histogram_mse")
-SUMS = "square sums"
+SUMS, TOGETHER = "square sums", "counts and square sums"
 
 
 @dataclass(eq=False)
@@ -53,6 +55,8 @@ def make(kind: str) -> Any:
     """A statistic of a kind."""
     if kind == SUMS:
         return SquareSums()
+    if kind == TOGETHER:
+        return TensorStatistics([ValueCounts(), SquareSums()])
     if kind in OBSERVERS:
         return Observer.load_from_registry(kind, base_name="input", args=ARGS)
     return Diary(kind)
@@ -61,10 +65,13 @@ def make(kind: str) -> Any:
 def knowledge(owner: Any) -> Any:
     if isinstance(owner, Diary):
         return owner.known
+    if isinstance(owner, TensorStatistics):
+        owner.flush()
+        return [knowledge(each) for each in owner.statistics]
     return {name: (value.dtype, value.tolist()) for name, value in owner.fields().items()}
 
 
-KINDS = st.sampled_from([*OBSERVERS, SUMS, "diary", "other diary"])
+KINDS = st.sampled_from([*OBSERVERS, SUMS, TOGETHER, "diary", "other diary"])
 READS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=9)
 BATCHES = st.lists(st.tuples(READS, st.booleans()), min_size=1, max_size=4)
 

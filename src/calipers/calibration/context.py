@@ -16,7 +16,7 @@ from typing_extensions import Self
 from calipers.calibration.attention import expose_states, register_state_hook
 from calipers.calibration.masks import mask_for, token_mask
 from calipers.calibration.precision import own_dtype
-from calipers.calibration.sharing import PairedTensors, SharedInputs, rounded
+from calipers.calibration.sharing import Measuring, PairedTensors, SharedInputs, Shown, rounded
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import LayoutError, TensorValueError
 from calipers.measurements import Measurements
@@ -24,6 +24,7 @@ from calipers.numerics.tensors import first_tensor
 from calipers.planning.plan import Plan
 from calipers.planning.specs import Requirement
 from calipers.statistics.base import Statistic
+from calipers.statistics.tensor_statistics import TensorStatistics
 
 
 class Calibration:
@@ -52,6 +53,7 @@ class Calibration:
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
         self._sharing = SharedInputs() if share_inputs else None
         self._pairs = PairedTensors()
+        self._together: dict[Statistic, TensorStatistics] = {}
         self._leaving = ExitStack()
         self._measured: Collection[str] | None = None
         self._is_reference = False
@@ -143,6 +145,8 @@ class Calibration:
         """Measure some modules no longer; what was measured for them is theirs."""
         if self._sharing is not None:
             self._sharing.finish()
+        for together in self._together.values():
+            together.flush()
         self.remove_hooks(names)
 
     def remove_hooks(self, names: Iterable[str]) -> None:
@@ -177,7 +181,14 @@ class Calibration:
         return self._holder(statistic).num_tokens
 
     def _holder(self, statistic: Statistic) -> Statistic:
-        return statistic if self._sharing is None else self._sharing.holder(statistic)
+        """Return the statistic that holds what another one was shown so far."""
+        together = self._together.get(statistic)
+        if together is None:
+            return self._shared(statistic)
+        return together.counterpart(statistic, self._shared(together))
+
+    def _shared(self, shown: Shown) -> Shown:
+        return shown if self._sharing is None else self._sharing.holder(shown)
 
     def _measure(self) -> None:
         wanted: dict[str, list[Requirement]] = defaultdict(list)
@@ -218,6 +229,7 @@ class Calibration:
         dtype = self._observed_dtype(module)
         first = next((each for each, is_needed in statistics.items() if is_needed), None)
         has_pairs = any(statistic.takes_pairs for statistic in statistics)
+        shown = self._put_together(statistics)
 
         def see(tensor: Tensor) -> None:
             if self._measured is not None and name not in self._measured:
@@ -232,23 +244,34 @@ class Calibration:
                 if first is not None:
                     raise
                 return
-            for statistic, is_needed in statistics.items():
+            for each, is_needed in shown.items():
                 if is_needed or _is_measurable(tensor):
-                    shown = self._paired(name, tensor) if statistic.takes_pairs else tensor
-                    self._show(statistic, shown, mask, dtype)
+                    seen = self._paired(name, tensor) if each.takes_pairs else tensor
+                    self._show(each, seen, mask, dtype)
 
         self._handles[name].append(_register_hook(module, base_name, see))
+
+    def _put_together(
+        self, statistics: dict[Statistic, bool]
+    ) -> dict[Statistic | TensorStatistics, bool]:
+        """Let one pass over a tensor serve as many as it can, needed or not; others stay alone."""
+        served = {each: needed for each, needed in statistics.items() if each.takes_summaries}
+        for is_needed in (True, False):
+            alike = [each for each, needed in served.items() if needed == is_needed]
+            if len(alike) > 1:
+                self._together |= dict.fromkeys(alike, TensorStatistics(alike))
+        return {self._together.get(each, each): needed for each, needed in statistics.items()}
 
     def _paired(self, name: str, tensor: Tensor) -> Tensor:
         return self._pairs.of(name, tensor, self._residuals.get(name))
 
     def _show(
-        self, statistic: Statistic, tensor: Tensor, mask: Tensor | None, dtype: torch.dtype | None
+        self, shown: Measuring, tensor: Tensor, mask: Tensor | None, dtype: torch.dtype | None
     ) -> None:
         if self._sharing is None:
-            statistic.update(rounded(tensor, dtype), mask)
+            shown.update(rounded(tensor, dtype), mask)
         else:
-            self._sharing.show(statistic, tensor, mask, dtype)
+            self._sharing.show(shown, tensor, mask, dtype)
 
     def _observed_dtype(self, module: torch.nn.Module) -> torch.dtype | None:
         """Return what the activations of a module are rounded to; None where nothing is."""

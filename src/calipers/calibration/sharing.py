@@ -6,13 +6,32 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from calipers.errors import ModelRunError, Option
 from calipers.numerics.tensors import tensor_version
-from calipers.statistics.base import Statistic
+
+
+class Measuring(Protocol):
+    """What is shown tensors: a statistic, or several that are updated together."""
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two have in common that measure the same of a tensor."""
+
+    def label(self) -> str:
+        """Return how messages call it."""
+
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in a tensor; ``mask`` says which tokens count."""
+
+    def copy_from(self, other: Any) -> None:
+        """Know what another one of the same configuration knows."""
+
+
+Shown = TypeVar("Shown", bound=Measuring)
 
 
 class SharedInputs:
@@ -32,7 +51,7 @@ class SharedInputs:
 
     def show(
         self,
-        statistic: Statistic,
+        statistic: Measuring,
         tensor: Tensor,
         mask: Tensor | None = None,
         dtype: torch.dtype | None = None,
@@ -62,10 +81,11 @@ class SharedInputs:
         group.arrive(reader, tensor, mask)
         self._latest[reader.key] = group
 
-    def holder(self, statistic: Statistic) -> Statistic:
+    def holder(self, statistic: Shown) -> Shown:
         """Return the one of a group that holds what ``statistic`` was shown so far."""
         group = self._groups.get(id(statistic))
-        return statistic if group is None else group.members[0].statistic
+        found = statistic if group is None else group.members[0].statistic
+        return cast("Shown", found)  # a group has one configuration, hence one class
 
     def settle(self) -> None:
         """Measure what is waiting: it is shown to nobody else."""
@@ -108,7 +128,7 @@ class SharedInputs:
 class _Reader:
     """A statistic, and what tensors are rounded to before it measures them."""
 
-    statistic: Statistic
+    statistic: Measuring
     dtype: torch.dtype | None
 
     @cached_property

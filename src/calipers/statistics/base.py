@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from calipers.errors import DataError, MergeError, different_configurations, listing
 from calipers.statistics.locking import Lock, guarded
+from calipers.statistics.summary import TensorSummary
 
 
 class Reduction(Enum):
@@ -109,6 +110,10 @@ class Statistic:
         lock: Lock | None = self.__dict__.get("_lock")
         return self.__dict__.setdefault("_lock", Lock()) if lock is None else lock
 
+    def share_lock(self, lock: Lock) -> None:
+        """Take a lock that others have too."""
+        self.__dict__["_lock"] = lock
+
     @classmethod
     def all_reductions(cls) -> dict[str, Reduction]:
         """Collect what this class and its bases declare, the nearest winning."""
@@ -130,6 +135,19 @@ class Statistic:
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
         raise NotImplementedError(f"{type(self).__qualname__} takes in no tensors.")
+
+    @property
+    def takes_summaries(self) -> bool:
+        """Whether summaries of finite tensors, made for several statistics, are enough for it."""
+        return False
+
+    def take(self, summary: TensorSummary) -> None:
+        """Take in the tensors of a summary, as ``update`` would, one after the other."""
+        raise NotImplementedError(f"{type(self).__qualname__} takes no summaries.")
+
+    def table_for(self, x: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return the table that whoever summarizes ``x`` adds its counts to; None for none."""
+        return None
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from calipers.kernels.moments import sum_of_squares
 from calipers.numerics.tensors import checked_mask
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import full_precision
+from calipers.statistics.summary import TensorSummary
 from calipers.statistics.value_counts import ValueCounts
 
 NonFinite = Literal["raise", "ignore", "keep"]
@@ -87,6 +88,18 @@ class SquareSums(TokenSums):
     }
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
+
+    @property
+    def takes_summaries(self) -> bool:
+        """Whether summaries of finite tensors, made for several statistics, are enough for it."""
+        return True
+
+    def take(self, summary: TensorSummary) -> None:
+        """Take in the tensors of a summary, as ``update`` would, one after the other."""
+        first, *others = summary.square_sums
+        self.absorb(_imatrix_sum=first, _imatrix_count=summary.tokens)
+        for sums in others:
+            self.absorb(_imatrix_sum=sums)
 
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
         return sum_of_squares(tokens, marks), number_of(tokens, marks)

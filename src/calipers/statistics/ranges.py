@@ -10,12 +10,15 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.numerics.layout import shared_columns
+from calipers.numerics.layout import granularity_name, shared_columns
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import guarded
 from calipers.statistics.observation import observation_of
+from calipers.statistics.summary import TensorSummary
 
 _WHOLE = QuantizationArgs(num_bits=8, strategy="tensor")
+_SUMMARIZED = ("tensor", "group 1")
+"""The cuts whose extrema a summary has: the whole tensor, and each channel by itself."""
 
 
 class LastRange(Statistic):
@@ -120,6 +123,16 @@ class Extrema(LastRange):
     def divides(self, base_name: str) -> bool:
         """Whether these are the extrema of single channels of a tensor."""
         return self.base_name == base_name and shared_columns(self.args) == 1
+
+    @property
+    def takes_summaries(self) -> bool:
+        """Whether summaries of finite tensors, made for several statistics, are enough for it."""
+        is_hidden = self.base_name in ("input", "output")
+        return is_hidden and granularity_name(self.args) in _SUMMARIZED
+
+    def take(self, summary: TensorSummary) -> None:
+        """Take in the tensors of a summary, as ``update`` would, one after the other."""
+        self.absorb(**summary.extrema(of_channels=self.args.group_size == 1))
 
 
 class MovingAverage(LastRange):

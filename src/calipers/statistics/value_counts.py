@@ -16,6 +16,7 @@ from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.tensors import as_float
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import guarded
+from calipers.statistics.summary import TensorSummary
 
 TABLES = {"counts_bfloat16": torch.bfloat16, "counts_float16": torch.float16}
 
@@ -90,12 +91,25 @@ class ValueCounts(Statistic):
     @guarded
     def count(self, pieces: Tensor, tokens: int) -> None:
         """Count the values of pieces, (observations, *qparam_shape, rows, columns)."""
-        name = "counts_float16" if pieces.dtype == torch.float16 else "counts_bfloat16"
-        count_values(pieces, into=self._own_table(name, pieces))
+        count_values(pieces, into=self._own_table(pieces, pieces.shape[1:-2]))
         self.absorb(
             observed_counted=torch.tensor(tokens, device=pieces.device),
             observed_counted_like=pieces.new_empty(0),
         )
+
+    @property
+    def takes_summaries(self) -> bool:
+        """Whether summaries of finite tensors, made for several statistics, are enough for it."""
+        return self._base_name in ("input", "output") and strategy_name(self._args) == "tensor"
+
+    def take(self, summary: TensorSummary) -> None:
+        """Take in the tensors of a summary, whose counts are in their table already."""
+        self.absorb(observed_counted=summary.tokens, observed_counted_like=summary.like)
+
+    @guarded
+    def table_for(self, x: Tensor) -> Tensor:
+        """Return the table that whoever summarizes ``x`` adds its counts to."""
+        return self._own_table(x, (1,))
 
     @guarded
     def distributions(self) -> Iterator[Distribution]:
@@ -157,16 +171,17 @@ class ValueCounts(Statistic):
         tables: dict[str, Tensor] = self.__dict__.setdefault("_own_tables", {})
         return tables
 
-    def _own_table(self, name: str, pieces: Tensor) -> Tensor:
-        held = self.fields().get(name)
-        if held is not None and held is self._own.get(name) and held.device == pieces.device:
+    def _own_table(self, values: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the table of the dtype of values, with a row for each of so many pieces."""
+        name = "counts_float16" if values.dtype == torch.float16 else "counts_bfloat16"
+        held: Tensor | None = getattr(self, name, None)
+        if held is not None and held is self._own.get(name) and held.device == values.device:
             return held
         with torch.inference_mode(False):  # a table made for inference could not grow afterwards
             if held is None:
-                shape = (*pieces.shape[1:-2], BINS)
-                table = torch.zeros(shape, dtype=torch.int64, device=pieces.device)
+                table = torch.zeros((*shape, BINS), dtype=torch.int64, device=values.device)
             else:
-                table = held.to(pieces.device, copy=True).contiguous()
+                table = held.to(values.device, copy=True).contiguous()
         setattr(self, name, table)
         self._own[name] = table
         return table
