@@ -10,10 +10,11 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from calipers import Observer
 from calipers.observers.minmax import StaticMinMaxObserver
+from calipers.observers.options import MovingAverageOptions
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians
 from calipers.statistics.moments import SquareSums, TokenSquares
-from calipers.statistics.ranges import Extrema
+from calipers.statistics.ranges import Extrema, MovingAverage
 from calipers.statistics.value_counts import ValueCounts
 
 CHANNELS = 24
@@ -94,6 +95,13 @@ class Clipping(StaticMinMaxObserver):
         super().update_statistics_from_observed(observed.clamp(-1, 1))
 
 
+class Averaging(StaticMinMaxObserver):
+    """Looks at tensors as min-max does, and keeps an average."""
+
+    Options = MovingAverageOptions
+    Range = MovingAverage
+
+
 @pytest.mark.parametrize(
     "statistic",
     [
@@ -103,6 +111,7 @@ class Clipping(StaticMinMaxObserver):
         observer("memoryless_minmax", INT8),
         observer("mse", INT8),
         Clipping("input", INT8),
+        Averaging("input", INT8),
     ],
 )
 def test_what_cannot_be_derived_stays_empty(statistic: Any) -> None:

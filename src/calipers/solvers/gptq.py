@@ -18,7 +18,6 @@ from calipers.kernels.feedback import Rounding, descend, feed_back
 from calipers.solvers.refit import Scales, refit_scales
 
 _LARGEST_DAMPING = 1.0  # of the mean of the diagonal
-_REFITS = 3  # of scales, each followed by sweeps; more of them gain little
 
 
 class Curvature(NamedTuple):
@@ -107,7 +106,7 @@ def feed_back_errors(
     values, _ = sweep(values, weight, hessian, *rounding)
     if scales is None or not sweeps:
         return values, rounding
-    for _ in range(_REFITS):
+    for _ in range(scales.turns):
         before = rounding.scales
         values, rounding = refit_scales(values, pulls, hessian, rounding, scales)
         if torch.equal(before, rounding.scales):
