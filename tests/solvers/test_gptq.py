@@ -84,6 +84,23 @@ def test_no_row_loses_more_than_by_rounding_to_nearest_and_no_sweep_adds_to_it(
     assert loss(x, values - weight, curve.added).sum() < total * (1 - 1e-3)
 
 
+def test_scales_that_are_far_apart_take_turns_with_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = inputs(columns=128), weight_of(64, 128)
+    curve = curvature(hessian_of(x), 0.01)
+    assert curve is not None
+    storable = torch.arange(1, 9).outer(2.0 ** torch.arange(-8, 1)).unique()
+    rounding = rounding_of(weight, GROUPED)
+    rounding = rounding._replace(scales=Scales(storable, 1).nearest(rounding.scales))
+    found = []
+    for turns in (None, 1):
+        if turns is not None:
+            monkeypatch.setattr(Scales, "turns", turns)
+        values, _ = feed_back_errors(weight, curve, rounding, Scales(storable, 1))
+        found.append(loss(x, values - weight, curve.added))
+    assert found[0].sum() < found[1].sum()
+    assert bool((found[0] <= found[1] * (1 + 1e-5)).all())
+
+
 def test_losses_are_what_the_outputs_lose() -> None:
     x, difference = inputs(), weight_of(seed=3)
     for by_activation in (False, True):
