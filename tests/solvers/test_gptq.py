@@ -88,7 +88,7 @@ def test_scales_that_are_far_apart_take_turns_with_values(monkeypatch: pytest.Mo
     x, weight = inputs(columns=128), weight_of(64, 128)
     curve = curvature(hessian_of(x), 0.01)
     assert curve is not None
-    storable = torch.arange(1, 9).outer(2.0 ** torch.arange(-8, 1)).unique()
+    storable = torch.arange(32, 64).outer(2.0 ** torch.arange(-12, -2)).flatten().unique()
     rounding = rounding_of(weight, GROUPED)
     rounding = rounding._replace(scales=Scales(storable, 1).nearest(rounding.scales))
     found = []
