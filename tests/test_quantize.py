@@ -254,6 +254,14 @@ class TestWhatIsRefused:
         with pytest.raises(MeasurementsError, match="not those of a finished run"):
             quantize(llama, modifier("FP8"), tmp_path / "out", measurements=half)
 
+    def test_several_processes(
+        self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigurationError, match="one process, and this is one of 2"):
+            quantize(llama, "FP8_DYNAMIC", tmp_path / "out")
+
     def test_no_output_and_one_that_is_there(self, llama: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="no place for the checkpoint"):
             calipers.quantize(llama, "FP8_DYNAMIC")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from calipers.calibration.coverage import Coverage, UnseenPolicy
+from calipers.calibration.launch import find_launch
 from calipers.calibration.lifecycle import freeze
 from calipers.calibration.pipelines import usable_device
 from calipers.calibration.progress import Progress
@@ -32,11 +34,13 @@ from calipers.errors import (
     ANY,
     ConfigurationError,
     MeasurementsError,
+    ModelLoadError,
     Option,
     counted,
     no_meaning,
     not_allowed,
 )
+from calipers.files.safetensors_header import StoredTensor
 from calipers.html import facts_table, html_table
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ModuleCosts, report_costs
@@ -193,14 +197,19 @@ class _QuantizeJob:
             raise no_meaning("dtype", compute.dtype, "a model that does not run")
         parse_size(output.max_shard_size)
         usable_device(compute.device)
+        processes = find_launch().world_size
+        if processes > 1:
+            raise ConfigurationError(
+                f"Going from disk to disk is work for one process, and this is one of {processes}",
+                hint="Start it by itself, or calibrate with data, which all of them share.",
+            )
 
     def prepare(self, name: str | Path, recipe: Recipe, seen: Measurements | None) -> _Prepared:
         """Plan for the model as its files have it; load it where they have it otherwise."""
         trusted = self.options.compute.trust_remote_code
         skeleton = _skeleton(name, recipe, trusted)
         check_apart(self.options.output.output_dir or "", skeleton)
-        folder, ties = source_folder(skeleton), tied_names(skeleton)
-        stored = {} if folder is None else stored_tensors(folder)
+        stored, ties = _stored(name, skeleton), tied_names(skeleton)
         own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
         if own is not None:
             fingerprint = own.fingerprint()
@@ -297,6 +306,18 @@ def _skeleton(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedMode
     for modifier in recipe.modifiers:
         unknown.check_patterns([pattern for part in modifier.aimed_at() for pattern in part])
     return unknown
+
+
+def _stored(name: str | Path, model: PreTrainedModel) -> dict[str, StoredTensor]:
+    """Return the tensors in the files of a model; none where they are not all at hand."""
+    folder = source_folder(model)
+    if folder is None:
+        return {}
+    if Path(name).is_dir():
+        return stored_tensors(folder)
+    with suppress(ModelLoadError):  # of a name on the hub, whatever is missing is downloaded
+        return stored_tensors(folder)
+    return {}
 
 
 def _check_complete(seen: Measurements) -> None:

@@ -29,7 +29,7 @@ def judge(result: Result, folder: Path, before: dict[str, str], command: list[st
     """Return how a case ended; what must not happen begins with ``BAD``."""
     output = folder / "out"
     after = snapshot(folder)
-    written = {name for name in after if name.startswith("out/")}
+    written = {name for name in after if name == "out" or name.startswith("out/")}
     if {name: after[name] for name in after if name not in written} != before:
         return "BAD: files outside of the output were changed"
     if result.exit_code != 0:

@@ -147,6 +147,9 @@ class Calibration:
             self._sharing.finish()
         for together in self._together.values():
             together.flush()
+        names = list(names)
+        for statistic in self.measurements.of(names):
+            self._together.pop(statistic, None)  # whoever solves them lets go of them
         self.remove_hooks(names)
 
     def remove_hooks(self, names: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from calipers.calibration.launch import find_launch
 from calipers.checkpoint.output import check_output
 from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size
@@ -182,7 +183,7 @@ def _result(
     source: str, wanted: Recipe, texts: Any, measurements: Path | None, options: OneshotOptions
 ) -> OneshotResult | QuantizeResult:
     """Quantize: from disk to disk where the model need not run."""
-    in_memory = _has_others() or options.data.tokenizer is not None
+    in_memory = find_launch().world_size > 1 or options.data.tokenizer is not None
     if texts is not None or (measurements is None and in_memory):
         from calipers import oneshot
 
@@ -199,11 +200,6 @@ def _result(
         changes=options.changes,
         output=options.output,
     )
-
-
-def _has_others() -> bool:
-    """Whether this is one of several processes of a job."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 @dataclass(frozen=True)
