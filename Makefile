@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 DEMO ?= calipers-demo
 CASES ?= 1000
-JOBS ?= 2
+# One more than most machines have cores at least: many tests wait for something.
+JOBS ?= 3
 NATIVE := $(wildcard src/calipers/kernels/native/*)
 
 # For what is installed and for what builds it; the second name is that of newer versions of pip.

@@ -122,8 +122,11 @@ def test_every_scheme_on_llama(name: str, dtype: torch.dtype, tmp_path: Path) ->
         check_round_trip(result, original)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", GPTQ_RECIPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, (FP32, BF16)[number % 2]) for number, name in enumerate(GPTQ_RECIPES)],
+    ids=str,
+)
 def test_error_feedback_in_every_kind_of_format(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
