@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes, each with a
 
 # The machine is noisy: no test depends on how long something takes.
 settings.register_profile(
-    "calipers", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+    "calipers", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("calipers")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -13,7 +13,7 @@ from calipers.checkpoint.background import in_background
 def test_it_is_at_most_so_many_ahead() -> None:
     begun: list[int] = []
 
-    def work() -> Iterator[int]:
+    def work() -> Generator[int, None, None]:
         for number in range(100):
             begun.append(number)
             yield number
@@ -25,7 +25,7 @@ def test_it_is_at_most_so_many_ahead() -> None:
 
 
 def test_what_is_raised_comes_behind_what_was_made() -> None:
-    def work() -> Iterator[int]:
+    def work() -> Generator[int, None, None]:
         yield 1
         raise KeyError("gone")
 
@@ -37,7 +37,7 @@ def test_what_is_raised_comes_behind_what_was_made() -> None:
 
 def test_whoever_stops_asking_ends_it() -> None:
     before = threading.active_count()
-    found = in_background(iter(range(10**9)))
+    found = in_background(number for number in range(10**9))
     assert next(found) == 0
-    found.close()  # type: ignore[attr-defined]
+    found.close()
     assert threading.active_count() == before

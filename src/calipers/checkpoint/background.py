@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterable
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import closing, suppress
 from typing import TypeVar
 
 import torch
@@ -13,13 +13,13 @@ import torch
 T = TypeVar("T")
 
 
-def in_background(items: Iterable[T], ahead: int = 1) -> Generator[T, None, None]:
-    """Give what an iterable gives, which works in a thread of its own.
+def in_background(items: Generator[T, None, None], ahead: int = 1) -> Generator[T, None, None]:
+    """Give what a generator gives, which works in a thread of its own.
 
     It has at most ``ahead`` items ready that nobody has asked for. What it raises is raised here.
     Whoever stops asking must close what is returned, which waits for the item that is at work.
 
-    >>> list(in_background(range(3)))
+    >>> list(in_background(number for number in range(3)))
     [0, 1, 2]
     """
     ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(ahead)
@@ -34,11 +34,12 @@ def in_background(items: Iterable[T], ahead: int = 1) -> Generator[T, None, None
     def work() -> None:
         torch.set_num_threads(threads)
         try:
-            for item in items:
-                put((item,))
-                del item  # it may be large, and the next one is about to be made
-                if over.is_set():
-                    return
+            with closing(items):
+                for item in items:
+                    put((item,))
+                    del item  # it may be large, and the next one is about to be made
+                    if over.is_set():
+                        return
             put(None)
         except BaseException as error:
             put(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from calipers.checkpoint.compression import compressed_state, name_on_disk
 from calipers.checkpoint.names import StoredNames
 from calipers.checkpoint.state import join, module_state, own_modules
 from calipers.checkpoint.stored_weights import Weights
+from calipers.kernels.dispatch import kernels_only
 from calipers.kernels.memory import Freed
 from calipers.modifiers.costs import ModuleCosts
 from calipers.modifiers.needs import grouped_by_input
@@ -118,7 +119,7 @@ class SolvedTensors:
         solution.changes = solution.changes.joined(Changes(notes=state["notes"]))
         return int(state["module"])
 
-    def _read(self, first: int) -> Iterator[_Read]:
+    def _read(self, first: int) -> Generator[_Read, None, None]:
         """Read the tensors of each module; those that are solved together, with the first."""
         seen: set[str] = set()
         for number, (name, module) in enumerate(own_modules(self._model)):
@@ -134,10 +135,10 @@ class SolvedTensors:
         places = {local: join(name, local) for local in state}
         return {local: self._weights.read(n) for local, n in places.items() if self._weights.has(n)}
 
-    def _make(self, read: Iterator[_Read]) -> Iterator[_Made]:
+    def _make(self, read: Iterator[_Read]) -> Generator[_Made, None, None]:
         """Make of what was read what is stored."""
-        freed = Freed(most=1 << 25)
-        with torch.no_grad():
+        freed = Freed()
+        with torch.no_grad(), nullcontext() if self._has_hessians() else kernels_only():
             for number, name, module, states in read:
                 if name in self._modules and states:
                     self._solve(states)
@@ -147,6 +148,11 @@ class SolvedTensors:
                     if stored is not None:
                         yield _Made(number, stored, tensor)
                 freed.count(sum(tensor.nbytes for tensor in state.values()))
+
+    def _has_hessians(self) -> bool:
+        """Whether solving multiplies large matrices, which torch does with all threads."""
+        tensors = (tensor for module in self._modules.values() for tensor in module.tensors)
+        return any("hessian" in tensor.importance.name for tensor in tensors)
 
     def _solve(self, states: dict[str, State]) -> None:
         """Solve modules together, and keep what is stored of each."""

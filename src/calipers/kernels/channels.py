@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.counts import count_values
-from calipers.kernels.dispatch import native_for
+from calipers.kernels.dispatch import native_for, num_threads
 from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
 
@@ -55,7 +55,7 @@ def _natively(
     sums = tokens.new_empty(*parts, channels, dtype=torch.float64)
     marks = None if mask is None else mask.view(torch.uint8).contiguous()
     matrix = tokens.detach().view(1, 1, 1, count, channels)
-    threads = torch.get_num_threads()
+    threads = num_threads()
     if not kernels.summarize_channels(matrix, marks, sums, ranges, counts, threads):
         return None
     if parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import as_grid, native_for, num_threads
 
 BINS = 1 << 16
 NAN_BIN = 0x7FC0
@@ -33,7 +33,7 @@ def count_values(pieces: Tensor, into: Tensor | None = None) -> Tensor:
     table = into.view(-1, BINS)
     kernels = native_for(pieces)
     if kernels:
-        kernels.count_values(as_grid(pieces), table, torch.get_num_threads())
+        kernels.count_values(as_grid(pieces), table, num_threads())
     else:
         _in_torch(pieces, table)
     return into

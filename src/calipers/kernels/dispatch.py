@@ -12,7 +12,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -78,6 +81,31 @@ def describe() -> KernelReport:
         instruction_sets=tuple(module.instruction_sets()) if module else (),
         threads=torch.get_num_threads(),
     )
+
+
+_told = threading.local()
+
+
+def num_threads() -> int:
+    """Return how many threads a kernel uses: as many as torch, if nobody has told otherwise."""
+    return getattr(_told, "threads", None) or torch.get_num_threads()
+
+
+@contextmanager
+def kernels_only() -> Iterator[None]:
+    """Let kernels alone use several threads, and operations of torch one, within this thread.
+
+    For work that is done by kernels: threads of torch that have nothing to do spin for a while, and
+    take the processors from those that have.
+    """
+    before = torch.get_num_threads()
+    _told.threads = before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _told.threads = None
 
 
 def native_for(values: Tensor, fmt: Format | None = None, norm: float = 2.0) -> ModuleType | None:

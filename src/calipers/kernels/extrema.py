@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import as_grid, native_for, num_threads
 
 
 class Extrema(NamedTuple):
@@ -37,13 +37,13 @@ def _natively(kernels: ModuleType, pieces: Tensor) -> Extrema:
     grid, shape = _side_by_side(as_grid(pieces)), pieces.shape[1:-2]
     chunks, count = kernels.extrema_chunks(grid), shape.numel()
     low, high = pieces.new_empty(2, chunks, count)
-    nonfinite = kernels.extrema(grid, low, high, None, torch.get_num_threads())
+    nonfinite = kernels.extrema(grid, low, high, None, num_threads())
     if not nonfinite:
         if chunks > 1:
             low, high = low.amin(0), high.amax(0)
         return Extrema(low.reshape(shape), high.reshape(shape))
     any_finite = torch.ones(chunks, count, dtype=torch.uint8)
-    kernels.extrema(grid, low, high, any_finite, torch.get_num_threads())
+    kernels.extrema(grid, low, high, any_finite, num_threads())
     empty = any_finite == 0
     missing = empty.all(0)
     low = low.masked_fill_(empty, torch.inf).amin(0).masked_fill_(missing, 0)

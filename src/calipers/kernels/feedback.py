@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import native_for
+from calipers.kernels.dispatch import native_for, num_threads
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 
@@ -93,7 +93,7 @@ def feed_back(
             columns.start,
             result,
             errors,
-            torch.get_num_threads(),
+            num_threads(),
         )
     return result
 
@@ -208,7 +208,7 @@ def _descend_natively(
     block: int,
 ) -> int:
     """Change values and pulls in place."""
-    told = (*_told(rounding), sweeps, block, LEAST_GAIN, torch.get_num_threads())
+    told = (*_told(rounding), sweeps, block, LEAST_GAIN, num_threads())
     return int(kernels.descend(values, pulls, hessian, *told))
 
 

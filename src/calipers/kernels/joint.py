@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 from torch.nn.functional import pad
 
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import as_grid, native_for, num_threads
 from calipers.kernels.tiles import TILE
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
@@ -64,7 +64,7 @@ def _natively(
         *fmt.limits,
         _ROUNDS,
         chosen,
-        torch.get_num_threads(),
+        num_threads(),
     )
     return chosen
 

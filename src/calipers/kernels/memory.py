@@ -17,7 +17,7 @@ class Freed:
     >>> freed.count(12_582_912)
     """
 
-    def __init__(self, most: int = 1 << 22) -> None:
+    def __init__(self, most: int = 1 << 27) -> None:
         self._most, self._size = most, 0
 
     def count(self, size: int) -> None:

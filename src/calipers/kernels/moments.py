@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import native_for
+from calipers.kernels.dispatch import native_for, num_threads
 from calipers.kernels.tiles import runs
 
 
@@ -28,7 +28,7 @@ def _natively(kernels: ModuleType, tokens: Tensor, mask: Tensor | None) -> Tenso
     sums = tokens.new_empty(kernels.sum_of_squares_chunks(count), channels, dtype=torch.float64)
     marks = None if mask is None else mask.to("cpu", torch.bool).view(torch.uint8).contiguous()
     matrix = tokens.detach().reshape(1, 1, 1, count, channels)
-    kernels.sum_of_squares(matrix, marks, sums, torch.get_num_threads())
+    kernels.sum_of_squares(matrix, marks, sums, num_threads())
     return sums.sum(0)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import as_grid, native_for, num_threads
 from calipers.kernels.optimum_in_torch import optimum_in_torch
 from calipers.kernels.polishing import polished
 from calipers.kernels.scale_search import Optimum, ScaleSearch, by_piece, length_of, overflows
@@ -110,7 +110,7 @@ def _natively(kernels: ModuleType, search: ScaleSearch) -> Optimum:
         low.new_empty(len(low), search.keep, dtype=torch.int32),
         low.new_empty(len(low), search.keep, dtype=torch.float64),
     )
-    given, threads = (values, weights, low, high), torch.get_num_threads()
+    given, threads = (values, weights, low, high), num_threads()
     if search.storable is None:
         kernels.sweep(*given, windows, magnitudes_of(search.fmt), *found, threads)
         return found

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from torch import Tensor
 
-from calipers.kernels.dispatch import NATIVE_DTYPES, as_grid, native_for
+from calipers.kernels.dispatch import NATIVE_DTYPES, as_grid, native_for, num_threads
 from calipers.kernels.tiles import runs
 from calipers.numerics.formats import GRIDS, Grid
 from calipers.numerics.layout import indivisible_by, shared_columns, strategy_name
@@ -134,7 +134,7 @@ def _natively(
         -grid.limits[0] if asked.form in IN_WORDS else 0.0,
         bits,
         packed.view(torch.uint8),
-        torch.get_num_threads(),
+        num_threads(),
     )
     return None if has_nan else packed
 

@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import as_grid, native_for, num_threads
 from calipers.kernels.tiles import TILE, runs
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
@@ -109,7 +109,7 @@ def _natively(kernels: ModuleType, asked: Quantization, output: Tensor | None = 
         asked.norm,
         output,
         errors,
-        torch.get_num_threads(),
+        num_threads(),
     )
     return errors.sum(0).reshape(shape)
 

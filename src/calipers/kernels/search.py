@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import as_grid, native_for, num_threads
 from calipers.kernels.tiles import runs, tile_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
@@ -101,7 +101,7 @@ def _natively(
 ) -> tuple[Tensor, Tensor]:
     best = _best_natively(kernels, search, factors, patience)
     low, high = search.pieces.new_empty(2, best.numel())
-    threads = torch.get_num_threads()
+    threads = num_threads()
     candidates = search.low.new_tensor(factors)
     kernels.scale_ranges(search.low, search.high, candidates, best, low, high, threads)
     return low, high
@@ -195,7 +195,7 @@ class _NativeSearch(NamedTuple):
                     else (None,) * 2
                 ),
                 *self.known.of(these),
-                torch.get_num_threads(),
+                num_threads(),
             )
 
 
