@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ def test_halves_that_are_merged_are_the_whole(files: Path, tmp_path: Path) -> No
     info = Measurements.load(tmp_path / "c").info
     assert info is not None
     assert len(set(info.samples)) == 8
+
+
+def test_what_a_run_left_that_was_killed_at_its_very_end_goes(
+    files: Path, model: Path, text: Path, tmp_path: Path
+) -> None:
+    shutil.copyfile(files / "a", tmp_path / "a")
+    done = Measurements.load(files / "a")
+    assert done.info is not None
+    partial = Measurements.of_tensors(replace(done.info, run={"batches": 4}), done.tensors())
+    partial.save(tmp_path / "a.partial")
+    again = run("measure", str(model), "--data", str(text), *FEW, "-o", "a", cwd=tmp_path)
+    assert again.returncode == 7
+    assert "exists already" in again.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == (files / "a").read_bytes()
 
 
 def test_what_is_shown(files: Path) -> None:

@@ -101,8 +101,10 @@ def measure(
 
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
-    # First: what is wrong is said before anything is imported.
-    check_output_file(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
+    # First: what is wrong is said before anything is imported; but a run that was killed may have
+    # left something beside its output, which has to be looked at.
+    if not output.with_name(f"{output.name}.partial").exists():
+        check_output_file(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
     source, texts = model_source(model), _texts(data)
     from calipers.measuring import measure as run
 
