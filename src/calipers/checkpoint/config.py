@@ -62,12 +62,14 @@ def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
 def model_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return the model's config: the original file, where it still tells what the model is."""
     folder = source_folder(model)
-    if folder is None or (not isinstance(model, UnknownModel) and _changed_since(folder, model)):
+    if folder is None:
         return _serialized(model)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop(QUANTIZATION_CONFIG_NAME, None)
     if isinstance(model, UnknownModel):
-        return config
+        return config  # nobody knows what it says
+    if _changed_since(folder, model):
+        return _serialized(model)
     text, now = (each.get("text_config", each) for each in (config, model.config.to_dict()))
     now |= {"dtype": _dtype(model), "tie_word_embeddings": _ties(model)}
     for keys in _PATCHED:

@@ -44,9 +44,15 @@ class _Read(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A tensor of the checkpoint, and the place of its module in the model."""
+    """A tensor of the checkpoint.
+
+    :param number: the place of its module in the model
+    :param module: the name of that in the model
+    :param name: its own on disk
+    """
 
     number: int
+    module: str
     name: str
     tensor: Tensor
 
@@ -84,17 +90,17 @@ class SolvedTensors:
 
         :param state: what ``state`` has returned in a run that was killed
         """
-        first, latest = self._restore(state), -1
+        left = set(self._modules)
         with (
-            self._progress.counting("quantizing", len(self._modules), "modules") as add,
-            closing(in_background(self._read(first))) as read,
+            self._progress.counting("quantizing", len(left), "modules") as add,
+            closing(in_background(self._read(self._restore(state)))) as read,
             closing(in_background(self._make(read))) as made,
         ):
-            for number, name, tensor in made:
+            for number, module, name, tensor in made:
                 self._numbers[name] = number
-                if number != latest:
-                    add(name.rpartition(".")[0] in self._modules)
-                    latest = number
+                if module in left:
+                    left.remove(module)
+                    add(1)
                 yield name, tensor
         yield from self._weights.converted()
 
@@ -146,7 +152,7 @@ class SolvedTensors:
                 for local, tensor in state.items():
                     stored = name_on_disk(self._names, name, module, local)
                     if stored is not None:
-                        yield _Made(number, stored, tensor)
+                        yield _Made(number, name, stored, tensor)
                 freed.count(sum(tensor.nbytes for tensor in state.values()))
 
     def _has_hessians(self) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from typing import NamedTuple
 
-from calipers.errors import ConfigurationError, Text, Words, counted, shortened
+from calipers.errors import ConfigurationError, counted, shortened
 from calipers.measurements import Measurements
-from calipers.measurements.tensors import Place, Statistics
 from calipers.planning.plan import Plan
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, Requirement
-
-_COLLECTED_BY = {"output": "outputs", "q": "attention", "k": "attention", "v": "attention"}
-_NOTHING: Statistics = {}
 
 
 def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
@@ -20,73 +17,61 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
     :param known: what :func:`calipers.measure` has found of the same model
     """
     found, tensors = Measurements(known.info), known.tensors()
-    missing: dict[str, list[str]] = {}
-    specs = {module.name: module for module in plan.modules}
+    missing: dict[_Lack, list[str]] = defaultdict(list)
+    modules = {module.name: module for module in plan.modules}
     for name, requirements in plan.requirements(with_costs=True):
         for each in requirements:
             statistic, place = each.create(name), (name, each.base_name)
-            if statistic.derive_from(tensors.get(place, _NOTHING).values()):
+            if statistic.derive_from(tensors.get(place, {}).values()):
                 optional = each.is_optional
                 found.add(name, each.base_name, each.key, statistic, is_optional=optional)
             elif not each.is_optional:
-                reason = _reason(each, specs.get(name), place in tensors)
-                missing.setdefault(reason, []).append(".".join(place))
-    if missing:
-        raise _missing(missing, tensors)
+                lack = _lack(each, modules.get(name), is_measured=place in tensors)
+                missing[lack].append(".".join(place))
+    for lack, names in missing.items():
+        raise ConfigurationError(
+            f"do not tell what {counted(len(names), 'tensor')} of the recipe "
+            f"{'needs' if len(names) == 1 else 'need'} ({shortened(names, 3)}): {lack.problem}",
+            subject="The measurements",
+            hint=lack.remedy,
+        )
     return found
 
 
-_NOT_MEASURED = "not measured"
-_PAIRED = "inputs as they become when layers before are quantized"
-_HESSIAN = "hessian"
+class _Lack(NamedTuple):
+    """Why something cannot be read from measurements, and what to do about it."""
+
+    problem: str
+    remedy: str
+
+    @classmethod
+    def of_collected(cls, problem: str, word: str) -> _Lack:
+        """Return what is measured on request only."""
+        return cls(problem, f"Measure again, with 'calipers measure … --collect {word}'")
 
 
-def _reason(requirement: Requirement, module: ModuleSpec | None, is_known: bool) -> str:
-    """Return what is missing: a word of ``collect``, or what no measurements can have."""
+_NOT_MEASURED = _Lack("they were not measured", "Measure this model again")
+_NO_HESSIAN = _Lack.of_collected("how their channels go together (a Hessian)", "hessian")
+_NO_OUTPUTS = _Lack.of_collected("outputs were not measured", "outputs")
+_NO_STATES = _Lack.of_collected("queries, keys and values were not measured", "attention")
+_NOT_QUANTIZED = _Lack(
+    "inputs as they become when layers before are quantized",
+    "Give the recipe 'error_propagation: float', or calibrate with data",
+)
+_ON_REQUEST = {"output": _NO_OUTPUTS, **dict.fromkeys(("q", "k", "v"), _NO_STATES)}
+
+
+def _lack(requirement: Requirement, module: ModuleSpec | None, *, is_measured: bool) -> _Lack:
+    """Say why a requirement cannot be met."""
+    if not is_measured:
+        return _ON_REQUEST.get(requirement.base_name, _NOT_MEASURED)
     weight = None if module is None else module.tensor("weight")
     if requirement.key == IMPORTANCE and weight is not None:
-        if weight.importance.name == "paired_hessian":
-            return _PAIRED
-        return _HESSIAN if is_known else _NOT_MEASURED
-    if not is_known:
-        return _COLLECTED_BY.get(requirement.base_name, _NOT_MEASURED)
+        return _NOT_QUANTIZED if weight.importance.name == "paired_hessian" else _NO_HESSIAN
     tensor = None if module is None else module.tensor(requirement.base_name)
-    return f"observer {'' if tensor is None else tensor.observer_with_options}"
-
-
-def _missing(
-    missing: Mapping[str, Iterable[str]], tensors: Mapping[Place, Statistics]
-) -> ConfigurationError:
-    reason, names = next((reason, list(names)) for reason, names in missing.items())
-    return ConfigurationError(
-        f"do not tell what {counted(len(names), 'tensor')} of the recipe "
-        f"{'needs' if len(names) == 1 else 'need'} ({shortened(names, 3)}): {_told(reason)}",
-        subject="The measurements",
-        hint=_remedy(reason, any(tensors)),
+    observer = "the observer" if tensor is None else f"observer {tensor.observer_with_options}"
+    return _Lack(
+        f"{observer} keeps something else than extrema and counts of values, such as an average "
+        "that depends on the order of the data",
+        "Choose static_minmax, histogram_mse, percentile or entropy, or calibrate with data",
     )
-
-
-def _told(reason: str) -> str:
-    if reason.startswith("observer "):
-        return (
-            f"{reason} keeps something else than extrema and counts of values, such as an average "
-            "that depends on the order of the data"
-        )
-    told = {
-        _NOT_MEASURED: "they were not measured",
-        _HESSIAN: "how their channels go together (a Hessian)",
-        _PAIRED: _PAIRED,
-        "outputs": "outputs were not measured",
-        "attention": "queries, keys and values were not measured",
-    }
-    return told[reason]
-
-
-def _remedy(reason: str, has_any: bool) -> Words:
-    if reason == _PAIRED:
-        return "Give the recipe 'error_propagation: float', or calibrate with data"
-    if reason.startswith("observer "):
-        return "Choose static_minmax, histogram_mse, percentile or entropy, or calibrate with data"
-    if reason == _NOT_MEASURED:
-        return Text("Measure this model again" if has_any else "Measure the model")
-    return f"Measure again, with 'calipers measure … --collect {reason}'"

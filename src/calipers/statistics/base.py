@@ -255,7 +255,7 @@ class Statistic:
         under any choice.
         """
         for each in known:
-            if _measured(each) == _measured(self) and _is_finite(each, self):
+            if _measured(each) == _measured(self) and _treats_nonfinite_alike(each, self):
                 self.copy_from(each)
                 return True
         return False
@@ -289,7 +289,7 @@ def _measured(statistic: Statistic) -> dict[str, Any]:
     return {key: each for key, each in statistic.configuration().items() if key != "nonfinite"}
 
 
-def _is_finite(one: Statistic, other: Statistic) -> bool:
-    """Whether NaN and Inf, if there were any, were treated as another statistic would."""
+def _treats_nonfinite_alike(one: Statistic, other: Statistic) -> bool:
+    """Whether one statistic has treated NaN and Inf, if there were any, as another would."""
     treated = one.configuration().get("nonfinite", "raise")
     return treated in ("raise", other.configuration().get("nonfinite"))

@@ -111,7 +111,11 @@ class Extrema(LastRange):
             return True
         width = shared_columns(self.args)
         for each in known:
-            if width is not None and isinstance(each, Extrema) and each.divides(self.base_name):
+            if (
+                width is not None
+                and isinstance(each, Extrema)
+                and each.is_of_channels(self.base_name)
+            ):
                 fields = each.fields()
                 if fields:
                     fields["min_vals"] = fields["min_vals"].reshape(-1, width).amin(-1)
@@ -120,7 +124,7 @@ class Extrema(LastRange):
                 return True
         return False
 
-    def divides(self, base_name: str) -> bool:
+    def is_of_channels(self, base_name: str) -> bool:
         """Whether these are the extrema of single channels of a tensor."""
         return self.base_name == base_name and shared_columns(self.args) == 1
 
