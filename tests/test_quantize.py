@@ -16,12 +16,14 @@ from quantizing import HEADS, IDS, assert_same_checkpoint, bytes_of, model_folde
 
 import calipers
 from calipers import Measurements
+from calipers.calibration.progress import Progress
 from calipers.checkpoint.headers import stored_tensors
 from calipers.errors import (
     CalipersError,
     CheckpointExistsError,
     ConfigurationError,
     MeasurementsError,
+    ModelLoadError,
     RecipeError,
     TensorValueError,
 )
@@ -138,6 +140,24 @@ class TestWithoutData:
             tensor.size for name, tensor in stored_tensors(model).items() if ".layers.0." in name
         )
         assert 0 < peak[0] < 1.5 * layer
+
+    def test_what_is_told_while_it_runs_and_at_the_end(self, tmp_path: Path) -> None:
+        """Names on disk are not those in the model, by which modules are counted."""
+        model = model_folder(tmp_path / "model", "mixtral")
+        told: list[tuple[str, float, float]] = []
+
+        def write(phases: Any) -> None:
+            told.extend((each.what, each.done, each.total) for each in phases)
+
+        progress = Progress(write=write, interval=0.0)
+        recipe = modifier("FP8_DYNAMIC", ignore=[*HEADS, "re:.*gate$"])
+        found = calipers.quantize(model, recipe, output_dir=tmp_path / "out", progress=progress)
+        last = [each for each in told if each[0] == "quantizing"][-1]
+        assert last[1:] == (len(found.plan.modules), len(found.plan.modules))
+        assert f"written to: {tmp_path / 'out'}" in repr(found)
+        worst = max(found.errors, key=lambda name: found.errors[name])
+        page = found._repr_html_()
+        assert page.index("Weights that lost most") < page.index(worst)
 
 
 def _dtype(options: dict[str, Any]) -> dict[str, Any]:
@@ -271,6 +291,13 @@ class TestWhatIsRefused:
         with pytest.raises(CheckpointExistsError, match="model"):
             quantize(llama, modifier("FP8_DYNAMIC"), llama, overwrite=True)
 
+    def test_a_file_that_becomes_shorter_meanwhile(self, llama: Path, tmp_path: Path) -> None:
+        shutil.copytree(llama, tmp_path / "model")
+        stored = stored_tensors(tmp_path / "model")["model.layers.1.mlp.up_proj.weight"]
+        stored.file.write_bytes(stored.file.read_bytes()[: stored.begin + 10])
+        with pytest.raises(ModelLoadError, match="has become shorter"):
+            stored.read()
+
     def test_a_weight_with_nan_leaves_nothing(self, llama: Path, tmp_path: Path) -> None:
         shutil.copytree(llama, tmp_path / "model")
         file = tmp_path / "model" / "model.safetensors"
@@ -283,6 +310,12 @@ class TestWhatIsRefused:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+def _make_unknown(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "architectures": ["StrangeForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 class TestUnknownArchitecture:
     PATTERN = "re:.*_proj$"
 
@@ -290,10 +323,18 @@ class TestUnknownArchitecture:
     def unknown(self, llama: Path, tmp_path: Path) -> Path:
         folder = tmp_path / "unknown"
         shutil.copytree(llama, folder)
-        config = json.loads((folder / "config.json").read_text())
-        config |= {"model_type": "strange", "architectures": ["StrangeForCausalLM"]}
-        (folder / "config.json").write_text(json.dumps(config))
+        _make_unknown(folder)
         return folder
+
+    def test_biases_stay_what_they_are(self, tmp_path: Path) -> None:
+        known = model_folder(tmp_path / "known", "qwen2", tie_word_embeddings=False)
+        shutil.copytree(known, tmp_path / "unknown")
+        _make_unknown(tmp_path / "unknown")
+        recipe = calipers.QuantizationModifier(targets=self.PATTERN, scheme="FP8_DYNAMIC")
+        quantize(known, recipe, tmp_path / "a")
+        quantize(tmp_path / "unknown", recipe, tmp_path / "b")
+        assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+        assert "model.layers.0.self_attn.q_proj.bias" in bytes_of(tmp_path / "b")
 
     def test_is_quantized_by_names(self, llama: Path, unknown: Path, tmp_path: Path) -> None:
         recipe = calipers.QuantizationModifier(targets=self.PATTERN, scheme="NVFP4A16")

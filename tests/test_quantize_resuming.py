@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantizing import model_folder, modifier
+from quantizing import IDS, model_folder, modifier
 from shell import PROGRAM, environment, run
 
 import calipers
@@ -35,16 +35,18 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return files_of(quantize(model, tmp_path_factory.mktemp("whole") / "out"))
 
 
-def quantize(model: Path, out: Path, **options: Any) -> Path:
+def quantize(model: Path, out: Path, recipe: Any = RECIPE, **options: Any) -> Path:
     options = {"max_shard_size": SIZE, "progress": False, **options}
-    return calipers.quantize(model, RECIPE, output_dir=out, **options).output_dir
+    return calipers.quantize(model, recipe, output_dir=out, **options).output_dir
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def killed_after(shards: int, model: Path, out: Path, error: BaseException) -> None:
+def killed_after(
+    shards: int, model: Path, out: Path, error: BaseException, recipe: Any = RECIPE, **options: Any
+) -> None:
     """Quantize until so many files are finished."""
     add = Journal.add
 
@@ -56,7 +58,7 @@ def killed_after(shards: int, model: Path, out: Path, error: BaseException) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Journal, "add", adding)
         with pytest.raises(type(error), match=str(error.args[-1])):
-            quantize(model, out)
+            quantize(model, out, recipe, **options)
 
 
 def solved_by(model: Path, out: Path) -> list[str]:
@@ -106,6 +108,16 @@ def test_another_way_begins_anew(model: Path, whole: dict[str, bytes], tmp_path:
     first.write_bytes(first.read_bytes()[:-8])
     assert len(solved_by(model, tmp_path / "second")) == 21
     assert files_of(tmp_path / "second") == whole
+
+
+@pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
+def test_other_measurements_begin_anew(model: Path, tmp_path: Path) -> None:
+    first, second = (calipers.measure(model, ids, progress=False) for ids in (IDS[:3], IDS[3:]))
+    recipe = modifier("W8A8_STATIC")
+    killed_after(3, model, tmp_path / "out", Killed("by nobody"), recipe, measurements=first)
+    quantize(model, tmp_path / "out", recipe, measurements=second)
+    quantize(model, tmp_path / "clean", recipe, measurements=second)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "clean")
 
 
 def test_an_error_leaves_nothing(model: Path, tmp_path: Path) -> None:

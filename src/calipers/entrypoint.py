@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from calipers.calibration.context import Calibration
-from calipers.calibration.coverage import Coverage, UnseenPolicy
+from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.early import EarlyLook
 from calipers.calibration.lifecycle import freeze
@@ -23,9 +23,15 @@ from calipers.checkpoint.output import check_output
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted, not_allowed
+from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted
 from calipers.html import facts_table, html_table
-from calipers.jobs import PIPELINES, Job, check_options
+from calipers.jobs import (
+    PIPELINES,
+    Job,
+    check_on_unseen,
+    check_options,
+    tensors_without_data,
+)
 from calipers.modifiers.costs import ModuleCosts, report_costs
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
 from calipers.options import (
@@ -38,7 +44,7 @@ from calipers.options import (
     RecipeOptions,
 )
 from calipers.planning.plan import Plan
-from calipers.recipes import Recipe, load_recipe
+from calipers.recipes import Recipe, load_changed_recipe
 from calipers.recipes.compiling import plan_for
 
 if TYPE_CHECKING:
@@ -166,9 +172,7 @@ def oneshot(
 
 def _check(options: OneshotOptions) -> None:
     """Refuse options that cannot be meant, before anything is read."""
-    on_unseen = options.calibration.on_unseen
-    if on_unseen not in get_args(UnseenPolicy):
-        raise not_allowed("on_unseen", on_unseen, get_args(UnseenPolicy))
+    check_on_unseen(options.calibration.on_unseen)
     parse_size(options.output.max_shard_size)
     check_options(options)
 
@@ -188,13 +192,7 @@ class _OneshotJob(Job):
                 inputs = {"model": start, "data": dataset, "recipe": recipe}
                 inputs["tokenizer"] = options.data.tokenizer
                 check_output(output.output_dir, output.overwrite, inputs)
-            changed = load_recipe(recipe, allow_code=changes.allow_code).changed(
-                method=changes.method,
-                group_size=changes.group_size,
-                weight_observer=changes.weight_observer,
-                activation_observer=changes.activation_observer,
-            )
-            parsed = load_recipe(changed, allow_code=changes.allow_code)
+            parsed = load_changed_recipe(recipe, **changes.values())
         self.ranks.agree(
             {
                 "method": changes.method,
@@ -246,7 +244,7 @@ class _OneshotJob(Job):
         self, model: PreTrainedModel, plan: Plan, dataset: Any, tokenizer: Any
     ) -> Batches | None:
         """Load the share of this process; None if the plan needs no data."""
-        wanting = _wanting(plan, model)
+        wanting = tensors_without_data(plan, model)
         if not wanting:
             return None
         if dataset is None or self.options.calibration.pipeline == "datafree":
@@ -321,16 +319,6 @@ def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError
         + Call("plan.table")
         + " shows which tensors need data",
     )
-
-
-def _wanting(plan: Plan, model: torch.nn.Module) -> list[str]:
-    """Name the tensors that need data; what was summed up before is data, too."""
-    tensors = [
-        f"{module.name}.{tensor.base_name}"
-        for module, tensor in plan
-        if tensor.needs_data and not tensor.has_data_on(model.get_submodule(module.name))
-    ]
-    return [*tensors, *(f"{name}.input" for name in plan.measured)]
 
 
 def _amount(batches: Batches | None) -> tuple[int, int]:

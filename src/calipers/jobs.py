@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from calipers.calibration.coverage import UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.pipelines import (
     Run,
@@ -46,6 +47,22 @@ def check_options(options: MeasureOptions) -> None:
         raise not_allowed("pipeline", pipeline, get_args(PipelineChoice))
     dtype_choice(options.compute.dtype)
     usable_device(options.compute.device)
+
+
+def check_on_unseen(policy: str) -> None:
+    """Refuse a policy for modules that no token reached which there is not."""
+    if policy not in get_args(UnseenPolicy):
+        raise not_allowed("on_unseen", policy, get_args(UnseenPolicy))
+
+
+def tensors_without_data(plan: Plan, model: torch.nn.Module) -> list[str]:
+    """Name the tensors that need data; what was summed up before is data, too."""
+    tensors = [
+        f"{module.name}.{tensor.base_name}"
+        for module, tensor in plan
+        if tensor.needs_data and not tensor.has_data_on(model.get_submodule(module.name))
+    ]
+    return [*tensors, *(f"{name}.input" for name in plan.measured)]
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,10 @@ class OptionGroup:
         """Whether an option was given, and is not just at its default."""
         return name in self._given
 
+    def values(self) -> dict[str, Any]:
+        """Return all options with their values."""
+        return {name: getattr(self, name) for name in self.names()}
+
     def given(self) -> dict[str, Any]:
         """Return the options that were given, with their values.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ from calipers.checkpoint.reader import load_model, load_skeleton, refuse_quantiz
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.state import offloaded_tensors
-from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, Weights
+from calipers.checkpoint.stored_weights import LoadedWeights, ModelWeights, StoredWeights
 from calipers.checkpoint.streaming import SolvedTensors
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
@@ -38,10 +38,10 @@ from calipers.errors import (
     Option,
     counted,
     no_meaning,
-    not_allowed,
 )
 from calipers.files.safetensors_header import StoredTensor
 from calipers.html import facts_table, html_table
+from calipers.jobs import check_on_unseen, tensors_without_data
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ModuleCosts, report_costs
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
@@ -54,7 +54,7 @@ from calipers.options import (
 )
 from calipers.planning.from_measurements import derived_measurements
 from calipers.planning.plan import Changes, Plan
-from calipers.recipes import Recipe, load_recipe
+from calipers.recipes import Recipe, load_changed_recipe
 from calipers.recipes.compiling import plan_for
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class _Prepared:
 
     model: PreTrainedModel
     driver: StepDriver
-    weights: Weights
+    weights: ModelWeights
     fingerprint: str
 
 
@@ -169,30 +169,24 @@ class _QuantizeJob:
         self, model: str | Path, recipe: Any, measurements: Any
     ) -> tuple[Recipe, Measurements | None]:
         """Read the arguments, and refuse what cannot be meant."""
-        output, changes = self.options.output, self.options.changes
+        output = self.options.output
         self._check()
         inputs = {"model": model, "recipe": recipe, "measurements": measurements}
         check_output(output.output_dir or "", output.overwrite, inputs)
-        changed = load_recipe(recipe, allow_code=changes.allow_code).changed(
-            method=changes.method,
-            group_size=changes.group_size,
-            weight_observer=changes.weight_observer,
-            activation_observer=changes.activation_observer,
-        )
+        parsed = load_changed_recipe(recipe, **self.options.changes.values())
         is_file = isinstance(measurements, (str, Path))
         seen = Measurements.load(measurements) if is_file else measurements
-        if seen is not None:
-            _check_complete(seen)
-            changed = changed.on_float_inputs()
-        return load_recipe(changed, allow_code=changes.allow_code), seen
+        if seen is None:
+            return parsed, None
+        _check_complete(seen)
+        return parsed.on_float_inputs(), seen
 
     def _check(self) -> None:
         output, compute = self.options.output, self.options.compute
         if output.output_dir is None:
             problem = "There is no place for the checkpoint"
             raise ConfigurationError(problem, hint="Pass " + Option("output_dir", ANY))
-        if self.on_unseen not in get_args(UnseenPolicy):
-            raise not_allowed("on_unseen", self.on_unseen, get_args(UnseenPolicy))
+        check_on_unseen(self.on_unseen)
         if compute.gives("dtype") and compute.dtype != "auto":
             raise no_meaning("dtype", compute.dtype, "a model that does not run")
         parse_size(output.max_shard_size)
@@ -229,8 +223,9 @@ class _QuantizeJob:
     ) -> tuple[StepDriver, frozenset[str]]:
         """Plan, and give modules their schemes; also return the names of all tensors before."""
         plan = plan_for(model, recipe)
-        if seen is None and plan.needs_data:
-            raise _no_measurements(plan)
+        needing = tensors_without_data(plan, model)
+        if seen is None and needing:
+            raise _no_measurements(needing)
         known = Measurements() if seen is None else derived_measurements(plan, seen)
         solution = Solution(plan, Coverage(self.on_unseen))
         driver = StepDriver(model, known, solution, Ranks(), Progress(False))
@@ -341,11 +336,10 @@ def _check_same_model(fingerprint: str, seen: Measurements | None) -> None:
     )
 
 
-def _no_measurements(plan: Plan) -> ConfigurationError:
-    needing = [f"{module.name}.{tensor.base_name}" for module, tensor in plan if tensor.needs_data]
-    needing += [f"{name}.input" for name in plan.measured]
+def _no_measurements(tensors: Sequence[str]) -> ConfigurationError:
+    """Refuse a plan that needs data where there are no measurements."""
     return ConfigurationError(
-        f"The recipe needs data for {counted(len(needing), 'tensor')} (the first is {needing[0]}), "
+        f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is {tensors[0]}), "
         "and there are no " + Option("measurements"),
         hint="Pass "
         + Option("measurements", ANY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from calipers.kernels.channels import summarize_channels
 from calipers.kernels.counts import BINS, count_values
+from calipers.kernels.dispatch import kernels_only, num_threads
 from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.quantize import quantize_with_error
@@ -81,3 +84,18 @@ def test_summaries_of_channels(shape: tuple[int, int], dtype: torch.dtype) -> No
         return (*found, counts)
 
     identical(run)
+
+
+def test_kernels_alone_may_have_several() -> None:
+    seen = []
+    with threads_in_use(3):
+        with contextlib.suppress(KeyError), kernels_only():
+            seen.append((num_threads(), torch.get_num_threads()))
+            elsewhere = threading.Thread(target=lambda: seen.append((num_threads(), 0)))
+            elsewhere.start()
+            elsewhere.join()
+            raise KeyError
+        seen.append((num_threads(), torch.get_num_threads()))
+    assert seen[0] == (3, 1)
+    assert seen[1] == (1, 0)  # what is told to one thread concerns no other
+    assert seen[2] == (3, 3)

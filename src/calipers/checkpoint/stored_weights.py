@@ -18,7 +18,7 @@ from calipers.checkpoint.state import offloaded_tensors, read_tensor
 from calipers.files.safetensors_header import StoredTensor
 
 
-class Weights(Protocol):
+class ModelWeights(Protocol):
     """The values of the tensors of a model."""
 
     def has(self, name: str) -> bool:

@@ -17,7 +17,7 @@ from calipers.checkpoint.background import in_background
 from calipers.checkpoint.compression import compressed_state, name_on_disk
 from calipers.checkpoint.names import StoredNames
 from calipers.checkpoint.state import join, module_state, own_modules
-from calipers.checkpoint.stored_weights import Weights
+from calipers.checkpoint.stored_weights import ModelWeights
 from calipers.kernels.dispatch import kernels_only
 from calipers.kernels.memory import Freed
 from calipers.modifiers.costs import ModuleCosts
@@ -70,7 +70,7 @@ class SolvedTensors:
         self,
         model: PreTrainedModel,
         names: StoredNames,
-        weights: Weights,
+        weights: ModelWeights,
         driver: StepDriver,
         device: torch.device,
         progress: Progress,

@@ -32,10 +32,10 @@ from calipers.cli.sources import (
     data_source,
     model_source,
     packing_for,
-    sampling,
 )
 from calipers.cli.tables import add_row, table
 from calipers.errors import ConfigurationError
+from calipers.options import DataOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -92,15 +92,15 @@ def evaluate(
             texts,
             layers=layers,
             each=done.add,
-            data=sampling(
-                samples,
-                seq_len,
-                batch_size,
-                packing_for(data, packing),
-                seed,
-                text_column,
-                tokenizer,
-                skip,
+            data=DataOptions(
+                tokenizer=tokenizer,
+                num_samples=samples,
+                max_seq_length=seq_len,
+                batch_size=batch_size,
+                packing=packing_for(data, packing),
+                seed=seed,
+                skip=skip,
+                text_column=text_column,
             ),
             compute=compute_options(device, dtype, trust_remote_code),
         )

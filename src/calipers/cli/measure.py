@@ -32,11 +32,10 @@ from calipers.cli.sources import (
     data_source,
     model_source,
     packing_for,
-    sampling,
 )
 from calipers.errors import ConfigurationError
-from calipers.files.output_file import check_output_file
-from calipers.options import CalibrationOptions
+from calipers.files.output_file import PARTIAL, check_output_file
+from calipers.options import CalibrationOptions, DataOptions
 
 Output = Annotated[
     Path,
@@ -103,7 +102,7 @@ def measure(
     """
     # First: what is wrong is said before anything is imported; but a run that was killed may have
     # left something beside its output, which has to be looked at.
-    if not output.with_name(f"{output.name}.partial").exists():
+    if not output.with_name(output.name + PARTIAL).exists():
         check_output_file(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
     source, texts = model_source(model), _texts(data)
     from calipers.measuring import measure as run
@@ -115,15 +114,15 @@ def measure(
         output_file=output,
         overwrite=overwrite,
         save_every=save_every,
-        data=sampling(
-            samples,
-            seq_len,
-            batch_size,
-            packing_for(data, packing),
-            seed,
-            text_column,
-            tokenizer,
-            skip,
+        data=DataOptions(
+            tokenizer=tokenizer,
+            num_samples=samples,
+            max_seq_length=seq_len,
+            batch_size=batch_size,
+            packing=packing_for(data, packing),
+            seed=seed,
+            skip=skip,
+            text_column=text_column,
         ),
         compute=compute_options(device, dtype, trust_remote_code),
         calibration=CalibrationOptions(

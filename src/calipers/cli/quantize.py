@@ -49,7 +49,6 @@ from calipers.cli.sources import (
     model_source,
     packing_for,
     recipe_source,
-    sampling,
 )
 from calipers.errors import ConfigurationError, counted
 from calipers.options import (
@@ -147,7 +146,7 @@ def quantize(
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
-    chosen = sampling(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    chosen = _sampling(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
     options = OneshotOptions(
         data=replace(chosen, packing=packing_for(data, packing)),
         compute=compute_options(device, dtype, trust_remote_code),
@@ -160,6 +159,27 @@ def quantize(
     ignored = None if scheme is None else ignore or ["lm_head"]
     done = _summary(result, time.monotonic() - start, model, data, output, ignored)
     return _output(replace(done, next=_next(done, data, chosen)))
+
+
+def _sampling(
+    samples: int,
+    seq_len: int | None,
+    batch_size: int,
+    packing: bool | None,
+    seed: int,
+    text_column: str | None,
+    tokenizer: str | None,
+) -> DataOptions:
+    """Return which samples are taken."""
+    return DataOptions(
+        tokenizer=tokenizer,
+        num_samples=samples,
+        max_seq_length=seq_len,
+        batch_size=batch_size,
+        packing=packing,
+        seed=seed,
+        text_column=text_column,
+    )
 
 
 def _refuse_both(data: str | None, measurements: Path | None) -> None:

@@ -11,7 +11,7 @@ from calipers.checkpoint.location import check_location
 from calipers.cli.command import progress
 from calipers.cli.options import observer_choice
 from calipers.errors import ConfigurationError
-from calipers.options import ComputeOptions, DataOptions
+from calipers.options import ComputeOptions
 
 if TYPE_CHECKING:
     from calipers.recipes import Recipe
@@ -68,29 +68,6 @@ def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> 
     )
 
 
-def sampling(
-    samples: int,
-    seq_len: int | None,
-    batch_size: int,
-    packing: bool | None,
-    seed: int,
-    text_column: str | None,
-    tokenizer: str | None,
-    skip: int = 0,
-) -> DataOptions:
-    """Return which samples are taken."""
-    return DataOptions(
-        tokenizer=tokenizer,
-        num_samples=samples,
-        max_seq_length=seq_len,
-        batch_size=batch_size,
-        packing=packing,
-        seed=seed,
-        skip=skip,
-        text_column=text_column,
-    )
-
-
 def recipe_source(
     scheme: str | None,
     recipe: Path | None,
@@ -114,7 +91,7 @@ def recipe_source(
     weights, activations = observer_choice(observer), observer_choice(activation_observer)
     from calipers.modifiers import QuantizationModifier
     from calipers.modifiers.choices import preset_name
-    from calipers.recipes import load_recipe
+    from calipers.recipes import load_changed_recipe
 
     source: object = recipe
     if scheme is not None:
@@ -123,10 +100,11 @@ def recipe_source(
             ignore=tuple(ignore or ["lm_head"]),
             unmatched="error" if ignore else "ignore",
         )
-    changed = load_recipe(source, allow_code=allow_code).changed(
+    return load_changed_recipe(
+        source,
         method=method,
         group_size=group_size,
         weight_observer=weights,
         activation_observer=activations,
+        allow_code=allow_code,
     )
-    return load_recipe(changed, allow_code=allow_code)

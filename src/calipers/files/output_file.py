@@ -20,6 +20,9 @@ from calipers.files.locked_folder import LockedFolder
 SUFFIX = ".calipers"
 """Of the hidden folder in which something is written, beside the place where it goes."""
 
+PARTIAL = ".partial"
+"""Of the file, beside an output, of a run that is not finished."""
+
 Bytes: TypeAlias = "bytes | memoryview"
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from calipers.errors import ConfigurationError, MeasurementsError, damaged_measurements
-from calipers.files.output_file import OutputFile
+from calipers.files.output_file import PARTIAL, OutputFile
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.store import Measurements
 from calipers.measurements.tensors import Tensors, merged
 
-_SUFFIX = ".partial"
 _LEAST_REST = 20
 """How many times as long as it took to write a file nothing is written again."""
 
@@ -30,7 +29,7 @@ class PartialFile:
 
     def __init__(self, place: OutputFile, seconds: float) -> None:
         self._place, self._seconds = place, seconds
-        self.path = place.path.with_name(place.path.name + _SUFFIX)
+        self.path = place.path.with_name(place.path.name + PARTIAL)
         self._arguments: Mapping[str, Any] = {}
         self._before: Measurements | None = None
         self._next = time.monotonic() + seconds
@@ -93,7 +92,7 @@ class PartialFile:
 
 def remove_superfluous(output: Path) -> None:
     """Remove the file of a run that was killed when its output had just been written."""
-    path = output.with_name(output.name + _SUFFIX)
+    path = output.with_name(output.name + PARTIAL)
     if not (path.exists() and output.exists()):
         return
     with suppress(MeasurementsError):  # whoever reads them says what is wrong

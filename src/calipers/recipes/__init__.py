@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from calipers.recipes.schema import Recipe, Stage, load_recipe
+from calipers.recipes.schema import Recipe, Stage, load_changed_recipe, load_recipe
 
-__all__ = ["Recipe", "Stage", "load_recipe"]
+__all__ = ["Recipe", "Stage", "load_changed_recipe", "load_recipe"]

@@ -155,6 +155,15 @@ class Recipe:
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
+def load_changed_recipe(recipe: Any, *, allow_code: bool = False, **changes: Any) -> Recipe:
+    """Read a recipe, put changes on top of it, and check the whole again.
+
+    :param changes: the keywords of :meth:`Recipe.changed`
+    """
+    changed = load_recipe(recipe, allow_code=allow_code).changed(**changes)
+    return load_recipe(changed, allow_code=allow_code)
+
+
 def load_recipe(source: Any, *, allow_code: bool = False) -> Recipe:
     """Make a recipe.
 
