@@ -29,36 +29,28 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from racing import seconds_of_others
-from recipes import GROUP, INT8, Recipe, grouped, quantized, recipe
+from random_llama import quantized_weights, write_model
+from recipes import GROUP, Recipe, quantized, recipe
 from rich.console import Console
-from safetensors.torch import save_file
-from stories import load_stories, shared_folder
+from streaming_jobs import OURS, PEER, SCHEMES, STORIES, stories_folder
 from tables import Column, Measured, Row, Section, at_least, mark, number, show
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-import calipers
 from calipers.kernels import describe
-from calipers.modifiers import QuantizationModifier
 
 RESULTS = Path(__file__).parent / "results" / "streaming.json"
-OURS, PEER = "calipers", "llm-compressor"
+JOBS = Path(__file__).with_name("streaming_jobs.py")
 ROUNDS = 3
 PEER_SECONDS = 60.0  # after as many, the peer is not run again
-SHARD = 500_000_000
 GIB = 1 << 30
 MOST_MEMORY, MOST_GROWTH = 1.5 * GIB, 0.2
 LEAST_OF_COPY = 0.5
-STORIES = 128
 
 
 class Case(NamedTuple):
@@ -86,9 +78,6 @@ PLAINEST = CASES[0]
 def main() -> int:
     """Measure the sections, print each as soon as it is done, and save them."""
     options = parse_arguments()
-    if options.job:
-        print(json.dumps(JOBS[options.job](json.loads(options.settings))))
-        return 0
     console = Console(width=124, highlight=False)
     facts = {name: version(name) for name in ("torch", "calipers", "llmcompressor")}
     load = [round(each, 2) for each in os.getloadavg()]
@@ -122,8 +111,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--keep", type=Path, help="a folder for the models, kept for the next run")
     parser.add_argument("--quick", action="store_true", help="run all once; save nothing")
-    parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
-    parser.add_argument("--settings", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -142,24 +129,6 @@ def seconds_not_ours() -> float:
     return seconds_of_others() - children.ru_utime - children.ru_stime
 
 
-# The model
-
-
-def llama(layers: int) -> LlamaConfig:
-    """Return the shape of a model that has a billion parameters with 22 layers."""
-    return LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32000,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-        architectures=["LlamaForCausalLM"],
-    )
-
-
 def model_of(options: argparse.Namespace, layers: int) -> Path:
     """Return the folder of a model, which is written if it is not there, with its files read."""
     place: Path = options.keep or options.place
@@ -174,129 +143,11 @@ def model_of(options: argparse.Namespace, layers: int) -> Path:
     return folder
 
 
-def write_model(folder: Path, layers: int) -> None:
-    """Write a random Llama, of which one file at a time is in memory; its config comes last."""
-    config = llama(layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    folder.mkdir(parents=True)
-    torch.manual_seed(0)
-    where: dict[str, str] = {}
-    for index_of, shapes in enumerate(shards(model.state_dict())):
-        file = f"model-{index_of:05d}.safetensors"
-        tensors = {name: random_tensor(shape) for name, shape in shapes.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
-    index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config.save_pretrained(folder)
-
-
-def shards(state: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Size]]:
-    """Share tensors out among files."""
-    shapes: dict[str, torch.Size] = {}
-    size = 0
-    for name, tensor in state.items():
-        size += 2 * tensor.numel()
-        if size > SHARD and shapes:
-            yield shapes
-            shapes, size = {}, 2 * tensor.numel()
-        shapes[name] = tensor.shape
-    yield shapes
-
-
-def random_tensor(shape: torch.Size) -> torch.Tensor:
-    """Return values as those of a trained model are: most of them small, a few far out."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    values = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
-    values.view(-1)[:: 1 << 16] *= 20
-    return values
-
-
-def quantized_weights(layers: int) -> int:
-    """Return how many weights of a model are quantized: those of its layers."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(llama(layers))  # type: ignore[no-untyped-call]
-    modules = model.model.layers.modules()
-    return sum(each.weight.numel() for each in modules if isinstance(each, torch.nn.Linear))
-
-
-# What runs in a process of its own
-
-
-def quantize_files(settings: dict[str, Any]) -> Row:
-    """Quantize a folder with one library."""
-    model, output = settings["model"], settings["output"]
-    if settings["library"] == OURS:
-        given = QuantizationModifier(**settings["recipe"])
-        return timed(partial(calipers.quantize, model, given, output_dir=output, progress=False))
-    from llmcompressor.modifiers.quantization import QuantizationModifier as PeerModifier
-
-    return timed(peer_call(model, PeerModifier(**settings["recipe"]), output))
-
-
-def peer_call(model: str, given: Any, output: str, **data: Any) -> Callable[[], object]:
-    """Return a call of the peer, which writes packed weights."""
-    from llmcompressor.entrypoints.oneshot import oneshot as peer_oneshot
-
-    return partial(peer_oneshot, model=model, recipe=given, output_dir=output, **data)
-
-
-def calibrate_peer(settings: dict[str, Any]) -> Row:
-    """Let the peer calibrate and write stories15M once."""
-    from llmcompressor.modifiers.quantization import QuantizationModifier as PeerModifier
-    from running import as_loader
-
-    data = as_loader(load_stories("calibration")[:STORIES])
-    given = PeerModifier(**settings["recipe"])
-    model = str(stories_folder())
-    return timed(
-        peer_call(model, given, settings["output"], dataset=data, num_calibration_samples=len(data))
-    )
-
-
-def ten_schemes(settings: dict[str, Any]) -> Row:
-    """Measure stories15M once, and write a checkpoint of each scheme."""
-    stories = load_stories("calibration")[:STORIES]
-    data = [{"input_ids": story} for story in stories]
-    model, seen = stories_folder(), Path(settings["output"]) / "seen.safetensors"
-    seen.parent.mkdir()
-    rows: Row = {"measuring": timed(partial(calipers.measure, model, data, output_file=seen))}
-    for name, given in SCHEMES.items():
-        output = seen.parent / name.replace(" ", "-")
-        modifier = QuantizationModifier(**given)
-        rows[name] = timed(partial(calipers.quantize, model, modifier, seen, output))
-    return rows
-
-
-def timed(call: Callable[[], object]) -> Row:
-    """Return the seconds of a call, its processor time, and the most memory it ever took."""
-    warnings.simplefilter("ignore")
-    started, used = time.perf_counter(), time.process_time()
-    call()
-    seconds, processor = time.perf_counter() - started, time.process_time() - used
-    return {"seconds": seconds, "processor_seconds": processor, "peak": peak_bytes()}
-
-
-def peak_bytes() -> int:
-    """Return the most memory that was ever resident in this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-JOBS: dict[str, Callable[[dict[str, Any]], Row]] = {
-    "quantize": quantize_files,
-    "schemes": ten_schemes,
-    "calibrate": calibrate_peer,
-}
-
-
 def run_apart(options: argparse.Namespace, job: str, **settings: Any) -> Row:
     """Run a job in a fresh process; what it writes is removed."""
     output = options.place / "output"
     given = json.dumps({**settings, "output": str(output)}, default=str)
-    command = [sys.executable, __file__, "--job", job, "--settings", given]
+    command = [sys.executable, str(JOBS), job, given]
     environment = {**os.environ, "LLM_COMPRESSOR_LOG_DISABLED": "true"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -421,11 +272,6 @@ def measure_memory(options: argparse.Namespace) -> Iterator[Row]:
         }
 
 
-def stories_folder() -> Path:
-    """Return where stories15M is."""
-    return shared_folder() / "models" / "stories15M"
-
-
 def measure_schemes(options: argparse.Namespace) -> Iterator[Row]:
     """Compare ten checkpoints of ours, and the measurement before them, with one of the peer."""
     if not has_stories():
@@ -450,24 +296,6 @@ def has_stories() -> bool:
     except SystemExit as problem:
         print(f"{problem} The section is left out.")
         return False
-
-
-SCHEMES: dict[str, Recipe] = {
-    "W4A16 minmax": recipe(grouped(4, observer="memoryless_minmax")),
-    "W4A16 optimal imatrix": recipe(
-        grouped(4, observer="optimal", observer_kwargs={"importance": "imatrix"})
-    ),
-    "W8A16": recipe(grouped(8, observer="memoryless_mse")),
-    "FP8 static": recipe(quantized("FP8", inputs={"observer": "static_minmax"})),
-    "FP8_DYNAMIC": recipe(quantized("FP8_DYNAMIC")),
-    "W8A8 static histogram_mse": recipe(
-        {**quantized("W8A8"), "input_activations": {**INT8, "observer": "histogram_mse"}}
-    ),
-    "W8A8 dynamic": recipe(quantized("W8A8")),
-    "NVFP4A16 mse": recipe(quantized("NVFP4A16", weights={"observer": "memoryless_mse"})),
-    "NVFP4": recipe(quantized("NVFP4")),
-    "MXFP4A16": recipe(quantized("MXFP4A16")),
-}
 
 
 # How they are shown
