@@ -48,6 +48,8 @@ def stories_folder() -> Path:
 
 def quantize_files(settings: dict[str, Any]) -> Row:
     """Quantize a folder with one library."""
+    from transformers import LlamaForCausalLM  # noqa: F401  # imported only when it is used
+
     model, output = settings["model"], settings["output"]
     if settings["library"] == OURS:
         given = QuantizationModifier(**settings["recipe"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from families import build
 from quantizing import HEADS, IDS, assert_same_checkpoint, bytes_of, model_folder, modifier
+from safetensors.torch import save_file
 
 import calipers
 from calipers import Measurements
@@ -27,7 +30,7 @@ from calipers.errors import (
     RecipeError,
     TensorValueError,
 )
-from calipers.files.safetensors_header import StoredTensor
+from calipers.files.safetensors_header import StoredTensor, read_header
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -124,17 +127,17 @@ class TestWithoutData:
         """What is in memory at a time does not depend on the number of layers."""
         model = model_folder(tmp_path / "model", num_hidden_layers=12)
         alive: dict[int, int] = {}
-        peak, read = [0], StoredTensor.read
+        peak, map_it = [0], StoredTensor.map
 
-        def reading(self: StoredTensor) -> torch.Tensor:
-            found = read(self)
+        def mapping(self: StoredTensor) -> torch.Tensor:
+            found = map_it(self)
             memory = found.view(torch.int16).numpy().copy()  # lives as long as any view of it
             alive[id(memory)] = memory.nbytes
             peak[0] = max(peak[0], sum(list(alive.values())))
             weakref.finalize(memory, alive.pop, id(memory))
             return torch.from_numpy(memory).view(found.dtype)
 
-        monkeypatch.setattr(StoredTensor, "read", reading)
+        monkeypatch.setattr(StoredTensor, "map", mapping)
         quantize(model, modifier("W4A16"), tmp_path / "out")
         layer = sum(
             tensor.size for name, tensor in stored_tensors(model).items() if ".layers.0." in name
@@ -144,16 +147,25 @@ class TestWithoutData:
     def test_what_is_told_while_it_runs_and_at_the_end(self, tmp_path: Path) -> None:
         """Names on disk are not those in the model, by which modules are counted."""
         model = model_folder(tmp_path / "model", "mixtral")
-        told: list[tuple[str, float, float]] = []
+        told: dict[str, tuple[float, float]] = {}
 
-        def write(phases: Any) -> None:
-            told.extend((each.what, each.done, each.total) for each in phases)
+        class Heard(Progress):
+            @contextmanager
+            def counting(self, what: str, total: float, unit: str) -> Iterator[Any]:
+                with super().counting(what, total, unit) as add:
+                    told[what] = (0, total)
 
-        progress = Progress(write=write, interval=0.0)
+                    def heard(number: float, note: str = "") -> None:
+                        told[what] = (told[what][0] + number, total)
+                        add(number, note)
+
+                    yield heard
+
         recipe = modifier("FP8_DYNAMIC", ignore=[*HEADS, "re:.*gate$"])
-        found = calipers.quantize(model, recipe, output_dir=tmp_path / "out", progress=progress)
-        last = [each for each in told if each[0] == "quantizing"][-1]
-        assert last[1:] == (len(found.plan.modules), len(found.plan.modules))
+        found = calipers.quantize(
+            model, recipe, output_dir=tmp_path / "out", progress=Heard(shown=False)
+        )
+        assert told["quantizing"] == (len(found.plan.modules), len(found.plan.modules))
         assert f"written to: {tmp_path / 'out'}" in repr(found)
         worst = max(found.errors, key=lambda name: found.errors[name])
         page = found._repr_html_()
@@ -295,8 +307,28 @@ class TestWhatIsRefused:
         shutil.copytree(llama, tmp_path / "model")
         stored = stored_tensors(tmp_path / "model")["model.layers.1.mlp.up_proj.weight"]
         stored.file.write_bytes(stored.file.read_bytes()[: stored.begin + 10])
-        with pytest.raises(ModelLoadError, match="has become shorter"):
-            stored.read()
+        for take in (stored.read, stored.map):
+            with pytest.raises(ModelLoadError, match="has become shorter"):
+                take()
+
+    def test_mapped_tensors(self, tmp_path: Path) -> None:
+        """They are those of the file, wherever they begin there, and writing stays in memory."""
+        values = {"a": torch.arange(3, dtype=torch.uint8), "b": torch.randn(5, 7).bfloat16()}
+        values |= {"none": torch.empty(0, 4), "long": torch.randn(3, 1000), "one": torch.ones(())}
+        save_file(values, tmp_path / "plain.safetensors")
+        content = (tmp_path / "plain.safetensors").read_bytes()
+        odd = len(content[8:].split(b"}}")[0]) + 2 + 1  # a header that ends at an odd place
+        text = content[8 : 8 + int.from_bytes(content[:8], "little")].rstrip().ljust(odd | 1)
+        data = content[8 + int.from_bytes(content[:8], "little") :]
+        shifted = len(text).to_bytes(8, "little") + text + data
+        (tmp_path / "odd.safetensors").write_bytes(shifted)
+        for file, before in (("plain.safetensors", content), ("odd.safetensors", shifted)):
+            for name, stored in read_header(tmp_path / file).items():
+                found = stored.map()
+                assert found.dtype == values[name].dtype
+                assert torch.equal(found, values[name])
+                found.zero_()
+            assert (tmp_path / file).read_bytes() == before
 
     def test_a_weight_with_nan_leaves_nothing(self, llama: Path, tmp_path: Path) -> None:
         shutil.copytree(llama, tmp_path / "model")

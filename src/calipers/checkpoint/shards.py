@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -108,7 +109,8 @@ class Shard:
         self.file.close()
 
     def _write(self, name: str, tensor: torch.Tensor) -> None:
-        begin = self.file.tell() - _LENGTH.size - self.room
+        start = self.file.tell()
+        begin = start - _LENGTH.size - self.room
         # A memoryview of the bytes: no copy is made of a tensor that is in memory as a whole.
         self.file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         self.header[name] = {
@@ -116,6 +118,9 @@ class Shard:
             "shape": list(tensor.shape),
             "data_offsets": [begin, begin + tensor.nbytes],
         }
+        if hasattr(os, "posix_fadvise"):  # the disk begins now: little is left for fsync
+            advice = os.POSIX_FADV_DONTNEED
+            os.posix_fadvise(self.file.fileno(), start, tensor.nbytes, advice)
 
 
 @dataclass

@@ -43,7 +43,7 @@ class StoredAs(NamedTuple):
 
     def read(self) -> Tensor:
         """Return it as it is in the model."""
-        return self.tensor.read().to(self.dtype)
+        return self.tensor.map().to(self.dtype)
 
 
 @dataclass(frozen=True)

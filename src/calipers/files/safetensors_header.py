@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from io import RawIOBase
@@ -14,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from calipers.errors import damaged_file, library_errors
+from calipers.errors import CalipersError, damaged_file, library_errors
 from calipers.files.json_files import Damaged, parse_json_object
 
 _LARGEST_HEADER = 100_000_000
@@ -39,6 +41,25 @@ class StoredTensor:
             self._fill(opened, values.view(-1).view(torch.uint8))
         return values
 
+    def map(self) -> Tensor:
+        """Return it in the memory that the file has already, where that is possible.
+
+        This is for tensors that are let go soon: whoever shortens the file takes their memory away.
+        Writing to them does not change the file.
+        """
+        before = self.begin % mmap.ALLOCATIONGRANULARITY
+        if not self.size or self.begin % self.dtype.itemsize:
+            return self.read()
+        with self.file.open("rb") as opened:
+            if os.fstat(opened.fileno()).st_size < self.begin + self.size:
+                raise self._too_short()
+            place = self.begin - before
+            mapped = mmap.mmap(
+                opened.fileno(), before + self.size, access=mmap.ACCESS_COPY, offset=place
+            )
+        values = torch.frombuffer(mapped, dtype=torch.uint8, offset=before)
+        return values.view(self.dtype).view(self.shape)
+
     def read_every(self, step: int) -> Tensor:
         """Return every so many-th value, without reading the others."""
         count, size = math.prod(self.shape), self.dtype.itemsize
@@ -55,8 +76,11 @@ class StoredTensor:
         while len(room):
             count = opened.readinto(room)
             if not count:
-                raise damaged_file(self.file, "it has become shorter (is it being written?)")
+                raise self._too_short()
             room = room[count:]
+
+    def _too_short(self) -> CalipersError:
+        return damaged_file(self.file, "it has become shorter (is it being written?)")
 
 
 def read_header(file: Path, damaged: Damaged = damaged_file) -> dict[str, StoredTensor]:

@@ -96,8 +96,12 @@ def weight_loss(
     weight, error, output = weight.detach(), 0.0, 0.0
     working = torch.promote_types(weight.dtype, torch.float32)
     meant = weight if before is None else before.detach()
-    for tile, wanted, scale, zero_point in _tiles(weight, meant, args, qparams):
-        if streams is None and before is None:
+    is_plain = (
+        streams is None and before is None
+    )  # only errors count, which kernels find as it lies
+    at_once = weight.numel() if is_plain else _AT_ONCE
+    for tile, wanted, scale, zero_point in _tiles(weight, meant, args, qparams, at_once):
+        if is_plain:
             error += float(quantization_errors(tile, scale, zero_point, args).sum())
             continue
         values, errors = quantize_with_error(tile.to(working), scale, zero_point, args)
@@ -110,7 +114,7 @@ def weight_loss(
 
 
 def _tiles(
-    weight: Tensor, meant: Tensor, args: QuantizationArgs, qparams: QParamsDict
+    weight: Tensor, meant: Tensor, args: QuantizationArgs, qparams: QParamsDict, at_once: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Cut a weight and what was meant into pieces, some rows at a time, with their parameters.
 
@@ -127,7 +131,7 @@ def _tiles(
     scale, zeros = scale.reshape(shape), qparams["zero_point"].to(weight.device).reshape(shape)
     along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
     each = pieces.select(along, 0).numel()
-    for part in runs(pieces.shape[along], each, _AT_ONCE):
+    for part in runs(pieces.shape[along], each, at_once):
         length = part.stop - part.start
         tile, goal = (whole.narrow(along, part.start, length) for whole in (pieces, wanted))
         these = part if along == 1 else slice(None)

@@ -23,11 +23,19 @@ V quantize_row(const QuantizeJob& job, const Quantizer& by, std::int64_t count, 
   return largest;
 }
 
-// Rounding is the same with and without a zero point.
-inline auto quantize_row_of(const QuantizeJob& job) {
-  decltype(&quantize_row<Grid<Integers, false>>) found = nullptr;
-  with_grid(job.grid, false, [&](auto grid) { found = quantize_row<decltype(grid)>; });
-  return found;
+// Σ w·error² in double, which holds every square.
+inline double sum_squares(const V* errors, const V* weights, std::int64_t count) {
+  D low{}, high{};
+  for (std::int64_t i = 0; i < count; i++) {
+    D lower = lower_doubles(errors[i]), upper = upper_doubles(errors[i]);
+    lower *= lower, upper *= upper;
+    if (weights) lower *= lower_doubles(weights[i]), upper *= upper_doubles(weights[i]);
+    low += lower, high += upper;
+  }
+  low += high;
+  double total = 0;
+  for (int i = 0; i < W / 2; i++) total += low[i];
+  return total;
 }
 
 // Σ w·error^norm, measured in a power of two near the largest, from which it is brought back.
@@ -52,46 +60,66 @@ double sum_powers(const QuantizeJob& job, const V* errors, const V* weights, std
 
 inline double sum_powers(const QuantizeJob& job, const V* errors, const V* weights,
                          std::int64_t count, V largest) {
+  if (job.norm == 2) return sum_squares(errors, weights, count);
   float most = 0;
   for (int i = 0; i < W; i++) most = largest[i] > most ? largest[i] : most;
   if (most == 0) return 0;
   int exponent = __builtin_ilogbf(most);
   exponent = exponent > 126 ? 126 : exponent < -126 ? -126 : exponent;
-  if (job.norm == 2) return sum_powers<Square>(job, errors, weights, count, exponent);
   if (job.norm == 3) return sum_powers<Cube>(job, errors, weights, count, exponent);
   return sum_powers<AnyPower>(job, errors, weights, count, exponent);
 }
 
-inline void quantize_task(const QuantizeJob& job, std::int64_t index, std::byte* scratch) {
-  const auto quantize_row = quantize_row_of(job);
-  const Task task(job.cut, index, job.values.count(), job.values.length());
-  const std::int64_t size = element_size(job.values.dtype);
+// One row of a tile: `count` positions of a piece from `begin` on.
+template <class Grid>
+double quantize_part(const QuantizeJob& job, std::int64_t piece, std::int64_t begin,
+                     std::int64_t count, std::int64_t unit, V* values, V* weights, V* errors) {
+  const Quantizer by{all(job.scales[piece]), V{},
+                     job.zero_points ? all(job.zero_points[piece]) : V{}};
+  const std::int64_t vectors = pad_with_zeros((float*)values, count, unit);
+  const V largest = quantize_row<Grid>(job, by, vectors, values, errors);
+  if (weights) pad_with_zeros((float*)weights, count, unit);
+  if (job.output) {
+    for (std::int64_t i = 0; i < vectors; i++)
+      values[i] = nonfinite_lanes(values[i]) ? values[i] : round_to(job.values.dtype, values[i]);
+    const std::int64_t at = piece * job.values.length() + begin;
+    store_values(job.values.dtype, (const float*)values, count,
+                 job.output + at * element_size(job.values.dtype));
+  }
+  return sum_powers(job, errors, weights, vectors, largest);
+}
+
+// As many pieces at a time as a tile holds.
+template <class Grid>
+void quantize_task(const QuantizeJob& job, const Task& task, std::byte* scratch) {
+  const std::int64_t tile = kTile, unit = job.norm == 2 ? W : U * W;
+  const std::int64_t needed = round_up(task.stop - task.begin, unit);
+  const std::int64_t pitch = needed < tile ? needed : tile, together = tile / pitch;
   V* values = (V*)scratch;
   V* errors = (V*)(scratch + kTileBytes);
   V* weights = job.weights.data ? (V*)(scratch + 2 * kTileBytes) : nullptr;
-  for (std::int64_t piece = task.first; piece < task.end; piece++) {
-    const Quantizer by{all(job.scales[piece]), V{},
-                       job.zero_points ? all(job.zero_points[piece]) : V{}};
-    double total = 0;
-    for (std::int64_t begin = task.begin; begin < task.stop; begin += kTile) {
-      const std::int64_t left = task.stop - begin;
-      const std::int64_t count = left < (std::int64_t)kTile ? left : (std::int64_t)kTile;
-      load_tile(job.values, piece, 1, begin, count, (float*)values, count);
-      const std::int64_t vectors = pad_with_zeros((float*)values, count, U * W);
-      const V largest = quantize_row(job, by, vectors, values, errors);
-      if (weights) {
-        load_tile(job.weights, piece, 1, begin, count, (float*)weights, count);
-        pad_with_zeros((float*)weights, count, U * W);
+  double* totals = job.errors + task.chunk * job.values.count();
+  for (std::int64_t first = task.first; first < task.end; first += together) {
+    const std::int64_t left = task.end - first, pieces = left < together ? left : together;
+    for (std::int64_t i = 0; i < pieces; i++) totals[first + i] = 0;
+    for (std::int64_t begin = task.begin; begin < task.stop; begin += tile) {
+      const std::int64_t rest = task.stop - begin, count = rest < tile ? rest : tile;
+      load_tile(job.values, first, pieces, begin, count, (float*)values, pitch);
+      if (weights) load_tile(job.weights, first, pieces, begin, count, (float*)weights, pitch);
+      for (std::int64_t i = 0; i < pieces; i++) {
+        const std::int64_t row = i * pitch / W;
+        totals[first + i] += quantize_part<Grid>(job, first + i, begin, count, unit, values + row,
+                                                 weights ? weights + row : nullptr, errors);
       }
-      total += sum_powers(job, errors, weights, vectors, largest);
-      if (!job.output) continue;
-      for (std::int64_t i = 0; i < vectors; i++)
-        values[i] = nonfinite_lanes(values[i]) ? values[i] : round_to(job.values.dtype, values[i]);
-      const std::int64_t at = (piece * job.values.length() + begin) * size;
-      store_values(job.values.dtype, (const float*)values, count, job.output + at);
     }
-    job.errors[task.chunk * job.values.count() + piece] = total;
   }
+}
+
+// Rounding is the same with and without a zero point.
+inline void quantize_task(const QuantizeJob& job, std::int64_t index, std::byte* scratch) {
+  const Task task(job.cut, index, job.values.count(), job.values.length());
+  with_grid(job.grid, false,
+            [&](auto grid) { quantize_task<decltype(grid)>(job, task, scratch); });
 }
 
 }  // namespace
