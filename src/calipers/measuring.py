@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.context import Calibration
-from calipers.calibration.data import Batches
+from calipers.calibration.data import Batch, Batches
 from calipers.calibration.experts import fused_experts, unfuse_experts
-from calipers.calibration.pipelines import Run
+from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.precision import dtype_choice
 from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks
+from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
 from calipers.checkpoint.fingerprint import model_fingerprint
 from calipers.checkpoint.source import source_folder
@@ -49,6 +50,8 @@ from calipers.options import (
 )
 from calipers.planning.collecting import check_collected, collecting_plan
 from calipers.planning.plan import Plan
+from calipers.planning.specs import SENSITIVITY
+from calipers.statistics.sensitivity import Sensitivity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +82,9 @@ def measure(
     :param model: a transformers model, or the path or name to load one from
     :param dataset: whatever :func:`calipers.oneshot` takes
     :param collect: what is collected besides: ``hessian`` (Σ x xᵀ of inputs), ``outputs`` (value
-        counts and extrema), ``attention`` (those of queries, keys and values, also of each head)
+        counts and extrema), ``attention`` (those of queries, keys and values, also of each head),
+        ``sensitivity`` (how much the loss depends on each column of a weight: every batch also runs
+        backwards, which takes three times as long)
     :param output_file: where the measurements are written; None writes nothing. What was measured
         is written now and then to a file beside it, ``….partial``: if the process dies, the same
         call goes on from there (one process, pipeline ``basic``)
@@ -180,6 +185,14 @@ class _MeasureJob(Job):
             batches = self.batches_for(model, dataset, tokenizer, for_ranges=True)
             chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
+        if "sensitivity" in collected and chosen != "basic":
+            raise ConfigurationError(
+                f"'sensitivity' needs the whole model at once, and its data runs '{chosen}'",
+                hint="Pass "
+                + Option("pipeline", "basic")
+                + ", or leave it out of "
+                + Option("collect"),
+            )
         seen = _Seen(about, batches)
         done = 0
         if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
@@ -188,6 +201,9 @@ class _MeasureJob(Job):
         with Calibration(model, plan, share_inputs=share, dtype=dtype) as calibration:
 
             def after_batch(index: int) -> None:
+                if "sensitivity" in collected:
+                    with calibration.paused():
+                        _add_sensitivities(model, calibration, batches.batches[done + index])
                 if partial is not None and self.ranks.world_size == 1:
                     number = done + index + 1
                     partial.save(seen.info(number), calibration.so_far(), number)
@@ -261,6 +277,19 @@ class _Seen:
         """Return by what the data is known: its samples, in their order and in batches."""
         order = str(list(_digests(self.batches)))
         return hashlib.sha256(order.encode()).hexdigest()[:16]
+
+
+def _add_sensitivities(model: PreTrainedModel, calibration: Calibration, batch: Batch) -> None:
+    """Run a batch forth and back, and take in the gradients of weights."""
+    wanted = {
+        name: statistic
+        for (name, _), held in calibration.measurements.tensors().items()
+        if isinstance(statistic := held.get(SENSITIVITY), Sensitivity)
+    }
+    digests = sample_digests(batch["input_ids"], batch["attention_mask"])
+    seeds = [int(digest[:12], 16) for digest in digests]
+    device = next(model.parameters()).device
+    add_sensitivities(model, wanted, moved(batch, device), seeds, call_model)
 
 
 def _digests(batches: Batches) -> Iterator[list[str]]:

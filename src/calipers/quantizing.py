@@ -143,18 +143,82 @@ def quantize(
     job = _QuantizeJob(options, on_unseen, Progress.of(options.compute.progress))
     parsed, seen = job.read(model, recipe, measurements)
     with job.progress.waiting("reading the model"):
-        prepared = job.prepare(model, parsed, seen)
+        prepared = prepare_model(
+            model,
+            parsed,
+            seen,
+            on_unseen=on_unseen,
+            trust_remote_code=options.compute.trust_remote_code,
+            output_dir=options.output.output_dir,
+        )
     return job.write(prepared, parsed, seen)
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class PreparedModel:
     """A model whose modules have their schemes, and what solves them."""
 
     model: PreTrainedModel
     driver: StepDriver
     weights: ModelWeights
     fingerprint: str
+
+    def solved_tensors(
+        self, device: torch.device | str | None, progress: Progress
+    ) -> SolvedTensors:
+        """Return what becomes of its tensors; solvers work on the device."""
+        place = usable_device(device) or torch.device("cpu")
+        names = tensor_names(self.model)
+        return SolvedTensors(self.model, names, self.weights, self.driver, place, progress)
+
+
+def prepare_model(
+    name: str | Path,
+    recipe: Recipe,
+    seen: Measurements | None,
+    *,
+    on_unseen: UnseenPolicy = "error",
+    trust_remote_code: bool = False,
+    output_dir: str | Path | None = None,
+) -> PreparedModel:
+    """Plan for a model as its files have it; load it where they have it otherwise.
+
+    :param output_dir: where a checkpoint is to go, which must not be where the model is
+    """
+    skeleton = _skeleton(name, recipe, trust_remote_code)
+    if output_dir is not None:
+        check_apart(output_dir, skeleton)
+    stored, ties = _stored(name, skeleton), tied_names(skeleton)
+    own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
+    if own is not None:
+        fingerprint = own.fingerprint()
+        _check_same_model(fingerprint, seen)
+        driver, names = _planned(skeleton, recipe, seen, on_unseen)
+        weights = StoredWeights.of(skeleton, stored, ties, names)
+        if weights is not None:
+            return PreparedModel(skeleton, driver, weights, fingerprint)
+    model = load_model(name, trust_remote_code=trust_remote_code)
+    fingerprint = LoadedWeights(model, frozenset()).fingerprint()
+    _check_same_model(fingerprint, seen)
+    driver, names = _planned(model, recipe, seen, on_unseen)
+    return PreparedModel(model, driver, LoadedWeights(model, names), fingerprint)
+
+
+def _planned(
+    model: PreTrainedModel, recipe: Recipe, seen: Measurements | None, on_unseen: UnseenPolicy
+) -> tuple[StepDriver, frozenset[str]]:
+    """Plan, and give modules their schemes; also return the names of all tensors before."""
+    plan = plan_for(model, recipe)
+    needing = tensors_without_data(plan, model)
+    if seen is None and needing:
+        raise _no_measurements(needing)
+    known = Measurements() if seen is None else derived_measurements(plan, seen)
+    solution = Solution(plan, Coverage(on_unseen))
+    driver = StepDriver(model, known, solution, Ranks(), Progress(False))
+    driver.prepare(tuple(plan.names))
+    names = frozenset(offloaded_tensors(model))
+    freeze(model, solution.plan, Changes())
+    return driver, names
 
 
 @dataclass(frozen=True)
@@ -178,7 +242,7 @@ class _QuantizeJob:
         seen = Measurements.load(measurements) if is_file else measurements
         if seen is None:
             return parsed, None
-        _check_complete(seen)
+        check_complete(seen)
         return parsed.on_float_inputs(), seen
 
     def _check(self) -> None:
@@ -198,52 +262,12 @@ class _QuantizeJob:
                 hint="Start it by itself, or calibrate with data, which all of them share.",
             )
 
-    def prepare(self, name: str | Path, recipe: Recipe, seen: Measurements | None) -> _Prepared:
-        """Plan for the model as its files have it; load it where they have it otherwise."""
-        trusted = self.options.compute.trust_remote_code
-        skeleton = _skeleton(name, recipe, trusted)
-        check_apart(self.options.output.output_dir or "", skeleton)
-        stored, ties = _stored(name, skeleton), tied_names(skeleton)
-        own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
-        if own is not None:
-            fingerprint = own.fingerprint()
-            _check_same_model(fingerprint, seen)
-            driver, names = self._planned(skeleton, recipe, seen)
-            weights = StoredWeights.of(skeleton, stored, ties, names)
-            if weights is not None:
-                return _Prepared(skeleton, driver, weights, fingerprint)
-        model = load_model(name, trust_remote_code=trusted)
-        fingerprint = LoadedWeights(model, frozenset()).fingerprint()
-        _check_same_model(fingerprint, seen)
-        driver, names = self._planned(model, recipe, seen)
-        return _Prepared(model, driver, LoadedWeights(model, names), fingerprint)
-
-    def _planned(
-        self, model: PreTrainedModel, recipe: Recipe, seen: Measurements | None
-    ) -> tuple[StepDriver, frozenset[str]]:
-        """Plan, and give modules their schemes; also return the names of all tensors before."""
-        plan = plan_for(model, recipe)
-        needing = tensors_without_data(plan, model)
-        if seen is None and needing:
-            raise _no_measurements(needing)
-        known = Measurements() if seen is None else derived_measurements(plan, seen)
-        solution = Solution(plan, Coverage(self.on_unseen))
-        driver = StepDriver(model, known, solution, Ranks(), Progress(False))
-        driver.prepare(tuple(plan.names))
-        names = frozenset(offloaded_tensors(model))
-        freeze(model, solution.plan, Changes())
-        return driver, names
-
     def write(
-        self, prepared: _Prepared, recipe: Recipe, seen: Measurements | None
+        self, prepared: PreparedModel, recipe: Recipe, seen: Measurements | None
     ) -> QuantizeResult:
         """Carry the plan out while the checkpoint is written."""
         output, model, solution = self.options.output, prepared.model, prepared.driver.solution
-        names = tensor_names(model)
-        device = usable_device(self.options.compute.device) or torch.device("cpu")
-        solved = SolvedTensors(
-            model, names, prepared.weights, prepared.driver, device, self.progress
-        )
+        solved = prepared.solved_tensors(self.options.compute.device, self.progress)
         way, amount = "datafree", (0, 0)
         if seen is not None and seen.info is not None:
             way, amount = "measurements", (len(seen.info.samples), seen.info.tokens)
@@ -255,7 +279,7 @@ class _QuantizeJob:
         )
         path = write_stream(
             model,
-            names,
+            tensor_names(model),
             stream,
             output.output_dir or "",
             recipe=recipe.to_yaml(),
@@ -278,7 +302,7 @@ class _QuantizeJob:
         )
 
     def _arguments(
-        self, prepared: _Prepared, recipe: Recipe, seen: Measurements | None
+        self, prepared: PreparedModel, recipe: Recipe, seen: Measurements | None
     ) -> dict[str, Any]:
         """Return what a run that goes on has in common with the one before it."""
         return {
@@ -315,7 +339,8 @@ def _stored(name: str | Path, model: PreTrainedModel) -> dict[str, StoredTensor]
     return {}
 
 
-def _check_complete(seen: Measurements) -> None:
+def check_complete(seen: Measurements) -> None:
+    """Refuse measurements of a run that has not finished."""
     if seen.info is None or not seen.info.is_complete:
         raise MeasurementsError(
             "are not those of a finished run",

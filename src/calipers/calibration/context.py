@@ -204,6 +204,7 @@ class Calibration:
                 if not is_complete:
                     needed = hooked[each.base_name].get(statistic, False) or not each.is_optional
                     hooked[each.base_name][statistic] = needed
+            hooked.pop("weight", None)  # what is measured of a weight, whoever runs the model adds
             for base_name, statistics in hooked.items():
                 self._hook(name, base_name, statistics)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -104,6 +105,20 @@ class SolvedTensors:
                 yield name, tensor
         yield from self._weights.converted()
 
+    def solved(self) -> Generator[tuple[tuple[str, ...], float], None, None]:
+        """Solve all modules and make nothing of it; errors and costs are then those of the driver.
+
+        Gives the names of modules that were solved together, and how many seconds that took.
+        """
+        with closing(in_background(self._read(0))) as read, self._solving():
+            for _, name, _, states in read:
+                if name in self._modules and states:
+                    start = time.perf_counter()
+                    self._changes(states)
+                    for each in states:
+                        _empty(self._model.get_submodule(each))
+                    yield tuple(states), time.perf_counter() - start
+
     def state(self, name: str) -> dict[str, Any]:
         """Return what must be known to go on behind a tensor."""
         solution = self._driver.solution
@@ -144,7 +159,7 @@ class SolvedTensors:
     def _make(self, read: Iterator[_Read]) -> Generator[_Made, None, None]:
         """Make of what was read what is stored."""
         freed = Freed()
-        with torch.no_grad(), nullcontext() if self._has_hessians() else kernels_only():
+        with self._solving():
             for number, name, module, states in read:
                 if name in self._modules and states:
                     self._solve(states)
@@ -155,18 +170,28 @@ class SolvedTensors:
                         yield _Made(number, name, stored, tensor)
                 freed.count(sum(tensor.nbytes for tensor in state.values()))
 
+    @contextmanager
+    def _solving(self) -> Iterator[None]:
+        """Leave the threads to kernels, unless large matrices are multiplied, which torch does."""
+        with torch.no_grad(), nullcontext() if self._has_hessians() else kernels_only():
+            yield
+
     def _has_hessians(self) -> bool:
-        """Whether solving multiplies large matrices, which torch does with all threads."""
         tensors = (tensor for module in self._modules.values() for tensor in module.tensors)
         return any("hessian" in tensor.importance.name for tensor in tensors)
 
-    def _solve(self, states: dict[str, State]) -> None:
-        """Solve modules together, and keep what is stored of each."""
+    def _changes(self, states: dict[str, State]) -> Changes:
+        """Give modules their values, and solve them together."""
         for name, state in states.items():
             _fill(self._model.get_submodule(name), state, self._device)
         _, changes = self._driver.solve_prepared(tuple(states))
         solution = self._driver.solution
         solution.changes = solution.changes.joined(Changes(notes=changes.notes))
+        return changes
+
+    def _solve(self, states: dict[str, State]) -> None:
+        """Solve modules together, and keep what is stored of each."""
+        changes = self._changes(states)
         for name in states:
             module = self._model.get_submodule(name)
             if name in changes.weights:

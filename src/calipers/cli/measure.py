@@ -47,7 +47,7 @@ Collect = Annotated[
         "--collect",
         metavar="NAME[,NAME…]",
         help="What is collected besides: hessian (of inputs), outputs, attention (queries, keys "
-        "and values).",
+        "and values), sensitivity (of the loss to weights, for 'calipers advise').",
     ),
 ]
 Pipeline = Annotated[

@@ -15,6 +15,7 @@ from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians
 from calipers.statistics.moments import NonFinite, SquareSums
 from calipers.statistics.ranges import Extrema
+from calipers.statistics.sensitivity import Sensitivity
 from calipers.statistics.value_counts import TABLES, ValueCounts
 
 
@@ -25,6 +26,7 @@ def _extrema(base_name: str, nonfinite: str, **cut: Any) -> Extrema:
 _KINDS: Mapping[str, Callable[..., Statistic]] = {
     "BlockHessians": BlockHessians,
     "Extrema": _extrema,
+    "Sensitivity": Sensitivity,
     "SquareSums": SquareSums,
     "ValueCounts": ValueCounts,
 }
@@ -89,10 +91,10 @@ def _problem_with_all(statistic: Statistic, fields: Mapping[str, Tensor]) -> str
         low, high = fields["min_vals"], fields["max_vals"]
         if low.shape != high.shape or bool((low > high).any()):
             return "min_vals must be as many as max_vals, and none above its maximum"
-    if isinstance(statistic, SquareSums):
-        squares = fields["_imatrix_sum"]
-        if squares.ndim != 1 or bool((squares < 0).any()):
-            return "_imatrix_sum must be one number for each channel, not below zero"
+    if isinstance(statistic, (SquareSums, Sensitivity)):
+        name = next(iter(statistic.declared()))
+        if fields[name].ndim != 1 or bool((fields[name] < 0).any()):
+            return f"{name} must be one number for each channel, not below zero"
     if isinstance(statistic, BlockHessians):
         sums, width = fields["_hessian_sum"], statistic.configuration()["width"]
         if sums.ndim != 3 or sums.shape[1:] != (width, width):

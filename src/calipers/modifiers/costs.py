@@ -72,19 +72,22 @@ class ModuleCosts:
         than it has. Off by a few percent; by up to a factor of two where most is lost
     :param typical_input: the same for tokens without any of the largest thousandth of the values
     :param tensors: static activation (``input``, ``output``, ``q``, ``k``, ``v``) → its cost
+    :param loss: by how much the loss of the model, in nats per token, is predicted to grow by what
+        the weight loses; those of all modules add up. Known where sensitivity was measured
     """
 
     weight: float | None = None
     input: float | None = None
     typical_input: float | None = None
     tensors: dict[str, ActivationCost] = field(default_factory=dict)
+    loss: float | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModuleCosts:
         """Return the costs that :func:`dataclasses.asdict` made plain data of.
 
         >>> ModuleCosts.from_dict({"weight": 0.25, "tensors": {}})
-        ModuleCosts(weight=0.25, input=None, typical_input=None, tensors={})
+        ModuleCosts(weight=0.25, input=None, typical_input=None, tensors={}, loss=None)
         """
         tensors = {name: ActivationCost(**cost) for name, cost in data["tensors"].items()}
         return cls(**{**data, "tensors": tensors})

@@ -14,7 +14,15 @@ from calipers.modifiers.costs import ActivationCost, ModuleCosts, activation_cos
 from calipers.modifiers.output_errors import Streams, module_costs, weight_loss
 from calipers.modifiers.steps import Layer, QParams
 from calipers.observers import Observer
-from calipers.planning.specs import COUNTS, IMPORTANCE, OBSERVER, SQUARES, ModuleSpec
+from calipers.planning.specs import (
+    COUNTS,
+    IMPORTANCE,
+    OBSERVER,
+    SENSITIVITY,
+    SQUARES,
+    ModuleSpec,
+)
+from calipers.statistics.sensitivity import Sensitivity
 from calipers.statistics.value_counts import ValueCounts
 
 
@@ -68,11 +76,12 @@ def _judge_weights(
             layer.ranks.check()
             weight, spec = layer.weight(module.name), module.tensor("weight")
             assert spec is not None
-            streams = streams_of(layer.measurements, module)
+            streams = streams_of(layer.measurements, module, weight)
             found, meant = qparams[module.name, "weight"], before.get(module.name)
-            loss = weight_loss(weight, spec.args, found, streams, meant)
+            sensitivity = _sensitivity(layer.measurements, module.name)
+            loss = weight_loss(weight, spec.args, found, streams, meant, sensitivity)
             errors[module.name] = loss.error
-            if streams is not None:
+            if streams is not None or sensitivity is not None:
                 tensors = known.get(module.name, ModuleCosts()).tensors
                 costs[module.name] = asdict(module_costs(weight, loss, streams, tensors))
     all_errors: dict[str, float] = {}
@@ -90,8 +99,14 @@ def _counts(measurements: Measurements, name: str, base_name: str) -> ValueCount
     return found if isinstance(found, ValueCounts) and found.fields() else None
 
 
-def streams_of(measurements: Measurements, module: ModuleSpec) -> Streams | None:
+def _sensitivity(measurements: Measurements, name: str) -> Tensor | None:
+    """Return how much the loss depends on each column of a weight, if that was measured."""
+    found = measurements.get(name, "weight", SENSITIVITY)
+    return found.per_token() if isinstance(found, Sensitivity) and found.num_tokens else None
+
+
+def streams_of(measurements: Measurements, module: ModuleSpec, weight: Tensor) -> Streams | None:
     """Return what went through a Linear module; None if nothing did."""
     inputs = measurements.get(module.name, "input", IMPORTANCE)
     inputs = inputs or measurements.get(module.name, "input", SQUARES)
-    return Streams.of(inputs, measurements.get(module.name, "output", SQUARES))
+    return Streams.of(inputs, measurements.get(module.name, "output", SQUARES), weight.detach())

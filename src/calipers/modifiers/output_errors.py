@@ -28,7 +28,7 @@ class Streams(NamedTuple):
 
     :param energies: E[x²] of each input channel
     :param blocks: E[x xᵀ] of blocks of channels, if that was gathered
-    :param output: E‖y‖²
+    :param output: E‖y‖²; where outputs were not measured, what inputs and weight tell of it
     """
 
     energies: Tensor
@@ -36,16 +36,28 @@ class Streams(NamedTuple):
     output: float
 
     @classmethod
-    def of(cls, inputs: Statistic | None, outputs: Statistic | None) -> Streams | None:
+    def of(
+        cls, inputs: Statistic | None, outputs: Statistic | None, weight: Tensor
+    ) -> Streams | None:
         """Read statistics of inputs and outputs; None where there is nothing to be read."""
         before, after = _moments(inputs), _moments(outputs)
-        if before is None or after is None:
+        if before is None:
             return None
         energies, blocks = before
-        output, _ = after
-        total = float(output.sum())
+        made = cls(energies, blocks, math.nan)
+        total = made.energy_through(weight) if after is None else float(after[0].sum())
         sound = bool(torch.isfinite(energies).all()) and 0 < total < math.inf
-        return cls(energies, blocks, total) if sound else None
+        return made._replace(output=total) if sound else None
+
+    def energy_through(self, matrix: Tensor) -> float:
+        """Return E‖M x‖² of a matrix M: errors of channels, or blocks, are independent."""
+        if self.blocks is None:
+            return float((sum_of_squares(matrix).cpu() * self.energies).sum())
+        count, width = self.blocks.shape[:2]
+        working = torch.promote_types(matrix.dtype, torch.float32)
+        blocks = matrix.to(working).reshape(len(matrix), count, width).transpose(0, 1)
+        products = torch.bmm(blocks, self.blocks.to(blocks))
+        return float((products * blocks).sum(dtype=torch.float64))
 
 
 def _moments(seen: Statistic | None) -> tuple[Tensor, Tensor | None] | None:
@@ -68,10 +80,13 @@ class WeightLoss(NamedTuple):
 
     :param error: ‖Q(W) − W‖ / ‖W‖
     :param output: E‖ΔW x‖², if it is known what went through the module
+    :param loss: what the loss of the model gains, in nats per token, if it is known how sensitive
+        that is
     """
 
     error: float
     output: float | None = None
+    loss: float | None = None
 
 
 def weight_loss(
@@ -80,10 +95,12 @@ def weight_loss(
     qparams: QParamsDict,
     streams: Streams | None = None,
     before: Tensor | None = None,
+    sensitivity: Tensor | None = None,
 ) -> WeightLoss:
     """Return what a weight loses; 0 for a weight of zeros. Works in tiles, without a copy.
 
     :param before: what the weight was before it was rounded otherwise than to the nearest
+    :param sensitivity: E[(∂L/∂w)²] of each column
 
     >>> args = QuantizationArgs(num_bits=4)
     >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
@@ -93,7 +110,7 @@ def weight_loss(
     >>> weight_loss(weight, args, found, Streams(torch.ones(3).double(), None, 1.0)).output
     0.0625
     """
-    weight, error, output = weight.detach(), 0.0, 0.0
+    weight, error, output, loss = weight.detach(), 0.0, 0.0, 0.0
     working = torch.promote_types(weight.dtype, torch.float32)
     meant = weight if before is None else before.detach()
     is_plain = (
@@ -107,10 +124,17 @@ def weight_loss(
         values, errors = quantize_with_error(tile.to(working), scale, zero_point, args)
         values -= wanted.to(working)
         error += float(errors.sum() if before is None else values.double().square().sum())
+        rows = _as_rows(values, weight.shape[-1])
         if streams is not None:
-            output += _output_energy(_as_rows(values, weight.shape[-1]), streams)
+            output += streams.energy_through(rows)
+        if sensitivity is not None:
+            loss += float((sum_of_squares(rows).cpu() * sensitivity).sum()) / 2
     norm = math.sqrt(float(sum_of_squares(meant.reshape(-1, meant.shape[-1])).sum()))
-    return WeightLoss(math.sqrt(error) / norm if norm else 0.0, None if streams is None else output)
+    return WeightLoss(
+        math.sqrt(error) / norm if norm else 0.0,
+        None if streams is None else output,
+        None if sensitivity is None else loss,
+    )
 
 
 def _tiles(
@@ -146,17 +170,6 @@ def _as_rows(pieces: Tensor, columns: int) -> Tensor:
     return whole[:, :columns]
 
 
-def _output_energy(rows: Tensor, streams: Streams) -> float:
-    """Return E‖D x‖² of a matrix D."""
-    if streams.blocks is None:
-        lost = sum_of_squares(rows).cpu()
-        return float((lost * streams.energies).sum())
-    count, width = streams.blocks.shape[:2]
-    blocks = rows.reshape(len(rows), count, width).transpose(0, 1)
-    products = torch.bmm(blocks, streams.blocks.to(blocks))
-    return float((products * blocks).sum(dtype=torch.float64))
-
-
 def module_costs(
     weight: Tensor,
     loss: WeightLoss,
@@ -165,13 +178,13 @@ def module_costs(
 ) -> ModuleCosts:
     """Return what the output of a module loses by its weight, and by its static input."""
     if streams is None or loss.output is None:
-        return ModuleCosts(tensors=tensors)
+        return ModuleCosts(tensors=tensors, loss=loss.loss)
     by_weight = relative(loss.output, streams.output)
     seen = tensors.get("input")
     if seen is None:
-        return ModuleCosts(by_weight, tensors=tensors)
+        return ModuleCosts(by_weight, tensors=tensors, loss=loss.loss)
     columns = sum_of_squares(weight.detach()).cpu()
-    return ModuleCosts(by_weight, *_input_errors(seen, streams, columns), tensors)
+    return ModuleCosts(by_weight, *_input_errors(seen, streams, columns), tensors, loss.loss)
 
 
 def _input_errors(

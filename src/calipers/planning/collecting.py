@@ -12,14 +12,15 @@ from compressed_tensors.quantization import QuantizationArgs, is_cached_attentio
 from calipers.errors import ConfigurationError, not_allowed
 from calipers.planning.matching import what_there_is
 from calipers.planning.plan import Plan
-from calipers.planning.specs import COUNTS, SQUARES, Requirement
+from calipers.planning.specs import COUNTS, SENSITIVITY, SQUARES, Requirement
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians
 from calipers.statistics.moments import SquareSums
 from calipers.statistics.ranges import Extrema
+from calipers.statistics.sensitivity import Sensitivity
 from calipers.statistics.value_counts import ValueCounts
 
-Collected = Literal["hessian", "outputs", "attention"]
+Collected = Literal["hessian", "outputs", "attention", "sensitivity"]
 """What is collected on request, beside what is known of the input of every Linear module."""
 
 EXTREMA = "extrema"
@@ -69,6 +70,8 @@ def _of_linear(channels: int, collect: Collection[str]) -> Iterator[Requirement]
         yield _required("input", HESSIAN, partial(BlockHessians, channels))
     if "outputs" in collect:
         yield from _of_values("output")
+    if "sensitivity" in collect:
+        yield _required("weight", SENSITIVITY, Sensitivity)
 
 
 def _of_states(base_name: str) -> Iterator[Requirement]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from calipers.errors import ConfigurationError, counted, shortened
 from calipers.measurements import Measurements
 from calipers.planning.plan import Plan
-from calipers.planning.specs import IMPORTANCE, ModuleSpec, Requirement
+from calipers.planning.specs import IMPORTANCE, SENSITIVITY, ModuleSpec, Requirement
 
 
 def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
@@ -28,6 +28,10 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
             elif not each.is_optional:
                 lack = _lack(each, modules.get(name), is_measured=place in tensors)
                 missing[lack].append(".".join(place))
+    for module in plan.modules:
+        sensitivity = tensors.get((module.name, "weight"), {}).get(SENSITIVITY)
+        if sensitivity is not None and sensitivity.num_tokens:
+            found.add(module.name, "weight", SENSITIVITY, sensitivity, is_optional=True)
     for lack, names in missing.items():
         raise ConfigurationError(
             f"do not tell what {counted(len(names), 'tensor')} of the recipe "

@@ -41,6 +41,8 @@ IMPORTANCE = "importance"
 COUNTS = "counts"
 SQUARES = "squares"
 """The keys of what costs are worked out from."""
+SENSITIVITY = "sensitivity"
+"""The key of how much the loss of the model depends on a weight."""
 
 
 def args_for(scheme: QuantizationScheme | None, base_name: str) -> QuantizationArgs | None:

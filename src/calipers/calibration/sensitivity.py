@@ -1,0 +1,100 @@
+"""Gradients of weights, for what the loss of a model depends on; one backward pass for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calipers.calibration.data import Batch
+from calipers.errors import ModelRunError
+from calipers.statistics.sensitivity import Sensitivity
+
+
+@torch.enable_grad()
+def add_sensitivities(
+    model: nn.Module,
+    statistics: Mapping[str, Sensitivity],
+    batch: Batch,
+    seeds: list[int],
+    call: Any,
+) -> None:
+    """Let statistics of Linear modules take in the gradients of a batch.
+
+    Labels are drawn from what the model itself predicts, each sequence with a seed of its own.
+    No gradient is left on the model.
+
+    :param call: runs the model on a batch, and returns its output
+    """
+    mask = batch["attention_mask"].bool()
+    tokens = [int((row[1:] & row[:-1]).sum()) for row in mask]
+    with _differentiable(model), _listening(model, statistics, tokens):
+        logits = call(model, batch).logits[:, :-1].float()
+        labels = torch.stack([_drawn(each, seed) for each, seed in zip(logits, seeds, strict=True)])
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * (
+            mask[:, 1:] & mask[:, :-1]
+        )
+        if not losses.requires_grad:
+            raise ModelRunError(
+                "lets no gradient through: how sensitive it is cannot be measured",
+                subject=type(model).__name__,
+                hint="Leave 'sensitivity' out of what is collected",
+            )
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _drawn(logits: Tensor, seed: int) -> Tensor:
+    """Draw a label for each position."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(logits.shape, generator=generator).to(logits.device)
+    return (logits.detach() - (-noise.clamp(min=1e-20).log()).log()).argmax(-1)
+
+
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Let gradients run through the model, and to none of its parameters."""
+    wanted = {each: each.requires_grad for each in model.parameters()}
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    handle = embedding.register_forward_hook(lambda *found: found[-1].requires_grad_(True))
+    for each in wanted:
+        each.requires_grad_(False)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for each, before in wanted.items():
+            each.requires_grad_(before)
+
+
+@contextmanager
+def _listening(
+    model: nn.Module, statistics: Mapping[str, Sensitivity], tokens: list[int]
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, statistic in statistics.items():
+            hook = _hook(statistic, tokens)
+            stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+        yield
+
+
+def _hook(statistic: Sensitivity, tokens: list[int]) -> Any:
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            x = inputs[0].detach()
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: _add(statistic, grad, x, tokens)
+            )
+
+    return hook
+
+
+def _add(statistic: Sensitivity, grad: Tensor, x: Tensor, tokens: list[int]) -> None:
+    """Add the gradient of each sequence; tokens that come without their sequence are one."""
+    apart = x.ndim == 3 and len(x) == len(tokens)
+    pairs = zip(grad, x, tokens, strict=True) if apart else [(grad, x, sum(tokens))]
+    for g, values, count in pairs:
+        rows = g.detach().reshape(-1, g.shape[-1]).float()
+        statistic.add(rows.T @ values.reshape(-1, values.shape[-1]).float(), count)
