@@ -41,6 +41,7 @@ ORDER = (
     "measuring",
     "quantizing",
     "evaluation",
+    "advice",
     "demo",
     "cli",
     "__init__",

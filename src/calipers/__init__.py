@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from calipers.advice import Advice, advise
     from calipers.entrypoint import OneshotResult, oneshot
     from calipers.errors import CalipersError, CalipersWarning
     from calipers.evaluation import Evaluation, evaluate
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "CalipersError",
     "CalipersWarning",
     "Evaluation",
@@ -45,6 +47,7 @@ __all__ = [
     "QuantizeResult",
     "Recipe",
     "__version__",
+    "advise",
     "evaluate",
     "flatten_for_calibration",
     "fuse_weight_observers",
@@ -56,6 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Advice": "calipers.advice",
     "CalipersError": "calipers.errors",
     "CalipersWarning": "calipers.errors",
     "Evaluation": "calipers.evaluation",
@@ -68,6 +72,7 @@ _HOMES = {
     "QuantizationModifier": "calipers.modifiers",
     "QuantizeResult": "calipers.quantizing",
     "Recipe": "calipers.recipes",
+    "advise": "calipers.advice",
     "evaluate": "calipers.evaluation",
     "flatten_for_calibration": "calipers.observers",
     "fuse_weight_observers": "calipers.observers",

@@ -1,0 +1,141 @@
+"""The best choice of one candidate for each group of modules, within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from calipers.errors import ConfigurationError
+
+_SECONDS = 60.0  # after which the best choice found so far is taken, and its gap told
+
+
+class Options(NamedTuple):
+    """What each candidate costs each group: rows are groups, columns are candidates."""
+
+    sizes: Sequence[Sequence[float]]
+    harms: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One candidate for each group.
+
+    :param gap: how much less, relatively, the best choice could lose that was not ruled out; 0 is
+        proof that this one is the best
+    """
+
+    columns: tuple[int, ...]
+    size: float
+    harm: float
+    gap: float = 0.0
+
+
+def choose(options: Options, *, size: float | None = None, harm: float | None = None) -> Chosen:
+    """Return the choice that loses least within a size, or is smallest within a loss.
+
+    A knapsack of which one thing of each kind is taken, solved as an integer program.
+
+    >>> options = Options([[1, 4], [1, 4]], [[9, 1], [5, 2]])
+    >>> choose(options, size=5).columns, choose(options, harm=7).columns
+    ((1, 0), (1, 0))
+    """
+    import numpy as np
+    from scipy.optimize import (  # type: ignore[import-untyped]
+        Bounds,
+        LinearConstraint,
+        milp,
+    )
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+    wanted, limited = options.harms, options.sizes
+    limit = size
+    if limit is None:
+        assert harm is not None
+        wanted, limited, limit = options.sizes, options.harms, harm
+    _check(limited, limit)
+    goal, held = np.ravel(wanted).astype(float), np.ravel(limited).astype(float)
+    groups, count = len(options.sizes), len(options.sizes[0])
+    rows = np.repeat(np.arange(groups), count)
+    ones = csr_array((np.ones(len(goal)), (rows, np.arange(len(goal)))))
+    solved: Any = milp(
+        goal / (np.abs(goal).max() or 1.0),
+        constraints=[
+            LinearConstraint(ones, 1, 1),
+            LinearConstraint(held[None] / limit, -np.inf, 1),
+        ],
+        integrality=np.ones(len(goal)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0, "time_limit": _SECONDS},
+    )
+    if solved.x is None:
+        raise ConfigurationError(
+            f"No choice of schemes was found: {solved.message}", hint="Give a larger budget."
+        )
+    columns = tuple(int(each) for each in solved.x.reshape(groups, count).argmax(1))
+    return _chosen(options, columns, float(solved.mip_gap or 0.0))
+
+
+class UnreachableError(ConfigurationError):
+    """A limit that no choice stays within; ``least`` is the nearest that one does."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__("No choice of schemes stays within the budget")
+        self.least = least
+
+
+def _check(limited: Sequence[Sequence[float]], limit: float) -> None:
+    least = sum(min(row) for row in limited)
+    if least > limit:
+        raise UnreachableError(least)
+
+
+def front(options: Options) -> list[Chosen]:
+    """Return the choices that no other beats in both size and harm, from the smallest on.
+
+    Those of the lower convex hull: each step takes the group that gains most for its bytes.
+
+    >>> [(each.size, each.harm) for each in front(Options([[1, 4], [1, 4]], [[9, 1], [5, 2]]))]
+    [(2, 14), (5, 6), (8, 3)]
+    """
+    hulls = [_hull(sizes, harms) for sizes, harms in zip(*options, strict=True)]
+    columns = [hull[0] for hull in hulls]
+    steps = []
+    for group, hull in enumerate(hulls):
+        for number, (one, other) in enumerate(pairwise(hull)):
+            more = options.sizes[group][other] - options.sizes[group][one]
+            less = options.harms[group][one] - options.harms[group][other]
+            steps.append((-less / more, number, group, other))
+    found = [_chosen(options, tuple(columns))]
+    for _, _, group, column in sorted(steps):
+        columns[group] = column
+        found.append(_chosen(options, tuple(columns)))
+    return found
+
+
+def _hull(sizes: Sequence[float], harms: Sequence[float]) -> list[int]:
+    """Return the columns on the lower convex hull, from the smallest on."""
+    hull: list[int] = []
+    for column in sorted(range(len(sizes)), key=lambda each: (sizes[each], harms[each])):
+        if hull and harms[column] >= harms[hull[-1]]:
+            continue
+        while len(hull) > 1 and _turns_up(sizes, harms, hull[-2], hull[-1], column):
+            hull.pop()
+        hull.append(column)
+    return hull
+
+
+def _turns_up(
+    sizes: Sequence[float], harms: Sequence[float], one: int, other: int, new: int
+) -> bool:
+    """Whether the middle of three points is not below the line between the others."""
+    across = (harms[other] - harms[one]) * (sizes[new] - sizes[one])
+    return across >= (harms[new] - harms[one]) * (sizes[other] - sizes[one])
+
+
+def _chosen(options: Options, columns: tuple[int, ...], gap: float = 0.0) -> Chosen:
+    size = sum(row[column] for row, column in zip(options.sizes, columns, strict=True))
+    harm = sum(row[column] for row, column in zip(options.harms, columns, strict=True))
+    return Chosen(columns, size, harm, gap)
