@@ -26,17 +26,14 @@ _ACTIVATIONS = "histogram_mse"
 class Candidate:
     """A scheme and an observer of weights; without a recipe a module stays as it is.
 
+    :param name: the scheme, and the solver where there are several
     :param scheme: a preset; ``-g32`` behind it are groups of 32
     """
 
+    name: str
     scheme: str
     solver: str = ""
     recipe: Recipe | None = None
-
-    @property
-    def name(self) -> str:
-        """The scheme, and the solver where one can be chosen."""
-        return f"{self.scheme} {self.solver}".strip()
 
     @property
     def quantization(self) -> QuantizationScheme:
@@ -70,12 +67,14 @@ def read_candidates(
     found: list[Candidate] = []
     for name in names:
         if name == UNQUANTIZED:
-            found.append(Candidate(name))
+            found.append(Candidate(name, name))
             continue
         for choice in chosen:
             options = "".join(f",{key}={value}" for key, value in choice.options.items())
             recipe = _recipe(name, choice.to_data(), ignore)
-            found.append(Candidate(name, choice.name + options, recipe))
+            solver = choice.name + options
+            label = f"{name} {solver}" if len(chosen) > 1 else name
+            found.append(Candidate(label, name, solver, recipe))
     return tuple(found)
 
 

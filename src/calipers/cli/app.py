@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from calipers import __version__
+from calipers.cli.advise import advise
 from calipers.cli.command import EXIT_CODES, add_to
 from calipers.cli.demo import demo
 from calipers.cli.doctor import doctor
@@ -27,7 +28,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Try first: calipers demo. {EXIT_CODES}",
 )
-for command in (quantize, plan, evaluate, measure, merge, show, observers, schemes, doctor, demo):
+for command in (
+    *(quantize, plan, evaluate, measure, merge, show, advise, observers, schemes, doctor, demo),
+):
     add_to(app, command)
 
 

@@ -1,0 +1,173 @@
+"""``calipers advise``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from calipers.cli.command import CommandOutput, progress
+from calipers.cli.formatting import format_size
+from calipers.cli.options import Ignored, Model, TrustRemoteCode, observer_choice
+from calipers.cli.sources import model_source
+from calipers.cli.tables import add_row, table
+from calipers.files.output_file import check_output_file, output_file
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from calipers.advice import Advice, Prediction
+
+MeasurementsFile = Annotated[
+    Path,
+    typer.Option(
+        "--measurements",
+        metavar="FILE",
+        help="What calipers measure has found of this model; best with --collect sensitivity.",
+    ),
+]
+Schemes = Annotated[
+    str,
+    typer.Option(
+        "--schemes",
+        metavar="NAME[,NAME…]",
+        help="What modules may become; W4A16-g32 has groups of 32, UNQUANTIZED stays as it is.",
+    ),
+]
+Solvers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--solver",
+        metavar="NAME",
+        help="An observer of weights that is tried, with its options; may be given several times.",
+    ),
+]
+BudgetText = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="LIMIT",
+        help="Bits per weight (4.5bpw), a size (900MB), what the loss may gain (0.02nats), or the "
+        "error of outputs (-25dB). Without it, nothing is chosen.",
+    ),
+]
+RecipeOutput = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Where the recipe goes: a YAML file."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing recipe.")]
+
+_WORST = 5
+_STEPS = 8  # of the front that are shown
+
+
+def advise(
+    model: Model,
+    measurements: MeasurementsFile,
+    schemes: Schemes = "W4A16,W8A16,UNQUANTIZED",
+    budget: BudgetText = None,
+    solver: Solvers = None,
+    ignore: Ignored = None,
+    output: RecipeOutput = None,
+    overwrite: Overwrite = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> CommandOutput:
+    """Tell what each module would lose in each scheme, and choose the best within a budget.
+
+    The recipe that is written is one for calipers quantize. The model does not run.
+
+    Example: calipers advise demo --measurements demo.safetensors --budget 4.5bpw -o recipe.yaml
+    """
+    if output is not None:
+        check_output_file(output, overwrite, {"model": model, "measurements": measurements})
+    source = model_source(model)
+    from calipers.advice import advise as run
+    from calipers.advice.candidates import SOLVER
+
+    found = run(
+        source,
+        measurements,
+        schemes,
+        budget,
+        solvers=[observer_choice(each) for each in solver] if solver else [SOLVER],
+        ignore=tuple(ignore or ["lm_head"]),
+        trust_remote_code=trust_remote_code,
+        progress=progress(),
+    )
+    if output is not None and found.recipe is not None:
+        with output_file(output.resolve()) as place:
+            place.write([found.recipe.to_yaml().encode()], overwrite=overwrite)
+    data = {"output": None if output is None else str(output), **found.as_dict()}
+    return CommandOutput(data, _view(found, model, measurements, output))
+
+
+def _view(found: Advice, model: str, measurements: Path, output: Path | None) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [_uniform(found)]
+    if found.chosen is None:
+        parts += [Text("What can be reached by mixing them:"), _front(found)]
+        parts.append(Text("Next: the same with --budget 4.5bpw -o recipe.yaml"))
+        return Group(*parts)
+    parts += [_chosen_text(found), _worst(found)]
+    if output is not None:
+        command = (
+            f"calipers quantize {model} --recipe {output} --measurements {measurements} -o OUT"
+        )
+        parts.append(Text(f"Written to {output}. Next: {command}"))
+    else:
+        parts.append(Text("Next: the same with -o recipe.yaml, which calipers quantize takes"))
+    return Group(*parts)
+
+
+def _harm(found: Advice, value: float) -> str:
+    if found.harm == "loss":
+        return f"{value:+.4f} nats"
+    from math import log10
+
+    return f"{10 * log10(value):.1f} dB" if value > 0 else "–"
+
+
+def _uniform(found: Advice) -> RenderableType:
+    made = table("all modules in", "bits per weight", "size", "predicted", numbers=("size",))
+    for name, point in found.uniform.items():
+        predicted = _harm(found, point.harm)
+        add_row(made, name, f"{point.bits:.2f}", format_size(point.size), predicted)
+    return made
+
+
+def _front(found: Advice) -> RenderableType:
+    made = table("bits per weight", "size", "predicted", numbers=("size",))
+    last = len(found.front) - 1
+    steps = min(_STEPS, last + 1)
+    for number in dict.fromkeys(round(i * last / max(1, steps - 1)) for i in range(steps)):
+        point = found.front[number]
+        add_row(made, f"{point.bits:.2f}", format_size(point.size), _harm(found, point.harm))
+    return made
+
+
+def _chosen_text(found: Advice) -> RenderableType:
+    from rich.text import Text
+
+    assert found.total is not None
+    kinds = ", ".join(f"{name} for {count}" for name, count in found.counts().items())
+    proof = "no choice is better" if not found.gap else f"at most {found.gap:.2%} from the best"
+    size = f"{found.total.bits:.2f} bits per weight, {format_size(found.total.size)}"
+    return Text(
+        f"Chosen for {found.budget}: {kinds} modules; {size}, predicted "
+        f"{_harm(found, found.total.harm)} ({proof})."
+    )
+
+
+def _worst(found: Advice) -> RenderableType:
+    def harm(each: Prediction) -> float:
+        return each.error if each.loss is None else each.loss
+
+    made = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
+    for each in sorted((found.chosen or {}).values(), key=harm, reverse=True)[:_WORST]:
+        loss = "–" if each.loss is None else f"{each.loss:+.5f}"
+        error = f"{each.decibels:.1f} dB" if each.error else "–"
+        add_row(made, each.module, each.scheme, error, loss)
+    return made
