@@ -29,11 +29,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import calipers
-from calipers import QuantizationModifier
 from calipers.advice.candidates import SOLVER
 from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
 from calipers.kernels import describe
+from calipers.modifiers import QuantizationModifier
 
 SCHEMES = ("W3A16-g32", "W4A16-g96", "NVFP4A16")
 OFFERED = ("W3A16-g32", "W4A16-g96", "W4A16-g32", "NVFP4A16", "W5A16-g32", "W6A16-g32", "W8A16-g32")
@@ -113,14 +113,19 @@ def measure_harm(options: argparse.Namespace) -> Iterator[Row]:
 def quantized_weights(scheme: str, seen: calipers.Measurements, place: Path) -> dict[str, Tensor]:
     """Return what a scheme makes of all weights, as transformers reads it from a checkpoint."""
     name, _, group = scheme.partition("-g")
-    recipe = QuantizationModifier(scheme=name, ignore=["lm_head"], weight_observer=dict(SOLVER))
-    size = {"group_size": int(group)} if group else {}
-    calipers.quantize(stories_model(), recipe, seen, place, progress=False, **size)
+    size: dict[str, Any] = {"group_size": int(group)} if group else {}
+    calipers.quantize(stories_model(), uniform(name), seen, place, progress=False, **size)
     from calipers.evaluation.loading import find_checkpoint
 
     model = find_checkpoint(scheme, place).load()
     linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     return {name: module.weight.detach().float() for name, module in linear.items()}
+
+
+def uniform(scheme: str) -> Any:
+    """Return a recipe with one scheme for all modules but the output layer."""
+    given: dict[str, Any] = {"ignore": ["lm_head"], "weight_observer": dict(SOLVER)}
+    return QuantizationModifier(scheme=scheme, **given)
 
 
 def correlations(
@@ -145,9 +150,8 @@ class Judged:
     """A model whose modules get other weights, one at a time."""
 
     def __init__(self, stories: list[Tensor]) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            stories_model(), dtype=torch.float32
-        ).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(stories_model(), dtype=torch.float32)
+        self.model = model.eval()
         self.batches = [self._batch(stories[i : i + 20]) for i in range(0, len(stories), 20)]
         self.base = [self._predictions(*batch).half() for batch in self.batches]
 
@@ -207,8 +211,8 @@ def compared(name: str, model: Path, seen: calipers.Measurements, place: Path) -
     assert advice.total is not None
     folders = {"advised": place / f"{name}-advised", "uniform": place / f"{name}-uniform"}
     calipers.quantize(model, advice.recipe, seen, folders["advised"], progress=False)
-    uniform = QuantizationModifier(scheme="W4A16", ignore=["lm_head"], weight_observer=dict(SOLVER))
-    calipers.quantize(model, uniform, seen, folders["uniform"], group_size=32, progress=False)
+    plain = uniform("W4A16")
+    calipers.quantize(model, plain, seen, folders["uniform"], group_size=32, progress=False)
     text: Any = stories_text("evaluation")
     cut: dict[str, Any] = {"max_seq_length": 256}
     if name == "demo":
