@@ -13,7 +13,7 @@ from families import saved
 from shell import run_here
 from words import byte_tokenizer
 
-from calipers.cli.losses import advice_on, losses
+from calipers.cli.losses import activation_lines, advice_on
 from calipers.modifiers.costs import ActivationCost, ModuleCosts
 from calipers.planning.plan import Plan
 
@@ -42,10 +42,12 @@ def test_what_is_lost_is_listed_with_what_to_do(ruined: Path, texts: Path, tmp_p
     scheme = ("--scheme", "FP8", "--activation-observer", "percentile,percentile=99.9")
     done = run_here(*options(ruined, texts, tmp_path / "out", *scheme))
     assert done.exit_code == 0
-    lines = done.stdout.splitlines()
-    first = lines.index("   weight    input  typical")
-    assert lines[first - 2].startswith("Modules whose output suffers most, by the error of their")
-    assert re.fullmatch(rf"( +[\d.]+%){{3}}  {massive.MASSIVE}", lines[first + 1])
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    first = lines.index("Modules whose output loses most, and through what:")
+    assert re.fullmatch(
+        rf" +−[\d.]+ dB +[\d.]+%  {massive.MASSIVE} +static input up to \d+: clipped at [\d.]+",
+        lines[first + 1],
+    )
     second = lines.index("    error  typical  clipped  largest, range")
     assert lines[second - 1].startswith("1 static activation of 14 lost more than 20% (typical: ")
     row = re.fullmatch(
@@ -57,26 +59,57 @@ def test_what_is_lost_is_listed_with_what_to_do(ruined: Path, texts: Path, tmp_p
     assert error > 90 > 10 > typical
     assert clipped < 0.1
     assert largest > 2500 > 20 > limit
-    assert lines[second + 2 : -1] == [
+    assert lines[second + 2] == (
+        f"{massive.MASSIVE} input: values reach {row[4]}, the range ends at {row[5]}, and 100% is "
+        "lost."
+    )
+    assert lines[second + 3 : second + 8] == [
         "What to do, any of:",
         "  --scheme FP8_DYNAMIC: a scale for each token, found while the model runs",
         "  --activation-observer histogram_mse: the range with the least error",
         f"  --ignore lm_head --ignore {massive.MASSIVE}: it stays as it is",
+        "",
     ]
     assert "1 static activation loses more than 20%" in done.stderr
 
 
-def test_what_it_says_helps(ruined: Path, texts: Path, tmp_path: Path) -> None:
-    """The options can be typed as they stand there, and there is nothing to say any more."""
-    scheme = ("--scheme", "FP8", "--activation-observer", "percentile,percentile=99.9")
-    told = json.loads(run_here(*options(ruined, texts, tmp_path / "out", *scheme, "--json")).stdout)
-    assert told["costs"][massive.MASSIVE]["tensors"]["input"]["error"] > 0.9
+STATIC = {
+    "W8A8_STATIC": ("--scheme", "W8A8_STATIC"),
+    "FP8": ("--scheme", "FP8", "--activation-observer", "percentile,percentile=99.9"),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_what_it_says_helps(name: str, ruined: Path, texts: Path, tmp_path: Path) -> None:
+    """All of it can be typed as it stands there, and there is nothing to say any more."""
+    given = STATIC[name]
+    told = json.loads(run_here(*options(ruined, texts, tmp_path / "out", *given, "--json")).stdout)
+    worst = told["worst"][0]
+    assert worst["module"] == massive.MASSIVE
+    assert worst["cause"] == ("coarse input" if name == "W8A8_STATIC" else "clipped input")
+    assert len(told["worst"]) == 5
     assert len(told["advice"]) == 3
-    typed = told["advice"][-1].partition(": ")[0].split()
-    done = run_here(*options(ruined, texts, tmp_path / "again", *scheme, *typed))
-    assert done.exit_code == 0
-    assert re.search(r"^No static activation loses more than [\d.]+% \(model\.", done.stdout, re.M)
-    assert "static activation loses" not in done.stderr
+    for number, line in enumerate(told["advice"]):
+        typed = line.partition(": ")[0].split()
+        kept = () if "--scheme" in typed else given
+        again = run_here(*options(ruined, texts, tmp_path / str(number), *kept, *typed, "--json"))
+        assert again.exit_code == 0
+        found = json.loads(again.stdout)
+        assert found["advice"] == []
+        left = {loss["module"]: loss["error"] for loss in found["worst"]}
+        assert left.get(massive.MASSIVE, 0.0) < 0.05
+        assert "static activation loses" not in again.stderr
+
+
+def test_a_few_huge_values_are_put_in_words(ruined: Path, texts: Path, tmp_path: Path) -> None:
+    done = run_here(*options(ruined, texts, tmp_path / "out", *STATIC["W8A8_STATIC"]))
+    said = (
+        rf"^{massive.MASSIVE} input: a few values of up to (\d+) take the whole range, and the oth"
+    )
+    found = re.search(said, done.stdout, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) > 2500
+    assert "histogram_mse" not in done.stdout  # no range of integers holds both
 
 
 def test_a_recipe_is_told_what_to_write(ruined: Path, texts: Path, tmp_path: Path) -> None:
@@ -87,21 +120,23 @@ def test_a_recipe_is_told_what_to_write(ruined: Path, texts: Path, tmp_path: Pat
         "    input_activations: {num_bits: 8, strategy: tensor}\n"
     )
     done = run_here(*options(ruined, texts, tmp_path / "out", "--recipe", str(recipe)))
-    assert done.stdout.splitlines()[-4:-1] == [
+    lines = done.stdout.splitlines()
+    first = lines.index("What to do, any of:") + 1
+    assert lines[first : first + 3] == [
         "  dynamic: true in input_activations of the recipe: a scale for each token",
-        "  --activation-observer histogram_mse: the range with the least error",
         f"  ignore: [{massive.MASSIVE}] in the recipe: it stays as it is",
+        "",
     ]
 
 
 def test_many_are_counted() -> None:
     cost = ActivationCost(0.0, 0.5, 0.3, 0.0, 4.0, 4.0, exact=True)
     costs = {f"m{n}": ModuleCosts(0.01, 0.5, 0.3, {"input": cost}) for n in range(7)}
-    assert "  and 2 more" in losses({}, costs, ["--do this"])
+    assert "  and 2 more" in activation_lines(costs, ["--do this"])
     assert advice_on({}, Plan(), None) == ()
 
 
 def test_without_data_the_plain_error_is_called_so(ruined: Path, tmp_path: Path) -> None:
     done = run_here("quantize", str(ruined), "--scheme", "W8A16", "-o", str(tmp_path / "out"))
-    assert "Weights that lost most (without data, what outputs lose is not known):" in done.stdout
+    assert "Weights that lose most (without data, what outputs lose is not known):" in done.stdout
     assert "static" not in done.stdout

@@ -29,15 +29,17 @@ def test_a_checkpoint_is_written_and_told_of(model: Path, text: Path, place: Pat
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"Written to {output}: 658 kB → 220 kB (33%), in ")
+    assert lines[0].startswith(f"Written to {output}: 658 kB → 220 kB (33%), 4.")
     assert lines[1] == "  14 weights: int4 per group 128, imatrix_mse(grid=10)"
     assert lines[2] == "80 samples, 5,120 tokens seen."
-    assert lines[3] == "Modules whose output suffers most, by the error of their weight:"
-    assert len(lines) == 10
-    assert lines[-1] == (
-        f"Next, on text that calibration has not seen: calipers evaluate {model} '{output}' "
-        f"--data {text} --skip 80 --seq-len 64"
-    )
+    assert lines[4] == "Modules whose output loses most, and through what:"
+    assert [line.split()[-1] for line in lines[5:10]] == ["weight"] * 5
+    assert lines[-4:] == [
+        "Next, on text that calibration has not seen:",
+        f"  calipers evaluate {model} '{output}' --data {text} --skip 80 --seq-len 64",
+        "What each layer loses:",
+        f"  calipers show '{output}'",
+    ]
     assert [path.name for path in place.iterdir()] == ["my out"]
     quantized = AutoModelForCausalLM.from_pretrained(output)
     assert bool(torch.isfinite(quantized(PROBE).logits).all())

@@ -6,44 +6,65 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from calipers.cli.formatting import printable
 from calipers.errors import counted
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from calipers.modifiers.costs import ActivationCost, ModuleCosts
+    from calipers.modifiers.losses import ModuleLoss
     from calipers.planning.plan import Plan
+    from calipers.planning.specs import TensorSpec
 
 SHOWN = 5
+_WHOLE = 42
+"""Names up to this length stay on one line, in a terminal of 80 columns, too."""
+_CLOSE = 8.0
+"""Integers that end within this factor of the largest value can have a range for all of them."""
 Costs = Mapping[str, "ModuleCosts"]
 
 
-def losses(errors: Mapping[str, float], costs: Costs, advice: Sequence[str]) -> list[str]:
-    """Say which modules lose most and, if static activations do, what can be done."""
-    return [*_outputs(errors, costs), *_activations(costs, advice)]
+def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
+    """Return a table of the modules that lose most, and why."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if not losses:
+        return []
+    shown = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for side in ("right", "right"):
+        shown.add_column(justify=side, no_wrap=True)  # type: ignore[arg-type]
+    names = [printable(loss.module) for loss in losses[:SHOWN]]
+    shown.add_column(overflow="fold", no_wrap=max(map(len, names)) <= _WHOLE)
+    shown.add_column()
+    for loss, module in zip(losses, map(Text, names), strict=False):
+        shown.add_row(f"  {decibels(loss)}", f"{loss.error:.2%}", module, Text(_why(loss)))
+    return ["", Text(_title(losses), style="bold"), shown]
 
 
-def _outputs(errors: Mapping[str, float], costs: Costs) -> list[str]:
-    """List the modules whose output suffers most or, where no data ran, whose weights do."""
-    known = {name: cost for name, cost in costs.items() if cost.weight is not None}
-    if not known:
-        worst = sorted(errors.items(), key=lambda pair: -pair[1])[:SHOWN]
-        head = "Weights that lost most (without data, what outputs lose is not known):"
-        return [head, *(f"  {error:7.2%}  {name}" for name, error in worst)] if worst else []
-    ranked = sorted(known.items(), key=lambda pair: -pair[1].worst)[:SHOWN]
-    if all(cost.input is None for cost in known.values()):
-        head = "Modules whose output suffers most, by the error of their weight:"
-        return [head, *(f"  {cost.weight:7.2%}  {name}" for name, cost in ranked)]
-    return [
-        "Modules whose output suffers most, by the error of their weight, of their static input,",
-        "and of that input without its largest values:",
-        "   weight    input  typical",
-        *(
-            "".join(f"  {share:>7}" for share in cost.shares().values()) + f"  {name}"
-            for name, cost in ranked
-        ),
-    ]
+def _title(losses: Sequence[ModuleLoss]) -> str:
+    if all(loss.of == "weight" for loss in losses):
+        return "Weights that lose most (without data, what outputs lose is not known):"
+    return "Modules whose output loses most, and through what:"
 
 
-def _activations(costs: Costs, advice: Sequence[str]) -> list[str]:
+def _why(loss: ModuleLoss) -> str:
+    return "the error of the weight itself" if loss.of == "weight" else loss.reason
+
+
+def decibels(loss: ModuleLoss) -> str:
+    """Return an error in dB, where there is one.
+
+    >>> from calipers.modifiers.losses import ModuleLoss
+    >>> decibels(ModuleLoss("up_proj", "output", 0.1))
+    '−20.0 dB'
+    """
+    found = loss.decibels
+    return "–" if found is None else f"{round(found, 1) + 0.0:.1f} dB".replace("-", "−")
+
+
+def activation_lines(costs: Costs, advice: Sequence[str]) -> list[str]:
     """List the static activations that lose too much, or say that none does."""
     from calipers.modifiers.costs import COSTLY, costly
 
@@ -64,11 +85,34 @@ def _activations(costs: Costs, advice: Sequence[str]) -> list[str]:
         f"{counted(len(bad), 'static activation')} of {len(static)} lost more than {COSTLY:.0%} "
         "(typical: without the largest 0.1 % of values):",
         "    error  typical  clipped  largest, range",
-        *(_row(cost, f"{name} {tensor}") for (name, tensor), cost in shown),
+        *(_row(cost, printable(f"{name} {tensor}")) for (name, tensor), cost in shown),
         *rest,
+        _in_words(printable(" ".join(shown[0][0])), shown[0][1]),
         "What to do, any of:",
         *(f"  {line}" for line in advice),
     ]
+
+
+def _has_better_range(cost: ActivationCost, tensor: TensorSpec) -> bool:
+    """Whether a range that loses little is to be expected: none holds a few huge integers."""
+    from calipers.modifiers.costs import COSTLY
+
+    if cost.typical_error > COSTLY:
+        return False
+    return tensor.format.startswith("float") or cost.largest < _CLOSE * cost.limit
+
+
+def _in_words(name: str, cost: ActivationCost) -> str:
+    """Say what became of the values of a tensor."""
+    if cost.typical_error >= cost.error:
+        return (
+            f"{name}: a few values of up to {cost.largest:.4g} take the whole range, and the "
+            f"others lose {cost.typical_error:.0%}."
+        )
+    return (
+        f"{name}: values reach {cost.largest:.4g}, the range ends at {cost.limit:.4g}, and "
+        f"{cost.error:.0%} is lost."
+    )
 
 
 def _row(cost: ActivationCost, name: str) -> str:
@@ -85,7 +129,8 @@ def advice_on(costs: Costs, plan: Plan, ignored: Sequence[str] | None) -> tuple[
     """
     from calipers.modifiers.costs import costly
 
-    bad = list(costly(costs))
+    found = costly(costs)
+    bad = list(found)
     planned = {(module.name, tensor.base_name): tensor for module, tensor in plan}
     tensors = [planned[at] for at in bad if at in planned]
     if not tensors:
@@ -102,7 +147,8 @@ def advice_on(costs: Costs, plan: Plan, ignored: Sequence[str] | None) -> tuple[
         said.append(f"--scheme {scheme}: a scale for each token, found while the model runs")
     if "int8" in formats and not states and ignored is not None:
         said.append("--scheme FP8: static too, but floats keep small values beside large ones")
-    if {tensor.observer.name for tensor in tensors if tensor.observer} - {"histogram_mse"}:
+    others = {tensor.observer.name for tensor in tensors if tensor.observer} - {"histogram_mse"}
+    if others and all(_has_better_range(found[at], planned[at]) for at in bad if at in planned):
         said.append("--activation-observer histogram_mse: the range with the least error")
     kept = "it stays as it is" if len(bad) == 1 else "they stay as they are"
     names = list(dict.fromkeys(name for name, _ in bad))[:SHOWN]

@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +15,10 @@ import typer
 
 from calipers.calibration.launch import find_launch
 from calipers.checkpoint.output import check_output
+from calipers.cli.charts import ShellCommand
 from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import format_size
-from calipers.cli.losses import advice_on, losses
+from calipers.cli.formatting import format_size, printable
+from calipers.cli.losses import SHOWN, activation_lines, advice_on, worst_modules
 from calipers.cli.options import (
     ActivationObserver,
     AllExperts,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
     from calipers import OneshotResult, QuantizeResult
     from calipers.modifiers.costs import ModuleCosts
+    from calipers.modifiers.losses import ModuleLoss
     from calipers.recipes import Recipe
 
 Output = Annotated[
@@ -158,7 +160,8 @@ def quantize(
     result = _result(source, wanted, texts, measurements, options)
     ignored = None if scheme is None else ignore or ["lm_head"]
     done = _summary(result, time.monotonic() - start, model, data, output, ignored)
-    return _output(replace(done, next=_next(done, data, chosen)))
+    done = replace(done, next=_next(done, data, chosen), look=_look(done.output))
+    return CommandOutput(done.as_dict(), _view(done))
 
 
 def _sampling(
@@ -230,6 +233,9 @@ class Summary:
     :param after: bytes of the tensors of the checkpoint
     :param dtype: that of the model; ``forward_dtype`` is what it computed in, if it did
     :param next: the command that judges the checkpoint, on text that calibration has not seen
+    :param look: commands that show more of the checkpoint: what each is for → the command
+    :param bits_per_weight: of those that are quantized, scales included
+    :param worst: the modules that lose most, with the error in dB and what it comes from
     :param errors: weight → ‖Q(W) − W‖ / ‖W‖, the largest first
     :param costs: module → what its static activations and its output lose, where data ran
     :param advice: what to do about static activations that lose too much
@@ -239,11 +245,13 @@ class Summary:
     output: str
     before: int | None
     after: int
+    bits_per_weight: float | None
     seconds: float
     pipeline: str
     samples: int
     tokens: int
     quantized: tuple[dict[str, Any], ...]
+    worst: tuple[ModuleLoss, ...]
     errors: dict[str, float]
     costs: dict[str, ModuleCosts]
     advice: tuple[str, ...]
@@ -252,6 +260,11 @@ class Summary:
     dtype: str
     forward_dtype: str | None
     next: str = ""
+    look: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**asdict(self), "worst": [loss.as_dict() for loss in self.worst]}
 
 
 def _summary(
@@ -262,7 +275,8 @@ def _summary(
     output: Path,
     ignored: list[str] | None,
 ) -> Summary:
-    from calipers.checkpoint.sizes import size_on_disk
+    from calipers.checkpoint.sizes import bits_per_weight, size_on_disk
+    from calipers.modifiers.losses import module_losses
 
     notes = json.loads((output / "calipers.json").read_text(encoding="utf-8"))
     return Summary(
@@ -270,11 +284,13 @@ def _summary(
         output=str(output),
         before=None if result.source is None else size_on_disk(result.source),
         after=size_on_disk(output),
+        bits_per_weight=bits_per_weight(output),
         seconds=seconds,
         pipeline=notes["pipeline"],
         samples=notes["samples"],
         tokens=notes["tokens"],
         quantized=tuple(result.plan.rows()),
+        worst=tuple(module_losses(result.errors, result.costs)[:SHOWN]),
         errors=dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
         costs=dict(result.costs),
         advice=advice_on(result.costs, result.plan, ignored),
@@ -312,24 +328,51 @@ def _same_samples(chosen: DataOptions) -> list[str]:
     return [*words, *flags[chosen.packing]]
 
 
-def _output(done: Summary) -> CommandOutput:
-    return CommandOutput(asdict(done), _view(done))
+def _look(output: str) -> dict[str, str]:
+    """Return the commands that show more of a checkpoint, of those that there are."""
+    from calipers.cli.app import app
+
+    known = {command.name for command in app.registered_commands}
+    return {
+        why: shlex.join(["calipers", name, output])
+        for name, why in _ABOUT_CHECKPOINTS.items()
+        if name in known
+    }
+
+
+_ABOUT_CHECKPOINTS = {
+    "show": "What each layer loses",
+    "lint": "Whether it will load and run elsewhere",
+    "report": "All of it as a page",
+}
 
 
 def _view(done: Summary) -> RenderableType:
+    from rich.console import Group
     from rich.text import Text
 
     before = "" if done.before is None else f"{format_size(done.before)} → "
     share = f" ({done.after / done.before:.0%})" if done.before else ""
-    lines = [
-        f"Written to {done.output}: {before}{format_size(done.after)}{share}, "
-        f"in {done.seconds:.1f} s.",
-        *(f"  {line}" for line in _quantized(done)),
-        _about_data(done),
-        *losses(done.errors, done.costs, done.advice),
-        f"Next, on text that calibration has not seen: {done.next}",
-    ]
-    return Text("\n".join(lines))
+    bits = "" if done.bits_per_weight is None else f", {done.bits_per_weight:.2f} bits per weight"
+    head = f"{before}{format_size(done.after)}{share}{bits}, in {done.seconds:.1f} s."
+    lines = [*(f"  {line}" for line in _quantized(done)), _about_data(done)]
+    lost = activation_lines(done.costs, done.advice)
+    commands = {"Next, on text that calibration has not seen": done.next, **done.look}
+    return Group(
+        Text.assemble(("Written to ", "bold"), (printable(done.output), "bold"), f": {head}"),
+        Text("\n".join(map(printable, lines))),
+        *worst_modules(done.worst),
+        *([Text("\n".join(lost))] if lost else []),
+        "",
+        *(part for why, command in commands.items() for part in _told(why, command)),
+    )
+
+
+def _told(why: str, command: str) -> list[RenderableType]:
+    from rich.text import Text
+
+    words = tuple(map(shlex.quote, shlex.split(command)))
+    return [Text(f"{why}:", style="bold"), ShellCommand(words)]
 
 
 def _quantized(done: Summary) -> list[str]:

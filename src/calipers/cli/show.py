@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from calipers.cli.charts import Axis, HeatMap
 from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size
+from calipers.cli.losses import worst_modules
 from calipers.cli.tables import add_row, facts_table, table
 from calipers.errors import counted
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+    from calipers.checkpoint.description import CheckpointDescription
     from calipers.measurements import Measurements
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of measurements.")]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE|FOLDER",
+        help="A file of measurements, or the folder of a checkpoint that Calipers has written.",
+    ),
+]
 
-_NUMBERS = ("readers", "tokens", "min", "max", "size", "share")
+_NARROW = ("max|x|", "÷ rms", "magnitudes")
+_WIDE = ("readers", "tokens", "min", "max", "÷ rms", "magnitudes", "size", "share")
+_ENOUGH = 112
+"""Columns of a terminal that has room for all columns of the table."""
+
+_DECIBELS = (-60.0, 0.0)
+_ABOUT_PEAKS = (
+    "max|x| ÷ rms by layer and kind (of inputs, where nothing else is said). A static int8 range "
+    "of such a tensor loses about this ÷ 4.4 in percent: 10 is harmless, 100 is not."
+)
+_ABOUT_ERRORS = "Error in dB by layer and kind: −40 is 1 %, −20 is 10 %, 0 is everything."
 
 
-def show(file: File) -> CommandOutput:
-    """Show what is in a file of measurements.
+def show(source: Source) -> CommandOutput:
+    """Show what is in a file of measurements, or in a quantized checkpoint.
+
+    Of measurements: how large the values of each tensor are, and where they are extreme. Of a
+    checkpoint: how it is quantized, its size, and what each layer loses.
 
     Example: calipers show demo.safetensors
     """
+    if source.is_dir():
+        from calipers.checkpoint.description import describe_checkpoint
+
+        described = describe_checkpoint(source)
+        data = {"folder": str(source), **described.as_dict()}
+        return CommandOutput(data, _checkpoint_view(described))
     from calipers.measurements import Measurements
 
-    found = Measurements.load(file).summary()
-    return CommandOutput({"file": str(file), **found}, _view(file, found))
+    found = Measurements.load(source).summary()
+    return CommandOutput({"file": str(source), **found}, _view(source, found))
 
 
 def about(found: Measurements, output: Path) -> CommandOutput:
@@ -51,6 +80,10 @@ def about(found: Measurements, output: Path) -> CommandOutput:
 
 def _view(file: Path, found: dict[str, Any]) -> RenderableType:
     from rich.console import Group
+    from rich.text import Text
+
+    from calipers.measurements.layer_grid import LayerGrid
+    from calipers.measurements.store import PEAKS
 
     sizes = [f"{key} {format_size(size)}" for key, size in found["statistics"].items()]
     facts = {
@@ -63,15 +96,78 @@ def _view(file: Path, found: dict[str, Any]) -> RenderableType:
     }
     if not found["complete"]:
         facts["not finished"] = "the command that began it goes on when it is started again"
-    made = table("tensor", *_NUMBERS, numbers=_NUMBERS, wrapped=("tensor",))
-    for row in found["tensors"]:
-        add_row(
-            made,
-            row["tensor"],
-            str(len(row["readers"])),
-            f"{row['tokens']:,}",
-            *(f"{row[side]:.5g}" if row[side] is not None else "–" for side in ("min", "max")),
-            format_size(row["size"]),
-            f"{row['share']:.1%}",
-        )
-    return Group(facts_table(facts), made)
+    histograms = [row["histogram"] for row in found["tensors"] if row["histogram"]]
+    axis, peaks = Axis.for_all(histograms), LayerGrid(**found["peaks"])
+    parts: list[RenderableType] = [facts_table(facts), _Tensors(found["tensors"], axis)]
+    if histograms:
+        parts.append(Text(f"{axis}; what occurred at all can be seen."))
+    if peaks.kinds:
+        parts += ["", Text(_ABOUT_PEAKS), HeatMap(peaks, PEAKS, ".0f")]
+    return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """A table of tensors, with the columns that a terminal has room for."""
+
+    rows: list[dict[str, Any]]
+    axis: Axis
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = _WIDE if options.max_width >= _ENOUGH else _NARROW
+        numbers = [column for column in columns if column != "magnitudes"]
+        made = table("tensor", *columns, numbers=numbers, wrapped=("tensor",))
+        for row in self.rows:
+            cells = self._cells(row)
+            add_row(made, row["tensor"], *(cells[column] for column in columns))
+        yield made
+
+    def _cells(self, row: dict[str, Any]) -> dict[str, str]:
+        sides = {s: "–" if row[s] is None else f"{row[s]:.4g}" for s in ("min", "max")}
+        largest = max((abs(row[s]) for s in sides if row[s] is not None), default=None)
+        return {
+            **sides,
+            "max|x|": "–" if largest is None else f"{largest:.4g}",
+            "readers": str(len(row["readers"])),
+            "tokens": f"{row['tokens']:,}",
+            "÷ rms": "–" if row["peak"] is None else f"{row['peak']:.1f}",
+            "magnitudes": self.axis.draw(row["histogram"]),
+            "size": format_size(row["size"]),
+            "share": f"{row['share']:.1%}",
+        }
+
+
+# Checkpoints
+
+
+def _checkpoint_view(found: CheckpointDescription) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from calipers.modifiers.losses import loss_grid
+
+    bits = found.bits_per_weight
+    told = "" if bits is None else f", {bits:.2f} bits per quantized weight"
+    facts = {
+        "model": found.model,
+        "quantized": counted(len(found.weights), "weight"),
+        "size": format_size(found.size) + told,
+        "data": _about_data(found),
+        "Calipers": found.calipers,
+    }
+    columns = ("tensor", "format", "strategy", "scale", "targets")
+    schemes = table(*columns, wrapped=("targets",))
+    for row in found.schemes:
+        add_row(schemes, *(row[column] for column in columns))
+    grid = loss_grid(found.errors, found.costs)
+    parts = [facts_table(facts), schemes, *worst_modules(found.losses())]
+    if grid.kinds:
+        parts += ["", Text(_ABOUT_ERRORS), HeatMap(grid, _DECIBELS, ".1f")]
+    return Group(*parts)
+
+
+def _about_data(found: CheckpointDescription) -> str:
+    if not found.tokens:
+        return "none was needed"
+    came = "from measurements" if found.pipeline == "measurements" else f"pipeline {found.pipeline}"
+    return f"{counted(found.samples, 'sample')}, {found.tokens:,} tokens, {came}"

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from calipers.errors import CheckpointExistsError, MergeError, counted
 from calipers.files.output_file import OutputFile, check_output_file, output_file
-from calipers.html import facts_table, html_table
+from calipers.html import facts_table, html_table, svg_heat_map, svg_histogram
 from calipers.measurements.file_format import (
     decoded,
     digest_of_file,
@@ -20,8 +20,16 @@ from calipers.measurements.file_format import (
     size_of,
 )
 from calipers.measurements.info import MeasurementsInfo
+from calipers.measurements.layer_grid import LayerGrid, layer_grid
+from calipers.measurements.magnitudes import magnitudes_of
 from calipers.measurements.tensors import Place, Statistics, merged, name_of, readers_of
 from calipers.statistics.base import Statistic
+
+PEAKS = (4.0, 400.0)
+"""max|x| ÷ rms at the ends of a scale: noise of four, and what a static int8 range cannot hold."""
+
+_MOST_SHOWN = 12
+_FIGURES = ("min", "max", "rms", "peak")
 
 
 class Measurements:
@@ -181,7 +189,9 @@ class Measurements:
         total = sum(sizes.values())
         for row in rows:
             row["share"] = row["size"] / total if total else 0.0
-        return {**self._about(), "size": total, "statistics": sizes, "tensors": rows}
+        peaks = peak_grid(rows).as_dict()
+        about = {"size": total, "statistics": sizes, "tensors": rows, "peaks": peaks}
+        return {**self._about(), **about}
 
     def _about(self) -> dict[str, Any]:
         if self.info is None:
@@ -206,12 +216,37 @@ class Measurements:
 
     def _repr_html_(self) -> str:
         found = self.summary()
-        rows = [
-            {**row, "readers": len(row["readers"]), "share": f"{row['share']:.1%}"}
-            | {"statistics": ", ".join(row["statistics"])}
-            for row in found.pop("tensors")
-        ]
-        return facts_table(found, repr(self)) + html_table(rows)
+        rows = found.pop("tensors")
+        peaks = LayerGrid(**found.pop("peaks"))
+        extreme = sorted(rows, key=lambda row: -(row["peak"] or 0.0))
+        title = "The most extreme tensors, by the powers of two of their magnitudes"
+        shown = [_shown(row) for row in extreme]
+        plots = [svg_histogram(row["histogram"]) for row in extreme]
+        table = html_table(shown, title, most=_MOST_SHOWN, plots={"magnitudes": plots})
+        heat = svg_heat_map(
+            peaks.layers, peaks.kinds, peaks.values, "max|x| ÷ rms", form=".0f", ends=PEAKS
+        )
+        return facts_table(found, repr(self)) + heat + table
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, object]:
+    figures = {key: "–" if row[key] is None else f"{row[key]:.4g}" for key in _FIGURES}
+    return {
+        "tensor": row["tensor"],
+        "readers": len(row["readers"]),
+        "tokens": f"{row['tokens']:,}",
+        **figures,
+        "size": f"{row['size']:,}",
+    }
+
+
+def peak_grid(rows: Iterable[Mapping[str, Any]]) -> LayerGrid:
+    """Lay out how extreme tensors are, by layer and kind; an input goes by the name of its module.
+
+    :param rows: those of a summary
+    """
+    known = {row["tensor"].removesuffix(".input"): row["peak"] for row in rows if row["peak"]}
+    return layer_grid(known)
 
 
 def check_measurements_file(
@@ -236,12 +271,16 @@ def check_measurements_file(
 
 def _row(readers: list[str], statistics: Statistics, size: int) -> dict[str, Any]:
     fields = next((f for f in (s.fields() for s in statistics.values()) if "min_vals" in f), {})
+    seen = magnitudes_of(statistics)
     return {
         "tensor": readers[0],
         "readers": readers,
         "tokens": min((each.num_tokens for each in statistics.values()), default=0),
         "min": float(fields["min_vals"].min()) if fields else None,
         "max": float(fields["max_vals"].max()) if fields else None,
+        "rms": None if seen is None else seen.rms,
+        "peak": None if seen is None else seen.peak,
+        "histogram": None if seen is None else seen.as_dict(),
         "statistics": list(statistics),
         "size": size,
     }

@@ -1,0 +1,181 @@
+"""What a quantized checkpoint says about itself: its files alone are read, and no weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+
+from calipers.checkpoint.folder_contents import NOTES
+from calipers.checkpoint.sizes import QuantizedWeight, quantized_weights, size_on_disk
+from calipers.errors import ModelLoadError, damaged_file, library_errors
+from calipers.files.json_files import read_json_object
+from calipers.modifiers.costs import ModuleCosts
+from calipers.modifiers.losses import ModuleLoss, loss_grid, module_losses
+from calipers.numerics.formats import Format
+from calipers.numerics.layout import granularity_name
+
+
+@dataclass(frozen=True)
+class CheckpointDescription:
+    """What is in a checkpoint that Calipers has written.
+
+    :param calipers: the version that wrote it
+    :param model: the class of the model
+    :param schemes: how tensors are quantized, a row for each kind
+    :param weights: module → its quantized weight, in the order of the files
+    :param size: bytes of all tensors
+    :param pipeline: how data ran, or where what was known of it came from
+    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param costs: module → what its static activations and its output lose, where data ran
+    """
+
+    calipers: str
+    model: str
+    schemes: tuple[dict[str, str], ...]
+    weights: Mapping[str, QuantizedWeight]
+    size: int
+    pipeline: str
+    samples: int
+    tokens: int
+    errors: Mapping[str, float]
+    costs: Mapping[str, ModuleCosts]
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """The bits that a quantized weight takes, scales included."""
+        numbers = sum(weight.weights for weight in self.weights.values())
+        size = sum(weight.size for weight in self.weights.values())
+        return 8 * size / numbers if numbers else None
+
+    def losses(self) -> list[ModuleLoss]:
+        """Return what each module loses, the worst first."""
+        return module_losses(self.errors, self.costs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "calipers": self.calipers,
+            "model": self.model,
+            "schemes": list(self.schemes),
+            "modules": len(self.weights),
+            "size": self.size,
+            "bits_per_weight": self.bits_per_weight,
+            "pipeline": self.pipeline,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "losses": [loss.as_dict() for loss in self.losses()],
+            "errors_in_decibels": loss_grid(self.errors, self.costs).as_dict(),
+        }
+
+
+def describe_checkpoint(folder: Path) -> CheckpointDescription:
+    """Read what a checkpoint says about itself; refuse one that is damaged, or not from here."""
+    file = folder / NOTES
+    if not file.is_file():
+        raise ModelLoadError(
+            f"has no {NOTES}: Calipers has not written it",
+            subject=f"The folder '{folder}'",
+            hint="Give a checkpoint of calipers quantize, or a file of calipers measure.",
+        )
+    notes, config = read_json_object(file), read_json_object(folder / "config.json")
+    weights = quantized_weights(folder)
+    errors = _errors(notes.get("weight_errors"), file)
+    return CheckpointDescription(
+        calipers=_text(notes.get("calipers"), file, "calipers"),
+        model=_first_text(config.get("architectures")),
+        schemes=_schemes(config, folder / "config.json"),
+        weights=weights,
+        size=size_on_disk(folder),
+        pipeline=_text(notes.get("pipeline"), file, "pipeline"),
+        samples=_number(notes.get("samples"), file, "samples"),
+        tokens=_number(notes.get("tokens"), file, "tokens"),
+        errors={name: errors[name] for name in [*(n for n in weights if n in errors), *errors]},
+        costs=_costs(notes.get("costs"), file),
+    )
+
+
+def _text(found: object, file: Path, key: str) -> str:
+    if not isinstance(found, str):
+        raise damaged_file(file, f"'{key}' must be a text, got {found!r}")
+    return found
+
+
+def _first_text(found: object) -> str:
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else "?"
+
+
+def _number(found: object, file: Path, key: str) -> int:
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise damaged_file(file, f"'{key}' must be a whole number, got {found!r}")
+    return found
+
+
+def _is_error(found: object) -> bool:
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    return is_number and math.isfinite(found) and found >= 0  # type: ignore[arg-type, operator]
+
+
+def _errors(found: object, file: Path) -> dict[str, float]:
+    if not isinstance(found, dict) or not all(map(_is_error, found.values())):
+        raise damaged_file(file, "'weight_errors' must be the finite errors of modules")
+    return found
+
+
+def _costs(found: object, file: Path) -> dict[str, ModuleCosts]:
+    if not isinstance(found, dict):
+        raise damaged_file(file, "'costs' must be an object")
+    try:
+        costs = {name: ModuleCosts.from_dict(each) for name, each in found.items()}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise damaged_file(file, f"'costs' are not those of modules ({error})") from error
+    for name, cost in costs.items():
+        shares = (cost.weight, cost.input, cost.typical_input)
+        figures = [share for share in shares if share is not None]
+        figures += [
+            value
+            for tensor in cost.tensors.values()
+            for value in vars(tensor).values()
+            if not isinstance(value, bool)
+        ]
+        if not all(map(_is_error, figures)):
+            raise damaged_file(file, f"the costs of '{name}' are no finite numbers")
+    return costs
+
+
+def _schemes(config: Mapping[str, Any], file: Path) -> tuple[dict[str, str], ...]:
+    """Return how tensors are quantized, a row for each kind of tensor in each group."""
+    if not isinstance(config.get("quantization_config"), dict):
+        raise damaged_file(file, "it has no quantization_config")
+    with library_errors(lambda problem: damaged_file(file, problem)):
+        read = QuantizationConfig.model_validate(config["quantization_config"])
+        tensors = [
+            (", ".join(scheme.targets), tensor, args)
+            for scheme in read.config_groups.values()
+            for tensor, args in (
+                ("weight", scheme.weights),
+                ("input", scheme.input_activations),
+                ("output", scheme.output_activations),
+            )
+        ]
+        states = (
+            QuantizationArgs.model_validate(read.kv_cache_scheme) if read.kv_cache_scheme else None
+        )
+        tensors.append(("attention", "k, v", states))
+        return tuple(_scheme(*each) for each in tensors if each[2] is not None)
+
+
+def _scheme(targets: str, tensor: str, args: QuantizationArgs) -> dict[str, str]:
+    name = Format.of(args).name + ("" if args.symmetric else " asym")
+    when = {True: "dynamic", "local": "dynamic scales"}.get(args.dynamic, "static")
+    return {
+        "targets": targets,
+        "tensor": tensor,
+        "format": name,
+        "strategy": granularity_name(args),
+        "scale": "stored" if tensor == "weight" else when,
+    }
