@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from racing import seconds_of_others
 from rich.console import Console
-from scipy.stats import spearmanr
+from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from stories import load_stories, shared_folder
 from tables import Column, Measured, Row, Section, number, show
 from torch import Tensor

@@ -16,7 +16,7 @@ from calipers import OneshotResult
 from calipers.calibration.coverage import Coverage
 from calipers.evaluation import CheckpointScores, Estimate, Evaluation, LayerError, Scores
 from calipers.evaluation.bootstrap import Bootstrap
-from calipers.html import html_table
+from calipers.html import html_table, svg_bars, svg_heat_map, svg_histogram
 from calipers.modifiers import IMatrixGatherer, QuantizationModifier
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec, tensor_specs
@@ -39,24 +39,38 @@ RECIPE = load_recipe(
 )
 
 
+DRAWN = {
+    *("x", "y", "width", "height", "fill", "fill-opacity", "text-anchor", "font-weight"),
+    *("xmlns", "role", "font-family", "font-size", "transform"),
+}
+
+
 class Tables(HTMLParser):
-    """Reads tables, and fails where an element is not closed or is none of a table's."""
+    """Reads tables and plots, and fails where an element is not closed or is none of theirs."""
 
     ALLOWED = ("table", "caption", "thead", "tbody", "tr", "th", "td")
+    PLOTS = ("svg", "g", "text", "rect", "title")
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self._open: list[str] = []
         self.rows: list[list[str]] = []
         self.captions: list[str] = []
+        self.plotted: list[str] = []
+        self.rects = 0
         self.feed(text)
         self.close()
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open.append(tag)
+        if "svg" in self._open:
+            assert tag in self.PLOTS, tag
+            assert {name for name, _ in attrs} <= DRAWN
+            self.rects += tag == "rect"
+            return
         assert tag in self.ALLOWED, tag
         assert {name for name, _ in attrs} <= {"colspan"}
-        self._open.append(tag)
         if tag == "tr":
             self.rows.append([])
         if tag in ("th", "td"):
@@ -66,7 +80,9 @@ class Tables(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self._open[-1] == "caption":
+        if "svg" in self._open:
+            self.plotted.append(data)
+        elif self._open[-1] == "caption":
             self.captions.append(data)
         else:
             self.rows[-1][-1] += data
@@ -88,6 +104,8 @@ def test_a_plan() -> None:
     assert found.rows[0] == ["module", "tensor", "format", "strategy", "observer", "data"]
     assert found.rows[3] == [EVIL, "weight", "int4", "group 32", "memoryless_minmax", "no"]
     assert len(found.rows) == 5
+    assert found.plotted == ["tensors", "weight int4, group 32", "2", "input int8, tensor", "2"]
+    assert found.rects == 2
 
 
 def test_coverage() -> None:
@@ -126,6 +144,8 @@ def test_an_evaluation() -> None:
     assert shown(found).captions == [
         "4 samples, 4,000 tokens predicted; in brackets: 95 % intervals"
     ]
+    assert shown(found).plotted[:3] == ["KL divergence", EVIL, "0.25000"]
+    assert shown(found).plotted[-2:] == ["layer 39", "20.00"]
     assert shown(found).rows == [
         ["model", "perplexity", "change", "KL divergence", "top-1 agreement"],
         ["the float model", "2.5000", "", "", ""],
@@ -145,7 +165,12 @@ def test_a_result(tmp_path: Path) -> None:
     rows = shown(result).rows
     assert ["model", "LlamaForCausalLM"] in rows
     assert ["written to", str(tmp_path)] in rows
-    assert rows[-3:] == [["weight", "error"], [EVIL, "12.50%"], ["b", "1.00%"]]
+    assert rows[-3:] == [
+        ["module", "dB", "error", "through"],
+        [EVIL, "-18.1", "12.50%", "weight"],
+        ["b", "-40.0", "1.00%", "weight"],
+    ]
+    assert shown(result).plotted == ["error in dB", "b", EVIL, "–", "-40.0", "-18.1"]
 
 
 @pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
@@ -158,8 +183,41 @@ def test_what_oneshot_returns() -> None:
     rows = shown(result).rows
     assert rows[-1] == ["… and 4 more"]
     worst = max(result.costs, key=lambda name: result.costs[name].worst)
-    assert rows[5] == [worst, *result.costs[worst].shares().values()]
+    assert (rows[5][0], rows[5][2]) == (worst, f"{result.costs[worst].worst:.2%}")
+    assert shown(result).rects == 14
     assert isinstance(result.recipe, Recipe)
+
+
+@pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
+def test_measurements() -> None:
+    found = calipers.measure(build(), token_ids(), progress=False)
+    drawn, summary = shown(found), found.summary()
+    assert drawn.captions[0] == repr(found)
+    extreme = max(summary["tensors"], key=lambda row: row["peak"])
+    assert drawn.plotted[0] == "max|x| ÷ rms"
+    assert f"{extreme['peak']:.0f}" in drawn.plotted
+    head = next(n for n, row in enumerate(drawn.rows) if row[0] == "tensor")
+    assert drawn.rows[head][-1] == "magnitudes"
+    assert drawn.rows[head + 1][0] == extreme["tensor"]
+    first = extreme["histogram"]
+    assert f"2^{first['exponent']} to 2^{first['exponent'] + 1}: {first['counts'][0]:,}" in (
+        drawn.plotted
+    )
+
+
+def test_plots_take_no_names_for_markup() -> None:
+    numbers = [[1.0, None], [400.0, 5.0]]
+    drawn = Tables(svg_heat_map([EVIL, "1"], [EVIL, "b"], numbers, EVIL, ends=(4.0, 400.0)))
+    assert drawn.plotted == [EVIL, EVIL, "b", EVIL, "1.0", "1", "400.0", "5.0"]
+    assert drawn.rects == 3
+    assert Tables(svg_bars({EVIL: 2.0, "none": 0.0}, EVIL)).plotted == [
+        EVIL,
+        EVIL,
+        "2",
+        "none",
+        "0",
+    ]
+    assert (svg_bars({}), svg_histogram(None)) == ("", "")
 
 
 def test_long_tables_are_cut() -> None:

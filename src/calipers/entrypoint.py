@@ -24,7 +24,7 @@ from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted
-from calipers.html import facts_table, html_table
+from calipers.html import facts_table
 from calipers.jobs import (
     PIPELINES,
     Job,
@@ -33,6 +33,7 @@ from calipers.jobs import (
     tensors_without_data,
 )
 from calipers.modifiers.costs import ModuleCosts, report_costs
+from calipers.modifiers.losses import losses_as_html
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
 from calipers.options import (
     CalibrationOptions,
@@ -91,15 +92,7 @@ class OneshotResult:
         )
 
     def _repr_html_(self) -> str:
-        if self.costs:
-            costs = sorted(self.costs.items(), key=lambda pair: -pair[1].worst)
-            rows = [{"module": name, **cost.shares()} for name, cost in costs]
-            title = "Modules whose output suffers most"
-        else:
-            errors = sorted(self.errors.items(), key=lambda pair: -pair[1])
-            rows = [{"weight": name, "error": f"{error:.2%}"} for name, error in errors]
-            title = "Weights that lost most"
-        return facts_table(self._facts()) + html_table(rows, title, most=10)
+        return facts_table(self._facts()) + losses_as_html(self.errors, self.costs)
 
     def _facts(self) -> dict[str, object]:
         facts = {"model": type(self.model).__name__, "plan": self.plan, "coverage": self.coverage}
@@ -286,8 +279,7 @@ class _OneshotJob(Job):
         output = self.options.output
         with self.ranks.step("freezing the model"):
             freeze(model, solution.plan, solution.changes)
-        writing = "writing the checkpoint"
-        with self.ranks.step(writing), self.progress.waiting(writing):
+        with self.ranks.step("writing the checkpoint"):
             if output.output_dir is not None and self.ranks.rank == 0:
                 write_checkpoint(
                     model,
@@ -297,6 +289,7 @@ class _OneshotJob(Job):
                     notes=notes,
                     overwrite=output.overwrite,
                     max_shard_size=output.max_shard_size,
+                    progress=self.progress,
                 )
         return None if output.output_dir is None else Path(output.output_dir)
 

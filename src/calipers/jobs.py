@@ -22,6 +22,7 @@ from calipers.calibration.precision import bytes_of_copies, dtype_choice, forwar
 from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks, fingerprint
 from calipers.calibration.sequential import run_sequential
+from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.source import check_apart
 from calipers.errors import ConfigurationError, Option, not_allowed
@@ -82,7 +83,11 @@ class Job:
         """
         options, ranks = self.options, self.ranks
         trusted = options.compute.trust_remote_code
-        with ranks.step("loading the model"), self.progress.waiting("loading the model"):
+        with (
+            ranks.step("loading the model"),
+            self.progress.waiting("loading the model") as begin,
+            loading_counted(begin),
+        ):
             lazily = options.calibration.pipeline == "sequential" and ranks.world_size == 1
             device = usable_device(options.compute.device) or torch.device("cpu")
             loaded = load_model(

@@ -216,6 +216,7 @@ class _MeasureJob(Job):
                 device,
                 dtype,
                 after_batch=after_batch,
+                what="measuring",
             )
             PIPELINES[chosen](run, replace(batches, batches=batches.batches[done:]))
         tensors: Any = calibration.measurements.tensors()

@@ -19,6 +19,7 @@ from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks
 from calipers.checkpoint.compression import tensor_names
 from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_skeleton, refuse_quantized
@@ -40,10 +41,11 @@ from calipers.errors import (
     no_meaning,
 )
 from calipers.files.safetensors_header import StoredTensor
-from calipers.html import facts_table, html_table
+from calipers.html import facts_table
 from calipers.jobs import check_on_unseen, tensors_without_data
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ModuleCosts, report_costs
+from calipers.modifiers.losses import losses_as_html
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
 from calipers.options import (
     ComputeOptions,
@@ -92,9 +94,7 @@ class QuantizeResult:
         return f"QuantizeResult({', '.join(facts)})"
 
     def _repr_html_(self) -> str:
-        errors = sorted(self.errors.items(), key=lambda pair: -pair[1])
-        rows = [{"weight": name, "error": f"{error:.2%}"} for name, error in errors]
-        return facts_table(self._facts()) + html_table(rows, "Weights that lost most", most=10)
+        return facts_table(self._facts()) + losses_as_html(self.errors, self.costs)
 
     def _facts(self) -> dict[str, object]:
         facts: dict[str, object] = {"plan": self.plan}
@@ -142,7 +142,7 @@ def quantize(
     options = QuantizeOptions.merged(given, compute=compute, changes=changes, output=output)
     job = _QuantizeJob(options, on_unseen, Progress.of(options.compute.progress))
     parsed, seen = job.read(model, recipe, measurements)
-    with job.progress.waiting("reading the model"):
+    with job.progress.waiting("reading the model") as begin, loading_counted(begin):
         prepared = prepare_model(
             model,
             parsed,

@@ -35,10 +35,10 @@ def test_a_checkpoint_is_written_and_told_of(model: Path, text: Path, place: Pat
     assert lines[4] == "Modules whose output loses most, and through what:"
     assert [line.split()[-1] for line in lines[5:10]] == ["weight"] * 5
     assert lines[-4:] == [
-        "Next, on text that calibration has not seen:",
-        f"  calipers evaluate {model} '{output}' --data {text} --skip 80 --seq-len 64",
         "What each layer loses:",
         f"  calipers show '{output}'",
+        "Next, on text that calibration has not seen:",
+        f"  calipers evaluate {model} '{output}' --data {text} --skip 80 --seq-len 64",
     ]
     assert [path.name for path in place.iterdir()] == ["my out"]
     quantized = AutoModelForCausalLM.from_pretrained(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,22 @@ def test_a_person_sees_how_far_it_is(
 ) -> None:
     arguments = ("--scheme", "FP8", "--data", str(text), "--samples", "80", "--seq-len", "64")
     shown = on_terminal("quantize", str(model), *arguments, "-o", "out", cwd=tmp_path, env=env)
-    assert "Written to out: 658 kB → 363 kB" in shown
+    plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown)
+    assert "Written to out: 658 kB → 363 kB" in plain
     assert (ESCAPE in shown) == (not env)
     assert ("calibrating" in shown) == (not env)
     assert ("5120/5120 tokens" in shown) == (not env)
+    for phase in ("loading the model", "choosing scales", "writing the checkpoint"):
+        assert (phase in plain) == (not env)
+    assert ("tensors" in plain) == (not env)
+    assert (re.search(r"\d MB [\d.,]+ MB/s", plain) is not None) == (not env)
+
+
+def test_bars_fit_into_narrow_terminals(model: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("--scheme", "FP8", "--data", str(text), "--samples", "80", "--seq-len", "64")
+    env = {"COLUMNS": "80"}
+    shown = on_terminal("quantize", str(model), *arguments, "-o", "out", cwd=tmp_path, env=env)
+    plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
+    assert any("5120/5120 tokens" in line for line in lines)
+    assert max(map(len, lines)) <= 80

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
+from calipers.calibration.progress import clock, in_short
 
-def make_bars() -> Bars:
-    """Return bars on standard error, as yet without any."""
-    columns = (
-        TextColumn("{task.description}{task.fields[note]}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total} {task.fields[unit]}"),
-        _Rate(),
-        TimeRemainingColumn(),
+_WIDE = 120
+"""Columns of a terminal that has room for long bars."""
+
+
+def make_bars(*, transient: bool = False) -> Bars:
+    """Return bars on standard error, as yet without any.
+
+    :param transient: whether nothing of them stays
+    """
+    console = Console(stderr=True)
+    what = TextColumn(
+        "{task.description}{task.fields[note]}",
+        markup=False,
+        table_column=Column(overflow="ellipsis", no_wrap=True),
     )
-    return Bars(*columns, console=Console(stderr=True))
+    bar = BarColumn(bar_width=40 if console.width >= _WIDE else 12)
+    return Bars(what, bar, _Done(), _Rate(), _Time(), console=console, transient=transient)
+
+
+class _Done(ProgressColumn):
+    """How many of how many."""
+
+    def render(self, task: Task) -> Text:
+        """Return the numbers as text; nothing where nobody knows how many there are."""
+        if task.total is None:
+            return Text("")
+        return Text(f"{task.completed:.0f}/{task.total:.0f} {task.fields['unit']}")
 
 
 class _Rate(ProgressColumn):
@@ -26,4 +45,18 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Return the rate as text."""
         rate = task.finished_speed or task.speed
-        return Text("" if rate is None else f"{rate:,.0f} {task.fields['unit']}/s")
+        known = rate is not None and task.total is not None
+        return Text(f"{in_short(rate)} {task.fields['unit']}/s" if known and rate else "")
+
+
+class _Time(ProgressColumn):
+    """The time left, or where nobody knows it, the time so far."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """Return a time as text."""
+        if task.total is None:
+            return Text(clock(task.elapsed or 0.0))
+        left = task.time_remaining
+        return Text("-:--:--" if left is None else clock(left), style="progress.remaining")

@@ -33,6 +33,7 @@ class Run:
     :param dtype: in which it does; None: its own
     :param early: warns of modules that no token has reached, while the data still runs
     :param after_batch: is called, with its number, when a batch has run through the whole model
+    :param what: what is done with the data, as people are told
     """
 
     calibration: Calibration
@@ -43,10 +44,11 @@ class Run:
     dtype: torch.dtype | None = None
     early: EarlyLook | None = None
     after_batch: Callable[[int], None] | None = None
+    what: str = "calibrating"
 
     def counting_tokens(self, batches: Batches) -> AbstractContextManager[Callable[[float], None]]:
         """Show how many tokens have run."""
-        return self.progress.counting("calibrating", batches.num_tokens, "tokens")
+        return self.progress.counting(self.what, batches.num_tokens, "tokens")
 
     def finish(self, names: Iterable[str]) -> Mapping[str, Tensor]:
         """End the measuring of some modules, solve them, and return the weights they get."""

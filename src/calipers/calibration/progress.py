@@ -16,6 +16,7 @@ from calipers.calibration.launch import is_first_process
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 INTERVAL = 30.0
 """Seconds between two lines."""
@@ -25,6 +26,13 @@ class Add(Protocol):
     """Is told how many more are done, maybe some way only, and what is known by now."""
 
     def __call__(self, number: float, note: str = "") -> None:
+        """Take the news."""
+
+
+class Begin(Protocol):
+    """Is told how much there is to do, when that is found out; what it returns counts it."""
+
+    def __call__(self, total: float, unit: str) -> Add:
         """Take the news."""
 
 
@@ -53,13 +61,31 @@ class Phase:
         self.done += number
         self.note = note or self.note
 
+    def begin(self, total: float, unit: str) -> Add:
+        """Note how much there is to do."""
+        self.total, self.unit, self.done = total, unit, 0
+        return self.add
+
+    @property
+    def rate(self) -> float | None:
+        """How many are done in a second; None where nobody knows."""
+        return self.done / self.seconds if self.total and self.done and self.seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long it will take from now on, if the rest is as fast."""
+        rate = self.rate
+        return max(0.0, (self.total or 0) - self.done) / rate if rate else None
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
         known = {"done": self.done, "total": self.total, "unit": self.unit}
+        speed = {"rate": self.rate, "seconds_left": self.seconds_left}
         return {
             "phase": self.what,
             **(known if self.total is not None else {}),
             "seconds": round(self.seconds, 1),
+            **{name: float(f"{each:.3g}") for name, each in speed.items() if each is not None},
             **({"note": self.note} if self.note else {}),
         }
 
@@ -67,10 +93,10 @@ class Phase:
         parts = []
         if self.total is not None:
             parts.append(f"{self.done:,.0f} of {self.total:,.0f} {self.unit}")
-        parts.append(f"{_clock(self.seconds)} so far")
-        if self.total and self.done:
-            left = self.seconds * (self.total / self.done - 1)
-            parts.append(f"about {_clock(max(0.0, left))} left")
+        parts.append(f"{clock(self.seconds)} so far")
+        if self.rate is not None and self.seconds_left is not None:
+            parts.append(f"{in_short(self.rate)} {self.unit}/s")
+            parts.append(f"about {clock(self.seconds_left)} left")
         return f"{self.what}: {', '.join([*parts, *([self.note] if self.note else [])])}"
 
 
@@ -122,36 +148,56 @@ class Progress:
         inside = self._bars is not None
         with self._opened() as bars:
             task = bars.add_task(what, total=total, unit=unit, note="")
-
-            def advance(number: float, note: str = "") -> None:
-                bars.update(task, advance=number, note=f", {note}" if note else "")
-
-            yield advance
+            yield _advancing(bars, task)
             if inside:
                 bars.remove_task(task)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Tell of a phase of which nobody knows how far it is; it has no bar."""
-        if self._lines is None:
-            yield
+    def waiting(self, what: str) -> Iterator[Begin]:
+        """Tell of a phase of which nobody knows how far it is, unless what is yielded is told.
+
+        Its bar is gone when it is done.
+        """
+        phase = Phase(what)
+        if self._lines is not None:
+            with self._lines.phase(phase):
+                yield phase.begin
             return
-        with self._lines.phase(Phase(what)):
-            yield
+        if not self._draws:
+            yield phase.begin
+            return
+        with self._opened(transient=True) as bars:
+            task = bars.add_task(what, total=None, unit="", note="")
+
+            def begin(total: float, unit: str) -> Add:
+                bars.update(task, total=total, unit=unit)
+                return _advancing(bars, task)
+
+            try:
+                yield begin
+            finally:
+                bars.remove_task(task)
 
     @contextmanager
-    def _opened(self) -> Iterator[Bars]:
+    def _opened(self, *, transient: bool = False) -> Iterator[Bars]:
         """Yield the bars that are on the screen, or put some there."""
         if self._bars is not None:
             yield self._bars
             return
         from calipers.calibration.bars import make_bars
 
-        with make_bars() as self._bars:
+        with make_bars(transient=transient) as self._bars:
             try:
                 yield self._bars
             finally:
                 self._bars = None
+
+
+def _advancing(bars: Bars, task: TaskID) -> Add:
+    def advance(number: float, note: str = "") -> None:
+        bars.update(task, advance=number, note=f", {note}" if note else "")
+
+    return advance
 
 
 class _Lines:
@@ -210,10 +256,20 @@ def _print(phases: Sequence[Phase]) -> None:
     print("; ".join(map(str, phases)), file=sys.stderr, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def in_short(number: float) -> str:
+    """Return a number with as many digits as matter.
+
+    >>> in_short(0.25), in_short(3.21), in_short(12345.6)
+    ('0.25', '3.2', '12,346')
+    """
+    digits = 2 if abs(number) < 1 else 1 if abs(number) < 10 else 0
+    return f"{number:,.{digits}f}"
+
+
+def clock(seconds: float) -> str:
     """Return a time as hours, minutes and seconds.
 
-    >>> _clock(95.4)
+    >>> clock(95.4)
     '0:01:35'
     """
     return str(timedelta(seconds=round(seconds)))

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calipers.calibration.progress import Progress
 from calipers.checkpoint.auxiliary_files import write_auxiliary_files, write_json, write_notes
 from calipers.checkpoint.compatibility import loading_problems
 from calipers.checkpoint.compression import (
@@ -28,6 +29,8 @@ from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.source import check_apart
 from calipers.errors import CalipersWarning, CheckpointError
 
+_MEGABYTE = 1e6
+
 
 def write_checkpoint(
     model: PreTrainedModel,
@@ -38,6 +41,7 @@ def write_checkpoint(
     notes: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
 ) -> Path:
     """Write a frozen model to a folder that transformers and vLLM load, and return its path.
 
@@ -48,9 +52,11 @@ def write_checkpoint(
     :param notes: what calipers.json says besides the version of Calipers
     :param overwrite: whether a checkpoint that is there already may be replaced
     :param max_shard_size: the largest size of a file of tensors, in bytes or as ``"5GB"``
+    :param progress: shows how far it is
     """
     names = tensor_names(model)
-    written = TensorStream(lambda _: checkpoint_tensors(model, names), lambda: notes or {})
+    shown = progress or Progress(False)
+    written = TensorStream(lambda _: _counted(model, names, shown), lambda: notes or {})
     return write_stream(
         model,
         names,
@@ -61,6 +67,17 @@ def write_checkpoint(
         overwrite=overwrite,
         max_shard_size=max_shard_size,
     )
+
+
+def _counted(
+    model: PreTrainedModel, names: StoredNames, progress: Progress
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Give the tensors of a checkpoint, and show how many bytes they have so far."""
+    total = estimated_size(model, names) / _MEGABYTE
+    with progress.counting("writing the checkpoint", total, "MB") as add:
+        for name, tensor in checkpoint_tensors(model, names):
+            yield name, tensor
+            add(tensor.nbytes / _MEGABYTE)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LOWEST = 0.05
 """The part of the values, the smallest ones, that an axis may have in its first column."""
-_HEAT = ("", "black on color(229)", "black on color(221)", "black on color(214)")
-_HEAT += ("black on color(208)", "white on color(160)")
+_HEAT = (
+    "",
+    "black on color(229)",
+    "black on color(221)",
+    "black on color(214)",
+    "black on color(208)",
+    "white on color(160)",
+)
 """From what is harmless to what is not, in colours of 256."""
 
 

@@ -34,7 +34,7 @@ def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
         return []
     shown = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for side in ("right", "right"):
-        shown.add_column(justify=side, no_wrap=True)  # type: ignore[arg-type]
+        shown.add_column(justify=side, no_wrap=True)
     names = [printable(loss.module) for loss in losses[:SHOWN]]
     shown.add_column(overflow="fold", no_wrap=max(map(len, names)) <= _WHOLE)
     shown.add_column()

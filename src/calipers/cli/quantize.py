@@ -357,7 +357,7 @@ def _view(done: Summary) -> RenderableType:
     head = f"{before}{format_size(done.after)}{share}{bits}, in {done.seconds:.1f} s."
     lines = [*(f"  {line}" for line in _quantized(done)), _about_data(done)]
     lost = activation_lines(done.costs, done.advice)
-    commands = {"Next, on text that calibration has not seen": done.next, **done.look}
+    commands = {**done.look, "Next, on text that calibration has not seen": done.next}
     return Group(
         Text.assemble(("Written to ", "bold"), (printable(done.output), "bold"), f": {head}"),
         Text("\n".join(map(printable, lines))),

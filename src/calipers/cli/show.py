@@ -34,7 +34,6 @@ _WIDE = ("readers", "tokens", "min", "max", "÷ rms", "magnitudes", "size", "sha
 _ENOUGH = 112
 """Columns of a terminal that has room for all columns of the table."""
 
-_DECIBELS = (-60.0, 0.0)
 _ABOUT_PEAKS = (
     "max|x| ÷ rms by layer and kind (of inputs, where nothing else is said). A static int8 range "
     "of such a tensor loses about this ÷ 4.4 in percent: 10 is harmless, 100 is not."
@@ -144,7 +143,7 @@ def _checkpoint_view(found: CheckpointDescription) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from calipers.modifiers.losses import loss_grid
+    from calipers.modifiers.losses import DECIBELS, loss_grid
 
     bits = found.bits_per_weight
     told = "" if bits is None else f", {bits:.2f} bits per quantized weight"
@@ -162,7 +161,7 @@ def _checkpoint_view(found: CheckpointDescription) -> RenderableType:
     grid = loss_grid(found.errors, found.costs)
     parts = [facts_table(facts), schemes, *worst_modules(found.losses())]
     if grid.kinds:
-        parts += ["", Text(_ABOUT_ERRORS), HeatMap(grid, _DECIBELS, ".1f")]
+        parts += ["", Text(_ABOUT_ERRORS), HeatMap(grid, DECIBELS, ".1f")]
     return Group(*parts)
 
 

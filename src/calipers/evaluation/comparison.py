@@ -14,6 +14,7 @@ from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import call_model, moved, onloaded
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
+from calipers.checkpoint.loading_progress import loading_counted
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError, empty_data
 from calipers.evaluation.bootstrap import Bootstrap
 from calipers.evaluation.layers import LayerComparison, LayerError
@@ -89,7 +90,8 @@ class Comparison:
     def load_and_run(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
         """Load a checkpoint, run it beside the float model, and let go of it."""
         with hide_library_bars(), checkpoint.failures_explained():
-            with self._progress.waiting(f"loading {checkpoint.name}"):
+            loading = self._progress.waiting(f"loading {checkpoint.name}")
+            with loading as begin, loading_counted(begin):
                 model = checkpoint.load(trust_remote_code=trust_remote_code)
             self.run_checkpoint(checkpoint, model)
 

@@ -13,6 +13,7 @@ from calipers.calibration.data import calibration_batches, limits_of
 from calipers.calibration.pipelines import usable_device
 from calipers.calibration.precision import dtype_choice, forward_dtype
 from calipers.calibration.progress import Progress
+from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.sizes import size_on_disk
 from calipers.errors import CalipersWarning, ConfigurationError, Option
@@ -85,7 +86,7 @@ def _compared(model: Source, dataset: Any, layers: bool, options: EvaluateOption
     """Load the float model and the data."""
     data, compute = options.data, options.compute
     bars = Progress.of(compute.progress)
-    with bars.waiting("loading the float model"):
+    with bars.waiting("loading the float model") as begin, loading_counted(begin):
         base = load_model(model, trust_remote_code=compute.trust_remote_code, quantized=True)
         tokenizer = load_tokenizer(
             data.tokenizer, base, trust_remote_code=compute.trust_remote_code

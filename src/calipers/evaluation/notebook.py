@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from calipers.errors import counted
-from calipers.html import html_table
+from calipers.html import html_table, svg_bars, svg_heat_map
 
 if TYPE_CHECKING:
     from calipers.evaluation.bootstrap import Estimate
     from calipers.evaluation.results import Evaluation
+
+
+_PERCENT = (0.1, 100.0)
 
 
 def in_one_line(found: Evaluation) -> str:
@@ -36,7 +39,20 @@ def as_html(found: Evaluation) -> str:
         }
         for name, each in found.checkpoints.items()
     ]
-    return html_table([base, *rows], f"{_amount(found)}; in brackets: 95 % intervals")
+    told = html_table([base, *rows], f"{_amount(found)}; in brackets: 95 % intervals")
+    divergence = {name: each.kl.value for name, each in found.checkpoints.items()}
+    return told + svg_bars(divergence, "KL divergence", form=".5f") + _layers(found)
+
+
+def _layers(found: Evaluation) -> str:
+    """Return the errors of decoder layers as a map, where they were measured."""
+    measured = {name: each.layers for name, each in found.checkpoints.items() if each.layers}
+    if not measured:
+        return ""
+    layers = [layer.layer for layer in next(iter(measured.values()))]
+    values = [[100 * layer.output for layer in row] for row in zip(*measured.values(), strict=True)]
+    title = "error at the output of each layer, in percent"
+    return svg_heat_map(layers, list(measured), values, title, form=".2f", ends=_PERCENT)
 
 
 def _amount(found: Evaluation) -> str:

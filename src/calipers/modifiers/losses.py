@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from calipers.html import html_table, svg_heat_map
 from calipers.measurements.layer_grid import LayerGrid, layer_grid
 from calipers.modifiers.costs import COSTLY, ActivationCost, ModuleCosts
+
+DECIBELS = (-60.0, 0.0)
+"""The ends of a scale of errors in dB."""
+
+_MOST_SHOWN = 10
 
 Cause = Literal["weight", "input", "clipped input", "coarse input"]
 
@@ -96,3 +102,24 @@ def loss_grid(errors: Mapping[str, float], costs: Mapping[str, ModuleCosts]) -> 
         module_losses(errors, costs), key=lambda loss: order.get(loss.module, len(order))
     )
     return layer_grid({loss.module: loss.decibels for loss in losses if loss.decibels is not None})
+
+
+def losses_as_html(errors: Mapping[str, float], costs: Mapping[str, ModuleCosts]) -> str:
+    """Return the modules that lose most, and a map of all, for a notebook."""
+    losses = module_losses(errors, costs)
+    if not losses:
+        return ""
+    by_data = any(loss.of == "output" for loss in losses)
+    title = "Modules whose output loses most" if by_data else "Weights that lose most"
+    rows = [
+        {
+            "module": loss.module,
+            "dB": "–" if loss.decibels is None else f"{loss.decibels:.1f}",
+            "error": f"{loss.error:.2%}",
+            "through": loss.reason,
+        }
+        for loss in losses
+    ]
+    grid = loss_grid(errors, costs)
+    heat = svg_heat_map(grid.layers, grid.kinds, grid.values, "error in dB", ends=DECIBELS)
+    return html_table(rows, title, most=_MOST_SHOWN) + heat

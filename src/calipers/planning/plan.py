@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from calipers.errors import counted
-from calipers.html import html_table
+from calipers.html import html_table, svg_bars
 from calipers.observers import QParamsDict
 from calipers.planning.specs import ModuleSpec, Requirement, TensorSpec
 
@@ -155,7 +155,9 @@ class Plan:
         return f"Plan({', '.join(parts) or 'nothing'})"
 
     def _repr_html_(self) -> str:
-        return html_table(self.rows(), repr(self))
+        kinds = Counter(f"{t.base_name} {t.format}, {t.strategy}" for _, t in self)
+        plot = svg_bars({kind: float(n) for kind, n in kinds.items()}, "tensors", form=",.0f")
+        return html_table(self.rows(), repr(self)) + plot
 
     def table(self) -> str:
         """Return the plan as text, one line a tensor."""
