@@ -6,14 +6,19 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import build, saved
 from models import small_llama
+from safetensors.torch import load_file
 
 from calipers import oneshot
 from calipers.calibration.progress import Phase, Progress
+from calipers.checkpoint.loading_progress import loading_counted
+from calipers.checkpoint.reader import load_model
 from calipers.cli.command import _as_json
 from calipers.cli.command import progress as command_progress
 
@@ -49,10 +54,47 @@ def test_a_line_says_how_far_a_phase_is_and_those_around_it() -> None:
         two = log.wait_for(lambda line: len(line) == 2 and "1,000" in line[1])
     clock = r"\d:\d\d:\d\d"
     assert re.fullmatch(f"quantizing to FP8: {clock} so far", outer)
-    about = f"{clock} so far, about {clock} left, all is well"
+    about = rf"{clock} so far, [\d,.]+ tokens/s, about {clock} left, all is well"
     assert re.fullmatch(f"calibrating: 1,000 of 4,000 tokens, {about}", middle)
     assert re.fullmatch(f"choosing scales: 0 of 8 weights, {clock} so far", inner)
     assert two[1].startswith("calibrating: 1,000 of 4,000 tokens")
+
+
+def test_rates_and_times_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    phase = Phase("writing the checkpoint")
+    now = 120.0
+    assert phase.as_dict() == {"phase": "writing the checkpoint", "seconds": 20.0}
+    add = phase.begin(50, "MB")
+    add(10)
+    assert phase.as_dict() == {
+        "phase": "writing the checkpoint",
+        "done": 10,
+        "total": 50,
+        "unit": "MB",
+        "seconds": 20.0,
+        "rate": 0.5,
+        "seconds_left": 80.0,
+    }
+    said = "10 of 50 MB, 0:00:20 so far, 0.50 MB/s, about 0:01:20 left"
+    assert str(phase) == f"writing the checkpoint: {said}"
+
+
+def test_loading_is_counted(tmp_path: Path) -> None:
+    """By the tensors in the file, and without the bars of transformers."""
+    folder = saved(build(), tmp_path / "model")
+    told: list[tuple[float, str]] = []
+    done: list[float] = []
+
+    def begin(total: float, unit: str) -> Any:
+        told.append((total, unit))
+        return lambda number, note="": done.append(number)  # noqa: ARG005
+
+    with loading_counted(begin):
+        load_model(folder)
+    count = len(load_file(folder / "model.safetensors"))
+    assert (told, sum(done)) == ([(count, "tensors")], count)
 
 
 def test_nothing_is_written_between_phases_nor_of_short_ones() -> None:
