@@ -36,7 +36,7 @@ def printable(text: str) -> str:
     >>> printable("a\x1b[31m")
     'a�[31m'
     """
-    return "".join(each if each.isprintable() else "�" for each in text)
+    return "".join(each if each.isprintable() or each == "\n" else "�" for each in text)
 
 
 def format_interval(estimate: Estimate, form: str) -> str:
