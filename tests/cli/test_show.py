@@ -174,8 +174,8 @@ def test_wide_maps_are_cut_into_several() -> None:
 def test_layers_of_experts_and_of_several_stacks() -> None:
     grid = layer_grid(
         {
-            "model.layers.10.mlp.experts.0.up_proj": 1.0,
-            "model.layers.10.mlp.experts.7.up_proj": 3.0,
+            "model.layers.10.mlp.experts.0.up_proj": 3.0,
+            "model.layers.10.mlp.experts.7.up_proj": 1.0,
             "model.layers.2.mlp.shared.up_proj": 2.0,
             "lm_head": 5.0,
         }
