@@ -134,8 +134,8 @@ def svg_heat_map(
 def share_of_scale(value: float, ends: tuple[float, float]) -> float:
     """Return how far up a scale a number is, from 0 to 1.
 
-    >>> share_of_scale(40, (4, 400)), share_of_scale(-30, (-60, 0)), share_of_scale(1, (4, 400))
-    (0.5, 0.5, 0.0)
+    >>> share_of_scale(400, (4, 400)), share_of_scale(-30, (-60, 0)), share_of_scale(1, (4, 400))
+    (1.0, 0.5, 0.0)
     """
     low, high = ends
     if low > 0:

@@ -61,10 +61,8 @@ def test_a_line_says_how_far_a_phase_is_and_those_around_it() -> None:
 
 
 def test_rates_and_times_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    phase = Phase("writing the checkpoint")
-    now = 120.0
+    monkeypatch.setattr("time.monotonic", lambda: 120.0)
+    phase = Phase("writing the checkpoint", began=100.0)
     assert phase.as_dict() == {"phase": "writing the checkpoint", "seconds": 20.0}
     add = phase.begin(50, "MB")
     add(10)
@@ -181,6 +179,10 @@ def test_lines_are_json_where_all_is_json(
         _as_json.reset(token)
     (phase,) = json.loads(written.splitlines()[0])["progress"]
     assert phase["seconds"] >= 0
+    speed = [
+        phase.pop(name, 0) for name in ("rate", "seconds_left")
+    ]  # none before anything is done
+    assert min(speed) >= 0
     assert {**phase, "done": 10.0, "seconds": 0} == {
         "phase": "calibrating",
         "done": 10.0,
