@@ -169,7 +169,7 @@ class TestWithoutData:
         assert f"written to: {tmp_path / 'out'}" in repr(found)
         worst = max(found.errors, key=lambda name: found.errors[name])
         page = found._repr_html_()
-        assert page.index("Weights that lost most") < page.index(worst)
+        assert page.index("Weights that lose most") < page.index(worst)
 
 
 def _dtype(options: dict[str, Any]) -> dict[str, Any]:
