@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calipers.advice import Advice, advise
+    from calipers.checkpoint.lint import LintResult, lint
     from calipers.entrypoint import OneshotResult, oneshot
     from calipers.errors import CalipersError, CalipersWarning
     from calipers.evaluation import Evaluation, evaluate
@@ -39,6 +40,7 @@ __all__ = [
     "Evaluation",
     "GPTQModifier",
     "IMatrixGatherer",
+    "LintResult",
     "Measurements",
     "Observer",
     "OneshotResult",
@@ -52,6 +54,7 @@ __all__ = [
     "flatten_for_calibration",
     "fuse_weight_observers",
     "get_observer_token_count",
+    "lint",
     "load_recipe",
     "measure",
     "oneshot",
@@ -65,6 +68,7 @@ _HOMES = {
     "Evaluation": "calipers.evaluation",
     "GPTQModifier": "calipers.modifiers",
     "IMatrixGatherer": "calipers.modifiers",
+    "LintResult": "calipers.checkpoint.lint",
     "Measurements": "calipers.measurements",
     "Observer": "calipers.observers",
     "OneshotResult": "calipers.entrypoint",
@@ -77,6 +81,7 @@ _HOMES = {
     "flatten_for_calibration": "calipers.observers",
     "fuse_weight_observers": "calipers.observers",
     "get_observer_token_count": "calipers.observers",
+    "lint": "calipers.checkpoint.lint",
     "load_recipe": "calipers.recipes",
     "measure": "calipers.measuring",
     "oneshot": "calipers.entrypoint",

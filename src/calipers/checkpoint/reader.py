@@ -112,6 +112,15 @@ def load_skeleton(
     return model
 
 
+def build_unchecked(folder: Path, most_tensors: int) -> PreTrainedModel:
+    """Build the model of a config without its weights, whatever the files beside it hold."""
+    config = _load_config(str(folder), False, quantized=True)
+    with _errors_of_loading(str(folder)):
+        model = build_on_meta(config, False, config.dtype, most_tensors=most_tensors)
+        model.tie_weights()
+    return model
+
+
 def _load_generation_config(model: PreTrainedModel, folder: str) -> None:
     """Let a model that was built have the generation config that it has when it is loaded."""
     if model.can_generate():
