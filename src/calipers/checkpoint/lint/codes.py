@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
 from calipers.kernels.counts import count_values
 from calipers.kernels.packing import IN_PAIRS, IN_WORDS
 from calipers.kernels.tiles import runs
-from calipers.numerics.formats import GRIDS
+from calipers.numerics.formats import GRIDS, Grid
 from calipers.numerics.layout import shared_columns, strategy_name
 
 _TILE = 1 << 20
@@ -39,6 +39,11 @@ class CodeCounts(NamedTuple):
     saturated: float
     outside: int = 0
     nan: int = 0
+
+
+def grid_of(args: QuantizationArgs) -> Grid | None:
+    """Return the numbers that codes stand for; None where Calipers does not know the format."""
+    return GRIDS.get((QuantizationType(args.type).value, args.num_bits))
 
 
 def byte_counts(values: Tensor) -> Tensor:
@@ -157,7 +162,8 @@ def usual_saturation(
     count = max(2, height * width)
     quantile = torch.tensor((1 + 0.5 ** (1 / count)) / 2, dtype=torch.float64)
     largest = min(float(torch.special.ndtri(quantile)), _BEST_RANGE.get(args.num_bits, 4.0))
-    grid = GRIDS[args.type.value, args.num_bits]
+    grid = grid_of(args)
+    assert grid is not None
     low, high = grid.limits
     values = grid.values()
     scale = 2 * largest / (high - low) * (0.75 if form in _MX else 1)

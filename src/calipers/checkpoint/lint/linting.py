@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from compressed_tensors.quantization import QuantizationType
+
 from calipers.checkpoint.lint.against import Original, check_original
-from calipers.checkpoint.lint.codes import CodeCounts, count_codes
+from calipers.checkpoint.lint.codes import CodeCounts, count_codes, grid_of
 from calipers.checkpoint.lint.contents import read_contents
 from calipers.checkpoint.lint.modules import StoredModule, read_model, read_modules
 from calipers.checkpoint.lint.results import Finding, LintedWeight, LintResult, by_severity
@@ -28,7 +30,6 @@ from calipers.checkpoint.lint.value_checks import (
     check_scales,
     check_zero_points,
 )
-from calipers.numerics.formats import GRIDS
 from calipers.numerics.layout import granularity_name
 
 ModuleCheck = Callable[[StoredModule], Iterator[Finding]]
@@ -90,11 +91,11 @@ def _weight(
     args = module.weights
     assert args is not None
     assert module.shape is not None
-    kind = f"{args.type.value}{args.num_bits}"
+    kind = f"{QuantizationType(args.type).value}{args.num_bits}"
     told = LintedWeight(module.name, f"{kind} {granularity_name(args)}", module.shape)
     for check in OF_SOUND_WEIGHTS:
         findings += check(module)
-    if (args.type.value, args.num_bits) not in GRIDS:
+    if grid_of(args) is None:
         return told
     counts = _counts(module)
     findings += check_codes(module, counts)

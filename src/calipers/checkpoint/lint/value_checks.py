@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.checkpoint.lint.codes import CodeCounts, usual_saturation
+from calipers.checkpoint.lint.codes import CodeCounts, grid_of, usual_saturation
 from calipers.checkpoint.lint.expected import FLOATS, SIDES
 from calipers.checkpoint.lint.modules import StoredModule
 from calipers.checkpoint.lint.results import Finding, Severity
@@ -18,7 +18,6 @@ from calipers.kernels.dispatch import NATIVE_DTYPES
 from calipers.kernels.extrema import extrema
 from calipers.kernels.packing import IN_WORDS
 from calipers.kernels.tiles import runs
-from calipers.numerics.formats import GRIDS
 from calipers.observers.fusion import FUSED_LAYER_NAMES
 
 _AGAIN = "Quantize this module again; look at its weight and at the data of the calibration."
@@ -130,7 +129,10 @@ def _zero_point_of_symmetric(name: str, has_values: bool) -> Finding:
 
 
 def _zero_points_in_range(name: str, values: Tensor, args: QuantizationArgs) -> Iterator[Finding]:
-    low, high = GRIDS[args.type.value, args.num_bits].limits
+    grid = grid_of(args)
+    if grid is None:
+        return
+    low, high = grid.limits
     outside = int((~((values >= low) & (values <= high))).sum())
     if outside:
         problem = f"has {outside:,} of {values.numel():,} values outside of {low:g} to {high:g}"
