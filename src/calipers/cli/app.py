@@ -12,6 +12,7 @@ from calipers.cli.command import EXIT_CODES, add_to
 from calipers.cli.demo import demo
 from calipers.cli.doctor import doctor
 from calipers.cli.evaluate import evaluate
+from calipers.cli.lint import lint
 from calipers.cli.measure import measure
 from calipers.cli.merge import merge
 from calipers.cli.observers import observers
@@ -28,9 +29,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Try first: calipers demo. {EXIT_CODES}",
 )
-for command in (
-    *(quantize, plan, evaluate, measure, merge, show, advise, observers, schemes, doctor, demo),
-):
+_COMMANDS = (
+    *(quantize, plan, evaluate, lint, measure, merge, show, advise),
+    *(observers, schemes, doctor, demo),
+)
+for command in _COMMANDS:
     add_to(app, command)
 
 

@@ -35,10 +35,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a command has to say: as plain data for machines, and as a view for people."""
+    """What a command has to say: as plain data for machines, and as a view for people.
+
+    :param exit_code: of a command that has done its work, and found something wrong
+    """
 
     data: Any
     view: RenderableType
+    exit_code: int = 0
 
 
 Command = Callable[..., CommandOutput]
@@ -61,7 +65,10 @@ def _wrapped(command: Command) -> Callable[..., None]:
     def run(*, as_json: bool, debug: bool, **given: Any) -> None:
         _as_json.set(as_json)
         with _report_errors(as_json, debug), _report_warnings(as_json):
-            show(command(**given))
+            output = command(**given)
+            show(output)
+            if output.exit_code:
+                raise typer.Exit(output.exit_code)
 
     signature = inspect.signature(command, eval_str=True)
     added = [_flag("as_json", Json), _flag("debug", Debug)]

@@ -82,7 +82,9 @@ class Original:
             if found is None:
                 problem = f"has a weight, and '{self.folder}' has none of that name"
             elif found.shape != shape:
-                problem = f"has a weight of shape {shape}, and that of the original is {found.shape}"
+                problem = (
+                    f"has a weight of shape {shape}, and that of the original is {found.shape}"
+                )
             if problem:
                 yield Finding("error", "other-model", module.name, problem, _OTHER)
 

@@ -121,7 +121,12 @@ def _of_floats(counts: Tensor, nan: tuple[int, ...]) -> CodeCounts:
     total = int(merged.sum())
     ends = int(merged[top] + merged[half + top])
     return CodeCounts(
-        total, int(merged.count_nonzero()), len(counts) - 1 - len(nan), ends / max(total, 1), 0, broken
+        total,
+        int(merged.count_nonzero()),
+        len(counts) - 1 - len(nan),
+        ends / max(total, 1),
+        0,
+        broken,
     )
 
 

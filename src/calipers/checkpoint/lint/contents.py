@@ -39,10 +39,10 @@ def read_contents(folder: Path) -> Contents:
                 findings.append(Finding("error", "index-double", name, problem, _COPY))
             tensors.setdefault(name, tensor)
     for name, file_name in (index or {}).items():
-        if isinstance(file_name, str) and folder / file_name in files:
-            if name not in tensors or tensors[name].file != folder / file_name:
-                problem = f"is not in '{file_name}', where the index says that it is"
-                findings.append(Finding("error", "index-missing-tensor", name, problem, _COPY))
+        is_there = name in tensors and tensors[name].file == folder / file_name
+        if folder / file_name in files and not is_there:
+            problem = f"is not in '{file_name}', where the index says that it is"
+            findings.append(Finding("error", "index-missing-tensor", name, problem, _COPY))
     return Contents(folder, tensors, tuple(findings))
 
 

@@ -101,7 +101,8 @@ class StoredWeight:
         if self.args.num_bits == 4:
             return _by_bytes(codes.contiguous(), _int4_pairs())[:, : self.shape[-1]]
         size = torch.Size((len(codes), self.shape[-1]))
-        return unpack_from_int32(codes.contiguous(), self.args.num_bits, size)
+        unpacked: Tensor = unpack_from_int32(codes.contiguous(), self.args.num_bits, size)
+        return unpacked
 
 
 def tile_rows(weight: StoredWeight) -> Iterator[slice]:
@@ -112,9 +113,7 @@ def tile_rows(weight: StoredWeight) -> Iterator[slice]:
         yield slice(part.start * height, min(part.stop * height, rows))
 
 
-def _by_order(
-    values: Tensor, scale: Tensor, zero_point: Tensor | None, order: Tensor
-) -> Tensor:
+def _by_order(values: Tensor, scale: Tensor, zero_point: Tensor | None, order: Tensor) -> Tensor:
     """Dequantize columns whose groups are given one by one."""
     groups = order.long().clamp(0, scale.shape[-1] - 1)
     found = values.to(scale.dtype)

@@ -125,9 +125,7 @@ def _zero_point(
     return Expected(name, "zero_point", (*_WHOLE, FP8_DTYPE, *FLOATS), scales)
 
 
-def _of_activation(
-    module: StoredModule, side: str, args: QuantizationArgs
-) -> Iterator[Expected]:
+def _of_activation(module: StoredModule, side: str, args: QuantizationArgs) -> Iterator[Expected]:
     """Give the parameters of static activations and states; dynamic ones have none on disk."""
     if args.dynamic is True:
         return

@@ -99,9 +99,7 @@ def _weight(
         return told
     counts = _counts(module)
     findings += check_codes(module, counts)
-    told = replace(
-        told, codes_used=counts.used, codes=counts.available, saturated=counts.saturated
-    )
+    told = replace(told, codes_used=counts.used, codes=counts.available, saturated=counts.saturated)
     if original is None:
         return told
     loss = original.loss_of(module)

@@ -11,7 +11,12 @@ from calipers.checkpoint.lint.results import Finding
 from calipers.errors import listing
 from calipers.files.safetensors_header import StoredTensor
 from calipers.kernels.packing import IN_WORDS
-from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
+from calipers.numerics.layout import (
+    granularity_name,
+    indivisible_by,
+    shared_columns,
+    strategy_name,
+)
 
 _AGAIN = "Quantize the model again, or correct the config."
 _CONFIG = "Correct the quantization_config, or take the tensors that belong to it."
@@ -37,7 +42,9 @@ def _is_left_alone(module: StoredModule) -> bool:
 
 def is_sound(module: StoredModule) -> bool:
     """Whether the tensors of a quantized weight are there, and fit each other."""
-    if module.weights is None or _is_left_alone(module) or any(True for _ in _noted_shape(module)):
+    if module.weights is None or _is_left_alone(module):
+        return False
+    if any(True for check in (_noted_shape, _indivisible) for _ in check(module)):
         return False
     for each in expected_tensors(module):
         stored = module.tensors.get(each.local)
@@ -100,6 +107,18 @@ def check_fitting(module: StoredModule) -> Iterator[Finding]:
         elif each.shape is not None and not _fits(stored.shape, each.shape):
             yield _other_shape(module, each, stored)
     yield from _noted_shape(module)
+    yield from _indivisible(module)
+
+
+def _indivisible(module: StoredModule) -> Iterator[Finding]:
+    """Find groups that do not fill a row; blocks may reach beyond it."""
+    args, shape = module.weights, module.shape
+    if args is None or shape is None or strategy_name(args) not in ("group", "tensor_group"):
+        return
+    width = indivisible_by(shape[-1], args)
+    if width is not None:
+        problem = f"has a group_size of {width}, which does not divide its {shape[-1]} columns"
+        yield Finding("error", "config-group-size", module.name, problem, _CONFIG)
 
 
 def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

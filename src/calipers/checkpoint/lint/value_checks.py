@@ -49,9 +49,7 @@ def check_scales(module: StoredModule) -> Iterator[Finding]:
             yield from _judge(name, _kinds(stored.map()), local.startswith("weight"))
 
 
-def _parameters(
-    module: StoredModule, kinds: tuple[str, ...]
-) -> Iterator[tuple[str, StoredTensor]]:
+def _parameters(module: StoredModule, kinds: tuple[str, ...]) -> Iterator[tuple[str, StoredTensor]]:
     for side in SIDES:
         for kind in kinds:
             local = f"{side}_{kind}"
@@ -61,12 +59,12 @@ def _parameters(
 
 def _kinds(scale: Tensor) -> _Kinds:
     if scale.dtype == torch.uint8:  # exponents
-        nan, low = int((scale == _MX_NAN).sum()), int((scale == 0).sum())
-        return _Kinds(nan, 0, 0, 0, low, scale.numel(), bool((scale == _MX_ONE).all()))
+        nan, least = int((scale == _MX_NAN).sum()), int((scale == 0).sum())
+        return _Kinds(nan, 0, 0, 0, least, scale.numel(), bool((scale == _MX_ONE).all()))
     values = scale.float() if scale.dtype.itemsize == 1 else scale
     tiny = 0.0 if scale.dtype.itemsize == 1 else torch.finfo(scale.dtype).tiny
     low, high = values.amin(), values.amax()
-    if bool((low >= max(tiny, 1e-300)) & torch.isfinite(high)) and float(low) > 0:
+    if bool((low > 0) & (low >= tiny) & torch.isfinite(high)):
         return _Kinds(0, 0, 0, 0, 0, values.numel(), bool(low == 1) and bool(high == 1))
     size = values.abs()
     return _Kinds(
@@ -90,7 +88,9 @@ def _judge(name: str, kinds: _Kinds, of_weight: bool) -> Iterator[Finding]:
     )
     for kind, count, words, severity in grave:
         if count:
-            share = "is" if kinds.total == 1 else f"has {count:,} of {kinds.total:,} values that are"
+            share = (
+                "is" if kinds.total == 1 else f"has {count:,} of {kinds.total:,} values that are"
+            )
             yield Finding(severity, f"scale-{kind}", name, f"{share} {words}", _AGAIN)
     if kinds.all_ones:
         problem = "is exactly 1.0" if kinds.total == 1 else "holds nothing but exactly 1.0"
