@@ -98,16 +98,17 @@ def check_fitting(module: StoredModule) -> Iterator[Finding]:
     """Find tensors whose shape or dtype is another one than the scheme gives them."""
     if _is_left_alone(module):
         return
+    indivisible = list(_indivisible(module))
     for each in expected_tensors(module):
         stored = module.tensors.get(each.local)
-        if stored is None:
+        if stored is None or (indivisible and each.local in ("weight_scale", "weight_zero_point")):
             continue
         if stored.dtype not in each.dtypes:
             yield _other_dtype(module, each, stored)
         elif each.shape is not None and not _fits(stored.shape, each.shape):
             yield _other_shape(module, each, stored)
     yield from _noted_shape(module)
-    yield from _indivisible(module)
+    yield from indivisible
 
 
 def _indivisible(module: StoredModule) -> Iterator[Finding]:
