@@ -109,17 +109,19 @@ class Job:
         return device, dtype
 
     def batches_for(
-        self, model: PreTrainedModel, dataset: Any, tokenizer: Any, *, for_ranges: bool
+        self, model: PreTrainedModel, dataset: Any, tokenizer: Any, *, for_ranges: bool, **cut: Any
     ) -> Batches:
         """Load the share of this process.
 
         :param for_ranges: whether ranges are found with it, for which little data is too little
+        :param cut: what batches must not reach over: see ``Sampling``
         """
         data, ranks = self.options.data, self.ranks
         return calibration_batches(
             dataset,
             tokenizer,
             **{**data.sampling(), **limits_of(model, data.max_seq_length)},
+            **cut,
             use="ranges" if for_ranges else "importance",
             rank=ranks.rank,
             world_size=ranks.world_size,

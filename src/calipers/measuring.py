@@ -37,10 +37,12 @@ from calipers.errors import (
 from calipers.files.output_file import output_file as place_of
 from calipers.jobs import PIPELINES, Job, check_options
 from calipers.measurements import Measurements, MeasurementsInfo
-from calipers.measurements.info import sample_digests
+from calipers.measurements.halves import with_halves
+from calipers.measurements.info import half_of, sample_digests
 from calipers.measurements.partial import PartialFile, remove_superfluous
 from calipers.measurements.store import check_measurements_file
-from calipers.measurements.tensors import unified
+from calipers.measurements.sufficiency import check_until_stable, stopping_points
+from calipers.measurements.tensors import Tensors, merged, unified
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,
@@ -69,6 +71,7 @@ def measure(
     output_file: str | Path | None = None,
     overwrite: bool = False,
     save_every: float = SAVE_EVERY,
+    until_stable: bool | float = False,
     data: DataOptions | None = None,
     compute: ComputeOptions | None = None,
     calibration: CalibrationOptions | None = None,
@@ -90,6 +93,9 @@ def measure(
         call goes on from there (one process, pipeline ``basic``)
     :param overwrite: whether a file of measurements that is there is replaced
     :param save_every: how many seconds pass until what was measured is written again
+    :param until_stable: whether to stop as soon as what was measured suffices, by
+        :meth:`Measurements.sufficiency`; a number is the tolerance. ``num_samples`` are then the
+        most that are taken. It is looked at after 16 samples, 24, 32, 48, 64 and so on
     :param data: which samples are taken: :class:`calipers.options.DataOptions`
     :param compute: where the model computes, and in which dtype
     :param calibration: how data runs through it; ``on_unseen`` and the pipeline ``datafree`` have
@@ -99,9 +105,10 @@ def measure(
     options = MeasureOptions.merged(keywords, data=data, compute=compute, calibration=calibration)
     _check(options)
     collected = check_collected(collect)
+    tolerance = check_until_stable(until_stable)
     with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
-        job = _MeasureJob(options, ranks, Progress.of(wanted))
+        job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
         job.read(model, dataset, collected, output_file, overwrite)
         loaded, tokenizer = job.load(model)
         with job.partial_file(output_file, save_every) as partial:
@@ -129,6 +136,8 @@ def _check(options: MeasureOptions) -> None:
 class _MeasureJob(Job):
     """The parts of a call, in the order in which all processes take them."""
 
+    tolerance: float | None = None
+
     def read(
         self,
         model: Any,
@@ -151,6 +160,7 @@ class _MeasureJob(Job):
         self.ranks.agree(
             {
                 "collect": list(collected),
+                "until_stable": self.tolerance,
                 "pipeline": options.calibration.pipeline,
                 "calibrate_all_experts": options.calibration.calibrate_all_experts,
                 "dtype": dtype_choice(options.compute.dtype),
@@ -178,11 +188,14 @@ class _MeasureJob(Job):
         partial: PartialFile | None,
     ) -> Measurements:
         """Let the data run, and return what was seen of it in all processes."""
+        options = self.options
         device, dtype = self.device_and_dtype(model)
         with self.ranks.step("planning"), self.progress.waiting("reading the data"):
             about = MeasurementsInfo(type(model).__name__, model_fingerprint(model))
             plan = self._plan(model, collected)
-            batches = self.batches_for(model, dataset, tokenizer, for_ranges=True)
+            stops = () if self.tolerance is None else stopping_points(options.data.num_samples)
+            cut = {"part_of": half_of, "stops": stops}
+            batches = self.batches_for(model, dataset, tokenizer, for_ranges=True, **cut)
             chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
         if "sensitivity" in collected and chosen != "basic":
@@ -197,31 +210,26 @@ class _MeasureJob(Job):
         done = 0
         if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
             done = partial.begin(self._arguments(seen, dtype, collected))
-        share = self.options.calibration.share_inputs
-        with Calibration(model, plan, share_inputs=share, dtype=dtype) as calibration:
+        run = _DataRun(self, model, plan, chosen, device, dtype, seen, partial)
+        known = None if partial is None else partial.earlier
+        last = len(batches.ends) - 1
+        for number, end in enumerate(batches.ends):
+            if end > done or self.ranks.world_size > 1:
+                known = run.through(done, end, known)
+                done = end
+            if end < done and number < last:
+                continue  # an earlier run has gone on here
+            found = Measurements.of_tensors(self._info(seen, end), unified(known or {}))
+            if number == last or self._is_stable(found):
+                break
+        return found
 
-            def after_batch(index: int) -> None:
-                if "sensitivity" in collected:
-                    with calibration.paused():
-                        _add_sensitivities(model, calibration, batches.batches[done + index])
-                if partial is not None and self.ranks.world_size == 1:
-                    number = done + index + 1
-                    partial.save(seen.info(number), calibration.so_far(), number)
-
-            run = Run(
-                calibration,
-                lambda names: self._merge(calibration, names),
-                self.ranks,
-                self.progress,
-                device,
-                dtype,
-                after_batch=after_batch,
-                what="measuring",
-            )
-            PIPELINES[chosen](run, replace(batches, batches=batches.batches[done:]))
-        tensors: Any = calibration.measurements.tensors()
-        tensors = tensors if partial is None else partial.with_earlier(tensors)
-        return Measurements.of_tensors(self._info(seen), unified(tensors))
+    def _is_stable(self, found: Measurements) -> bool:
+        """Whether a run can stop; one process decides for all."""
+        assert self.tolerance is not None
+        with self.progress.waiting("comparing halves of the data"):
+            mine = self.ranks.rank == 0 and found.sufficiency(self.tolerance).is_sufficient
+        return self.ranks.share(mine)[0]
 
     def _arguments(
         self, seen: _Seen, dtype: torch.dtype, collected: tuple[str, ...]
@@ -231,6 +239,8 @@ class _MeasureJob(Job):
             "model": seen.about.fingerprint,
             "dtype": str(dtype).removeprefix("torch."),
             "collect": list(collected),
+            "halves": "digest",
+            "until_stable": self.tolerance,
             "calibrate_all_experts": self.options.calibration.calibrate_all_experts,
             **self.options.data.sampling(),
             "data": seen.digest(),
@@ -249,16 +259,70 @@ class _MeasureJob(Job):
             vars(model.get_submodule(name))["calibrate_all_experts"] = every
         return collecting_plan(model, collected)
 
-    def _merge(self, calibration: Calibration, names: Iterable[str]) -> Mapping[str, Tensor]:
-        self.ranks.merge(calibration.measurements.of(names))
-        return {}
-
-    def _info(self, seen: _Seen) -> MeasurementsInfo:
-        """Return what all processes have seen."""
-        mine = seen.info(len(seen.batches))
+    def _info(self, seen: _Seen, count: int) -> MeasurementsInfo:
+        """Return what all processes have seen when this one has run so many batches."""
+        mine = seen.info(count)
         everywhere = self.ranks.share((list(mine.samples), mine.tokens))
         samples = sorted(each for samples, _ in everywhere for each in samples)
         return replace(mine, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
+
+
+@dataclass(frozen=True)
+class _DataRun:
+    """How the data of a process runs through a model, as much of it at a time as is wanted."""
+
+    job: _MeasureJob
+    model: PreTrainedModel
+    plan: Plan
+    pipeline: str
+    device: torch.device
+    dtype: torch.dtype
+    seen: _Seen
+    partial: PartialFile | None
+
+    def through(self, start: int, end: int, known: Tensors | None) -> Tensors:
+        """Let batches run, and return what was seen of them in all processes, and before.
+
+        :param known: what was seen of the batches before them
+        """
+        job, batches = self.job, self.seen.batches
+        share = job.options.calibration.share_inputs
+        halves = batches.parts[start:end]
+        with Calibration(
+            self.model, self.plan, share_inputs=share, dtype=self.dtype, halves=halves
+        ) as calibration:
+
+            def so_far() -> Tensors:
+                return _together(known, with_halves(*calibration.so_far()))
+
+            def after_batch(index: int) -> None:
+                with calibration.paused():
+                    _add_sensitivities(self.model, calibration, batches.batches[start + index])
+                if self.partial is not None and job.ranks.world_size == 1:
+                    number = start + index + 1
+                    self.partial.save(self.seen.info(number), so_far, number)
+
+            def merge(names: Iterable[str]) -> Mapping[str, Tensor]:
+                job.ranks.merge(calibration.measured(names))
+                return {}
+
+            run = Run(
+                calibration,
+                merge,
+                job.ranks,
+                job.progress,
+                self.device,
+                self.dtype,
+                after_batch=after_batch,
+                what="measuring",
+            )
+            PIPELINES[self.pipeline](run, replace(batches, batches=batches.batches[start:end]))
+        first, second = calibration.measurements, calibration.second_half
+        return _together(known, with_halves(first.tensors(), second.tensors()))
+
+
+def _together(known: Tensors | None, new: Tensors) -> Tensors:
+    return new if known is None else merged(known, new)
 
 
 @dataclass(frozen=True)
@@ -287,6 +351,8 @@ def _add_sensitivities(model: PreTrainedModel, calibration: Calibration, batch: 
         for (name, _), held in calibration.measurements.tensors().items()
         if isinstance(statistic := held.get(SENSITIVITY), Sensitivity)
     }
+    if not wanted:
+        return
     digests = sample_digests(batch["input_ids"], batch["attention_mask"])
     seeds = [int(digest[:12], 16) for digest in digests]
     device = next(model.parameters()).device

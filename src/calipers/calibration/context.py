@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from calipers.statistics.base import Statistic
 from calipers.statistics.tensor_statistics import TensorStatistics
 
 
+Measured: TypeAlias = dict[tuple[str, str], dict[str, Statistic]]
+"""Statistics of a model: (module, tensor) → key → statistic."""
+
+
 class Calibration:
     """A model whose tensors are measured as a plan asks.
 
@@ -37,6 +41,8 @@ class Calibration:
     :param share_inputs: whether a tensor that several modules read is measured once for all
     :param dtype: the dtype that the model will compute in, if not its own; what is measured is
         rounded to that of the module, in which its scales are judged and stored
+    :param halves: to which half of the data each batch belongs, 0 or 1: what a plan asks for in
+        halves is measured apart for the second, in ``second_half``; None: all is one
     """
 
     def __init__(
@@ -46,9 +52,12 @@ class Calibration:
         *,
         share_inputs: bool = True,
         dtype: torch.dtype | None = None,
+        halves: Sequence[int] | None = None,
     ) -> None:
         self.model, self.plan = model, plan
-        self.measurements = Measurements()
+        self.measurements, self.second_half = Measurements(), Measurements()
+        self._halves, self._half = halves, 0
+        self._twins: dict[Statistic, Statistic] = {}  # of the first half → of the second
         self._dtype = dtype
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
         self._sharing = SharedInputs() if share_inputs else None
@@ -81,6 +90,7 @@ class Calibration:
 
         :param mask: which tokens count, shape (batch, sequence); None for all
         """
+        self._half = 0 if self._halves is None else self._halves[index]
         try:
             with torch.no_grad(), token_mask(mask):
                 yield
@@ -148,7 +158,7 @@ class Calibration:
         for together in self._together.values():
             together.flush()
         names = list(names)
-        for statistic in self.measurements.of(names):
+        for statistic in self.measured(names):
             self._together.pop(statistic, None)  # whoever solves them lets go of them
         self.remove_hooks(names)
 
@@ -157,6 +167,11 @@ class Calibration:
         for name in names:
             for handle in self._handles.pop(name, ()):
                 handle.remove()
+
+    def measured(self, names: Iterable[str]) -> list[Statistic]:
+        """Return the statistics of some modules, of both halves."""
+        names = list(names)
+        return [*self.measurements.of(names), *self.second_half.of(names)]
 
     def module(self, name: str) -> torch.nn.Module:
         """Return a module by its name."""
@@ -170,18 +185,25 @@ class Calibration:
         """Return what a module has seen so far: the needed statistic that saw least counts."""
         return min((self._tokens(each) for each in self.measurements.needed(name)), default=0)
 
-    def so_far(self) -> dict[tuple[str, str], dict[str, Statistic]]:
-        """Return what was measured until now, (module, tensor) → key → statistic.
+    def so_far(self) -> tuple[Measured, Measured]:
+        """Return what was measured until now, in two halves: (module, tensor) → key → statistic.
 
-        Between two batches only; the next one goes on with the same statistics.
+        Between two batches only; the next one goes on with the same statistics. What is not
+        measured in halves is in the first.
         """
+        first, second = (self._held(each) for each in (self.measurements, self.second_half))
+        return first, second
+
+    def _held(self, measurements: Measurements) -> Measured:
         return {
             place: {key: self._holder(statistic) for key, statistic in statistics.items()}
-            for place, statistics in self.measurements.tensors().items()
+            for place, statistics in measurements.tensors().items()
         }
 
     def _tokens(self, statistic: Statistic) -> int:
-        return self._holder(statistic).num_tokens
+        twin = self._twins.get(statistic)
+        others = 0 if twin is None else self._holder(twin).num_tokens
+        return self._holder(statistic).num_tokens + others
 
     def _holder(self, statistic: Statistic) -> Statistic:
         """Return the statistic that holds what another one was shown so far."""
@@ -225,6 +247,9 @@ class Calibration:
             is_optional=requirement.is_optional,
             is_from_earlier_run=is_complete,
         )
+        if self._halves is not None and requirement.in_halves and kept not in self._twins:
+            place = name, requirement.base_name, requirement.key
+            self._twins[kept] = self.second_half.add(*place, requirement.create(name))
         return kept, is_complete
 
     def _hook(self, name: str, base_name: str, statistics: dict[Statistic, bool]) -> None:
@@ -233,7 +258,8 @@ class Calibration:
         dtype = self._observed_dtype(module)
         first = next((each for each, is_needed in statistics.items() if is_needed), None)
         has_pairs = any(statistic.takes_pairs for statistic in statistics)
-        shown = self._put_together(statistics)
+        twins = {self._twins.get(each, each): needed for each, needed in statistics.items()}
+        shown = [self._put_together(half) for half in (statistics, twins)]
 
         def see(tensor: Tensor) -> None:
             if self._measured is not None and name not in self._measured:
@@ -248,7 +274,7 @@ class Calibration:
                 if first is not None:
                     raise
                 return
-            for each, is_needed in shown.items():
+            for each, is_needed in shown[self._half].items():
                 if is_needed or _is_measurable(tensor):
                     seen = self._paired(name, tensor) if each.takes_pairs else tensor
                     self._show(each, seen, mask, dtype)

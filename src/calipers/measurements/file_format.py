@@ -16,6 +16,7 @@ from torch import Tensor
 from calipers.errors import MeasurementsError, MergeError, damaged_measurements, library_errors
 from calipers.files.json_files import parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
+from calipers.measurements.halves import problem_with_halves
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.kinds import problem_with, problem_with_table, statistic_of
 from calipers.measurements.tensors import Place, Statistics, Tensors, name_of, readers_of
@@ -265,6 +266,9 @@ class _FileReader:
                 key: self._statistic(f"{name}/{key}", each, tensors)
                 for key, each in entry.statistics.items()
             }
+            problem = problem_with_halves(statistics)
+            if problem:
+                raise self._damaged(f"{name}: {problem}")
             for place in self._read_at(name, entry.readers):
                 if place in found:
                     raise self._damaged(f"it has '{name_of(place)}' twice")

@@ -80,6 +80,20 @@ def sample_digest(token_ids: Tensor) -> str:
     return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
 
+def half_of(token_ids: Tensor) -> int:
+    """Return to which half of the data a sample belongs, by its digest: 0 or 1.
+
+    It is the same in every run, process and order.
+
+    :param token_ids: those of the sample alone, without padding
+
+    >>> import torch
+    >>> half_of(torch.tensor([1, 2, 3]))
+    1
+    """
+    return int(sample_digest(token_ids)[-1], 16) % 2
+
+
 def sample_digests(token_ids: Tensor, mask: Tensor) -> list[str]:
     """Return the digests of the rows of a batch; a row of padding alone is none.
 

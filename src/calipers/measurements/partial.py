@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from calipers.errors import ConfigurationError, MeasurementsError, damaged_measu
 from calipers.files.output_file import PARTIAL, OutputFile
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.store import Measurements
-from calipers.measurements.tensors import Tensors, merged
+from calipers.measurements.tensors import Tensors
 
 _LEAST_REST = 20
 """How many times as long as it took to write a file nothing is written again."""
@@ -66,20 +66,22 @@ class PartialFile:
                     "begin anew.",
                 )
 
-    def with_earlier(self, tensors: Tensors) -> Tensors:
-        """Return what this run and the one before it have seen."""
-        return tensors if self._before is None else merged(self._before.tensors(), tensors)
+    @property
+    def earlier(self) -> Tensors | None:
+        """What the run before this one has seen; None where there was none."""
+        return None if self._before is None else self._before.with_halves()
 
-    def save(self, info: MeasurementsInfo, tensors: Tensors, batches: int) -> None:
+    def save(self, info: MeasurementsInfo, tensors: Callable[[], Tensors], batches: int) -> None:
         """Write what was seen so far, if it is time.
 
+        :param tensors: gives what this run and the one before it have seen
         :param batches: how many are done, with those of the run before
         """
         if time.monotonic() < self._next:
             return
         start = time.monotonic()
         run = {"arguments": self._arguments, "batches": batches}
-        seen = Measurements.of_tensors(replace(info, run=run), self.with_earlier(tensors))
+        seen = Measurements.of_tensors(replace(info, run=run), tensors())
         seen.write_to(self._place, self.path, overwrite=True)
         end = time.monotonic()
         self._next = end + max(self._seconds, _LEAST_REST * (end - start) if self._seconds else 0)

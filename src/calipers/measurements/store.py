@@ -19,6 +19,7 @@ from calipers.measurements.file_format import (
     is_measurements,
     size_of,
 )
+from calipers.measurements.halves import Halves, halves_of, is_of_half, whole_of
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.layer_grid import LayerGrid, layer_grid
 from calipers.measurements.magnitudes import magnitudes_of
@@ -122,11 +123,26 @@ class Measurements:
         for (module, base_name), statistics in tensors.items():
             for key, statistic in statistics.items():
                 made._statistics.setdefault(module, {})[base_name, key] = statistic
-                made._needed.setdefault(module, []).append(statistic)
+                if not is_of_half(key):
+                    made._needed.setdefault(module, []).append(statistic)
         return made
 
     def tensors(self) -> dict[Place, dict[str, Statistic]]:
-        """Return all statistics: (module, tensor) → key → statistic."""
+        """Return the statistics of all data: (module, tensor) → key → statistic."""
+        return whole_of(self.with_halves())
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether halves of the data were measured apart; earlier versions of Calipers did not."""
+        return any(is_of_half(key) for held in self._statistics.values() for _, key in held)
+
+    def halves(self) -> dict[Place, Halves]:
+        """Return what was seen of each half of the data, for the tensors of which it is known."""
+        found = ((place, halves_of(each)) for place, each in self.with_halves().items())
+        return {place: halves for place, halves in found if halves is not None}
+
+    def with_halves(self) -> dict[Place, dict[str, Statistic]]:
+        """Return the statistics of all data, and what is kept of halves, as a file has them."""
         found: dict[Place, dict[str, Statistic]] = {}
         for module, held in self._statistics.items():
             for (base_name, key), statistic in held.items():
@@ -145,7 +161,7 @@ class Measurements:
 
     def write_to(self, place: OutputFile, path: Path | None = None, *, overwrite: bool) -> None:
         """Write a file to a place that this process owns; see :meth:`OutputFile.write`."""
-        place.write(encoded(self._known_info(), self.tensors()), path, overwrite=overwrite)
+        place.write(encoded(self._known_info(), self.with_halves()), path, overwrite=overwrite)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -154,15 +170,19 @@ class Measurements:
 
     def digest(self) -> str:
         """Return by what all of it is known: the digest of the file that it would be saved in."""
-        return digest_of_file(self._known_info(), self.tensors())
+        return digest_of_file(self._known_info(), self.with_halves())
 
     def merge(self, other: Measurements) -> Self:
         """Take in what others have seen, as if all had been seen at once; or refuse, unchanged.
 
-        They must be of the same model, of the same statistics, and of other samples.
+        They must be of the same model, of the same statistics, and of other samples. Halves of the
+        data are known afterwards if both know them.
         """
         info = self._known_info().merged(other._known_info())
-        both = type(self).of_tensors(info, merged(self.tensors(), other.tensors()))
+        ours, theirs = self.with_halves(), other.with_halves()
+        if self.has_halves != other.has_halves:
+            ours, theirs = whole_of(ours), whole_of(theirs)
+        both = type(self).of_tensors(info, merged(ours, theirs))
         self.info = info
         self._statistics, self._needed, self._earlier = both._statistics, both._needed, {}
         return self
@@ -181,11 +201,13 @@ class Measurements:
     def summary(self) -> dict[str, Any]:
         """Return what there is, as plain data; sizes are bytes in a file."""
         rows, sizes = [], dict[str, int]()
-        for readers, statistics in readers_of(self.tensors()):
+        for readers, statistics in readers_of(self.with_halves()):
             size = size_of(statistics)
             for key, number in size.items():
-                sizes[key] = sizes.get(key, 0) + number
-            rows.append(_row(list(map(name_of, readers)), statistics, sum(size.values())))
+                kind = "halves" if is_of_half(key) else key
+                sizes[kind] = sizes.get(kind, 0) + number
+            whole = {key: each for key, each in statistics.items() if not is_of_half(key)}
+            rows.append(_row(list(map(name_of, readers)), whole, sum(size.values())))
         total = sum(sizes.values())
         for row in rows:
             row["share"] = row["size"] / total if total else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -64,8 +65,8 @@ def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Pl
 
 def _of_linear(channels: int, collect: Collection[str]) -> Iterator[Requirement]:
     yield from _of_values("input")
-    yield _required("input", CHANNEL_EXTREMA, partial(Extrema, "input", _CHANNEL))
-    yield _required("input", SQUARES, SquareSums)
+    yield _halved("input", CHANNEL_EXTREMA, partial(Extrema, "input", _CHANNEL))
+    yield _halved("input", SQUARES, SquareSums)
     if "hessian" in collect:
         yield _required("input", HESSIAN, partial(BlockHessians, channels))
     if "outputs" in collect:
@@ -81,8 +82,8 @@ def _of_states(base_name: str) -> Iterator[Requirement]:
 
 
 def _of_values(base_name: str) -> Iterator[Requirement]:
-    yield _required(base_name, COUNTS, partial(ValueCounts, base_name))
-    yield _required(base_name, EXTREMA, partial(Extrema, base_name, _TENSOR))
+    yield _halved(base_name, COUNTS, partial(ValueCounts, base_name))
+    yield _halved(base_name, EXTREMA, partial(Extrema, base_name, _TENSOR))
 
 
 def _required(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
@@ -92,3 +93,8 @@ def _required(base_name: str, key: str, make: Callable[[], Statistic]) -> Requir
         return statistic
 
     return Requirement(base_name, key, create)
+
+
+def _halved(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
+    """Ask for a statistic of each half of the data."""
+    return replace(_required(base_name, key, make), in_halves=True)

@@ -61,6 +61,7 @@ class Requirement:
     :param create: makes it, empty, for the module of a name
     :param published: the attributes of the module in which an earlier run may have left it
     :param is_optional: whether results do without it where the tensor cannot be measured
+    :param in_halves: whether two halves of the data are measured apart, where data comes in such
     """
 
     base_name: str
@@ -68,6 +69,7 @@ class Requirement:
     create: Callable[[str], Statistic]
     published: tuple[str, ...] = ()
     is_optional: bool = False
+    in_halves: bool = False
 
 
 @dataclass(frozen=True, eq=False)

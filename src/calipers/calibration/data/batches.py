@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calipers.calibration.data.padding import Batch, batched, pad_id
+from torch import Tensor
+
+from calipers.calibration.data.padding import Batch, pad_id, padded
 from calipers.calibration.data.records import RecordTokenizer
 from calipers.calibration.data.samples import take_samples
 from calipers.calibration.data.sampling import Sampling
@@ -27,10 +29,14 @@ class Batches:
 
     :param batches: the batches, each with input_ids and attention_mask, (rows, tokens) int64
     :param warnings: what the user was told about the data of all ranks
+    :param parts: to which part of the data each batch belongs
+    :param ends: how many batches there are at each point where the run may stop, the last for all
     """
 
     batches: tuple[Batch, ...]
     warnings: tuple[Words, ...] = ()
+    parts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -86,9 +92,45 @@ def _sampled(source: Records, tokenizer: Any, sampling: Sampling) -> Batches:
         raise empty_data(source.name, _all_skipped(len(taken), sampling.skip))
     notes += _about_size(len(samples), sum(map(len, samples)), sampling)
     pad = pad_id(tokenizer, sampling.vocab_size)
-    mine = samples[sampling.rank :: sampling.world_size]
-    padded = batched(mine, sampling.batch_size, sampling.padding_side, pad)
-    return Batches(tuple(padded), notes)
+    found: list[tuple[int, Batch]] = []
+    ends = []
+    for start, end in _between(sampling.stops, len(samples)):
+        mine = samples[start + (sampling.rank - start) % sampling.world_size : end]
+        for part, group in _groups(mine[:: sampling.world_size], sampling):
+            found.append((part, padded(group, sampling.padding_side, pad)))
+        ends.append(len(found))
+    return _with_parts(found, ends, notes)
+
+
+def _between(stops: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """Give the beginning and the end of what lies between stops.
+
+    >>> list(_between((16, 24, 32), 30))
+    [(0, 16), (16, 24), (24, 30)]
+    """
+    start = 0
+    for end in (*(stop for stop in stops if stop < count), count):
+        yield start, end
+        start = end
+
+
+def _groups(samples: Sequence[Tensor], sampling: Sampling) -> Iterator[tuple[int, list[Tensor]]]:
+    """Go through samples in batches of one part each; the last of each may have fewer rows."""
+    waiting: dict[int, list[Tensor]] = {}
+    for sample in samples:
+        part = 0 if sampling.part_of is None else sampling.part_of(sample)
+        group = waiting.setdefault(part, [])
+        group.append(sample)
+        if len(group) == sampling.batch_size:
+            yield part, waiting.pop(part)
+    yield from waiting.items()
+
+
+def _with_parts(
+    found: Sequence[tuple[int, Batch]], ends: Sequence[int], notes: tuple[Words, ...]
+) -> Batches:
+    batches = tuple(batch for _, batch in found)
+    return Batches(batches, notes, tuple(part for part, _ in found), tuple(ends))
 
 
 def _all_skipped(samples: int, skip: int) -> Text:
@@ -123,15 +165,37 @@ def _dealt(source: ReadyBatches, sampling: Sampling) -> Batches:
     for option in ("packing", "skip"):
         if getattr(sampling, option):
             raise no_meaning(option, getattr(sampling, option), "batches that are ready-made")
-    mine = []
+    mine: list[tuple[int, Batch]] = []
+    ends, stops = [], iter(sampling.stops)
+    stop = next(stops, None)
     samples = tokens = 0
     ready = check_batches(source.batches, sampling.num_samples, sampling.vocab_size)
     for index, batch in enumerate(ready):
         samples += len(batch["input_ids"])
         tokens += int(batch["attention_mask"].sum())
         if index % sampling.world_size == sampling.rank:
-            mine.append(batch)
-    return Batches(tuple(mine), _about_size(samples, tokens, sampling))
+            mine.extend(_rows_of_parts(batch, sampling))
+        while stop is not None and samples >= stop:
+            ends.append(len(mine))
+            stop = next(stops, None)
+    ends.append(len(mine))
+    return _with_parts(mine, ends, _about_size(samples, tokens, sampling))
+
+
+def _rows_of_parts(batch: Batch, sampling: Sampling) -> Iterator[tuple[int, Batch]]:
+    """Cut a batch into one for each part; it stays whole where a tensor has no rows to choose."""
+    rows = len(batch["input_ids"])
+    parts: dict[int, list[int]] = {}
+    for row, (ids, marks) in enumerate(
+        zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ):
+        if sampling.part_of is not None and bool(marks.any()):
+            parts.setdefault(sampling.part_of(ids[marks != 0]), []).append(row)
+    if len(parts) < 2 or any(not value.ndim or len(value) != rows for value in batch.values()):
+        yield next(iter(parts), 0), batch
+        return
+    for part, chosen in parts.items():
+        yield part, {name: value[chosen] for name, value in batch.items()}
 
 
 def _about_size(samples: int, tokens: int, sampling: Sampling) -> tuple[Words, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,11 +37,3 @@ def padded(samples: Sequence[torch.Tensor], side: PaddingSide, pad: int) -> Batc
         ids[row, start : start + len(sample)] = sample
         mask[row, start : start + len(sample)] = 1
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def batched(
-    samples: Sequence[torch.Tensor], batch_size: int, side: PaddingSide, pad: int
-) -> Iterator[Batch]:
-    """Go through samples in batches, the last of which may have fewer rows."""
-    for start in range(0, len(samples), batch_size):
-        yield padded(samples[start : start + batch_size], side, pad)

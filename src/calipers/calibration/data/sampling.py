@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from torch import Tensor
 
 from calipers.calibration.data.padding import PaddingSide
 from calipers.errors import not_allowed
@@ -33,6 +36,9 @@ class Sampling:
     :param use: what the data is for, which decides when it is too little
     :param skip: how many samples to pass over before the first is taken: with the same seed,
         length and packing, those that an earlier call took
+    :param part_of: tells of the token ids of a sample to which part of the data it belongs;
+        samples of different parts share no batch
+    :param stops: after how many samples, over all ranks, the run may stop: no batch reaches over
     """
 
     num_samples: int = 512
@@ -48,6 +54,8 @@ class Sampling:
     vocab_size: int | None = None
     use: Use = "ranges"
     skip: int = 0
+    part_of: Callable[[Tensor], int] | None = None
+    stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_seq_length", "batch_size", "world_size"):
