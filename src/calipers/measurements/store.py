@@ -23,6 +23,13 @@ from calipers.measurements.halves import Halves, halves_of, is_of_half, whole_of
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.layer_grid import LayerGrid, layer_grid
 from calipers.measurements.magnitudes import magnitudes_of
+from calipers.measurements.sufficiency import (
+    TOLERANCE,
+    Sufficiency,
+    check_tolerance,
+    no_halves,
+    sufficiency_of,
+)
 from calipers.measurements.tensors import Place, Statistics, merged, name_of, readers_of
 from calipers.statistics.base import Statistic
 
@@ -195,6 +202,22 @@ class Measurements:
                 hint="Those of calipers.measure do, and can be saved and merged.",
             )
         return self.info
+
+    def sufficiency(self, tolerance: float = TOLERANCE) -> Sufficiency:
+        """Tell by how much what solvers read would still move with more data.
+
+        :param tolerance: which movement, relative to the value itself, is small enough
+        """
+        tolerance = check_tolerance(tolerance)
+        if not self.has_halves:
+            raise no_halves()
+        found = []
+        for readers, statistics in readers_of(self.with_halves()):
+            halves = halves_of(statistics)
+            if halves is not None:
+                found.append((tuple(map(name_of, readers)), statistics, halves))
+        samples = 0 if self.info is None else len(self.info.samples)
+        return sufficiency_of(found, samples, tolerance)
 
     # For people
 
