@@ -26,7 +26,6 @@ from calipers.planning.specs import Requirement
 from calipers.statistics.base import Statistic
 from calipers.statistics.tensor_statistics import TensorStatistics
 
-
 Measured: TypeAlias = dict[tuple[str, str], dict[str, Statistic]]
 """Statistics of a model: (module, tensor) → key → statistic."""
 

@@ -67,6 +67,21 @@ SaveEvery = Annotated[
         help="When what was measured is written again, so that a run that dies can go on.",
     ),
 ]
+UntilStable = Annotated[
+    bool,
+    typer.Option(
+        "--until-stable",
+        help="Stop as soon as the data suffices: --samples is then the most that is taken.",
+    ),
+]
+Tolerance = Annotated[
+    float,
+    typer.Option(
+        "--tolerance",
+        metavar="SHARE",
+        help="By how much scales and importance may still move with more data.",
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing file of measurements.")
 ]
@@ -91,6 +106,8 @@ def measure(
     dtype: Dtype = "auto",
     seed: Seed = 0,
     save_every: SaveEvery = 60,
+    until_stable: UntilStable = False,
+    tolerance: Tolerance = 0.05,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> CommandOutput:
@@ -105,8 +122,10 @@ def measure(
     if not output.with_name(output.name + PARTIAL).exists():
         check_output_file(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
     source, texts = model_source(model), _texts(data)
+    from calipers.measurements.sufficiency import check_tolerance
     from calipers.measuring import measure as run
 
+    check_tolerance(tolerance)
     found = run(
         source,
         texts,
@@ -114,6 +133,7 @@ def measure(
         output_file=output,
         overwrite=overwrite,
         save_every=save_every,
+        until_stable=tolerance if until_stable else False,
         data=DataOptions(
             tokenizer=tokenizer,
             num_samples=samples,
@@ -131,7 +151,7 @@ def measure(
             share_inputs=share_inputs,
         ),
     )
-    return about(found, output)
+    return about(found, output, tolerance, most=samples if until_stable else None)
 
 
 def _texts(data: str | None) -> Any:

@@ -13,13 +13,14 @@ from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size
 from calipers.cli.losses import worst_modules
 from calipers.cli.tables import add_row, facts_table, table
-from calipers.errors import counted
+from calipers.errors import counted, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from calipers.checkpoint.description import CheckpointDescription
     from calipers.measurements import Measurements
+    from calipers.measurements.sufficiency import Sufficiency
 
 Source = Annotated[
     Path,
@@ -57,27 +58,75 @@ def show(source: Source) -> CommandOutput:
         return CommandOutput(data, _checkpoint_view(described))
     from calipers.measurements import Measurements
 
-    found = Measurements.load(source).summary()
-    return CommandOutput({"file": str(source), **found}, _view(source, found))
+    measurements = Measurements.load(source)
+    found = measurements.summary()
+    sufficiency = sufficiency_of(measurements)
+    data = {"file": str(source), **found, "sufficiency": _as_data(sufficiency)}
+    return CommandOutput(data, _view(source, found, sufficiency))
 
 
-def about(found: Measurements, output: Path) -> CommandOutput:
-    """Tell what was written."""
+def sufficiency_of(found: Measurements, tolerance: float = 0.05) -> Sufficiency | None:
+    """Return whether the data sufficed; None where the measurements do not tell."""
+    return found.sufficiency(tolerance) if found.has_halves else None
+
+
+def about(
+    found: Measurements, output: Path, tolerance: float = 0.05, most: int | None = None
+) -> CommandOutput:
+    """Tell what was written.
+
+    :param tolerance: by how much results may still move
+    :param most: how many samples would have been taken if they had not sufficed before; None
+        where nothing was to stop the run
+    """
     from rich.text import Text
 
     summary = found.summary()
     size = output.stat().st_size
+    sufficiency = sufficiency_of(found, tolerance)
     data = {"output": str(output), "file_size": size, **summary}
+    data["sufficiency"] = _as_data(sufficiency)
     lines = [
         f"Written to {output}: {format_size(size)}.",
         f"{counted(len(summary['tensors']), 'tensor')} of {summary['model']['class']}: "
         f"{', '.join(summary['statistics'])}.",
         f"{counted(summary['samples'], 'sample')}, {summary['tokens']:,} tokens seen.",
+        *([] if most is None else [_why_stopped(sufficiency, summary["samples"], most)]),
+        *sufficiency_lines(sufficiency),
     ]
     return CommandOutput(data, Text("\n".join(lines)))
 
 
-def _view(file: Path, found: dict[str, Any]) -> RenderableType:
+def sufficiency_lines(found: Sufficiency | None) -> list[str]:
+    """Say in two lines whether the data sufficed, and what to do."""
+    if found is None:
+        return ["Whether the data sufficed is not known: halves of it were not measured apart."]
+    enough = sum(each.is_sufficient for each in found.tensors)
+    first = (
+        f"{enough} of {counted(len(found.tensors), 'tensor')} would move by less than "
+        f"{found.tolerance:.3g} of their scale and importance with more data."
+    )
+    if found.unseen:
+        return [first, f"A half of the data did not reach {shortened(found.unseen, 3)}."]
+    if found.is_sufficient:
+        return [first, "The data suffices."]
+    needed = found.needed_samples
+    more = "how much more is needed cannot be told" if needed is None else f"about {needed:,}"
+    names = shortened([each.tensor for each in found.worst], 3)
+    return [first, f"More samples are advised ({more}), most for {names}."]
+
+
+def _why_stopped(found: Sufficiency | None, samples: int, most: int) -> str:
+    if found is not None and found.is_sufficient and samples < most:
+        return f"Stopped after {samples:,} of at most {most:,} samples: they suffice."
+    return f"All {samples:,} samples were taken, of at most {most:,}."
+
+
+def _as_data(found: Sufficiency | None) -> dict[str, Any] | None:
+    return None if found is None else found.as_dict()
+
+
+def _view(file: Path, found: dict[str, Any], sufficiency: Sufficiency | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -92,6 +141,7 @@ def _view(file: Path, found: dict[str, Any]) -> RenderableType:
         "statistics": ", ".join(sizes),
         "size": format_size(file.stat().st_size),
         "Calipers": found["calipers"],
+        "sufficiency": " ".join(sufficiency_lines(sufficiency)),
     }
     if not found["complete"]:
         facts["not finished"] = "the command that began it goes on when it is started again"

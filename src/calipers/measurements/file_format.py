@@ -13,10 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from safetensors import safe_open
 from torch import Tensor
 
-from calipers.errors import MeasurementsError, MergeError, damaged_measurements, library_errors
+from calipers.errors import (
+    MeasurementsError,
+    MergeError,
+    damaged_measurements,
+    library_errors,
+    listing,
+)
 from calipers.files.json_files import parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
-from calipers.measurements.halves import problem_with_halves
+from calipers.measurements.halves import is_of_half, problem_with_halves, whole_beside
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.kinds import problem_with, problem_with_table, statistic_of
 from calipers.measurements.tensors import Place, Statistics, Tensors, name_of, readers_of
@@ -25,7 +31,9 @@ from calipers.statistics.base import Statistic
 from calipers.statistics.value_counts import TABLES
 
 FORMAT = "calipers.measurements"
-VERSION = 1
+VERSION = 2
+"""Files of version 1 have no halves, and are as these in everything else."""
+_READ = (1, 2)
 HEADER = "calipers"
 CHECKSUM = "sha256"
 
@@ -70,7 +78,7 @@ class Header(_Strict):
     """What the file says about itself."""
 
     format: Literal["calipers.measurements"]
-    version: Literal[1]
+    version: Literal[1, 2]
     calipers: str
     complete: bool
     run: dict[str, Any]
@@ -109,7 +117,8 @@ def _described(info: MeasurementsInfo, tensors: Tensors) -> tuple[str, dict[str,
                 "configuration": statistic.configuration(),
                 "fields": {n: list(value.shape) for n, value in statistic.fields().items()},
             }
-            stored |= {f"{name}/{key}.{n}": v for n, v in stored_fields(statistic).items()}
+            fields = stored_fields(statistic, whole_beside(key, statistics))
+            stored |= {f"{name}/{key}.{n}": value for n, value in fields.items()}
     text = json.dumps(_head(info, described), separators=(",", ":"), ensure_ascii=False)
     return text, stored
 
@@ -128,11 +137,18 @@ def _head(info: MeasurementsInfo, tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def stored_fields(statistic: Statistic) -> dict[str, Tensor]:
-    """Return the fields of a statistic as they are stored: tables of counts are sparse."""
+def stored_fields(statistic: Statistic, whole: Statistic | None = None) -> dict[str, Tensor]:
+    """Return the fields of a statistic as they are stored: tables of counts are sparse.
+
+    :param whole: where it is of a half, the same of all data: its counts are at the places of those
+    """
     found = {}
+    tables = {} if whole is None else whole.fields()
     for name, value in statistic.fields().items():
-        packed = statistic.packed(name, value.detach()).cpu()
+        if name in TABLES and name in tables:
+            packed = value.detach().flatten()[tables[name].flatten().nonzero().squeeze(1)].cpu()
+        else:
+            packed = statistic.packed(name, value.detach()).cpu()
         if name in TABLES and (not packed.numel() or int(packed.max()) < 2**31):
             packed = packed.to(torch.int32)
         found[name] = packed.contiguous()
@@ -229,10 +245,10 @@ class _FileReader:
         found, version = raw.get("format"), raw.get("version")
         if found != FORMAT:
             raise self._damaged(f"its format is {found!r}, not '{FORMAT}'")
-        if version != VERSION or isinstance(version, bool):
+        if version not in _READ or isinstance(version, bool):
             raise MeasurementsError(
-                f"is of version {version!r} of the format, and this Calipers reads version "
-                f"{VERSION}",
+                f"is of version {version!r} of the format, and this Calipers reads versions "
+                f"{listing(map(str, _READ))}",
                 subject=f"The file '{self._file}'",
                 hint="Read it with the Calipers that wrote it, or measure again with this one.",
             )
@@ -262,10 +278,10 @@ class _FileReader:
     ) -> dict[Place, dict[str, Statistic]]:
         found: dict[Place, dict[str, Statistic]] = {}
         for name, entry in header.tensors.items():
-            statistics = {
-                key: self._statistic(f"{name}/{key}", each, tensors)
-                for key, each in entry.statistics.items()
-            }
+            statistics: dict[str, Statistic] = {}
+            for key, each in sorted(entry.statistics.items(), key=lambda item: is_of_half(item[0])):
+                whole = whole_beside(key, statistics)
+                statistics[key] = self._statistic(f"{name}/{key}", each, tensors, whole)
             problem = problem_with_halves(statistics)
             if problem:
                 raise self._damaged(f"{name}: {problem}")
@@ -285,7 +301,11 @@ class _FileReader:
             yield module, base_name
 
     def _statistic(
-        self, where: str, header: StatisticHeader, tensors: Mapping[str, Tensor]
+        self,
+        where: str,
+        header: StatisticHeader,
+        tensors: Mapping[str, Tensor],
+        whole: Statistic | None,
     ) -> Statistic:
         with library_errors(lambda words: self._damaged(f"{where}: {words}")):
             statistic = statistic_of(header.configuration)
@@ -296,12 +316,25 @@ class _FileReader:
             if name not in statistic.declared() or stored not in tensors:
                 raise self._damaged(f"it has no '{stored}', or should not have it")
             self._used.add(stored)
+            if name in TABLES and whole is not None:
+                fields[name] = self._counts_of_half(whole, name, tensors[stored], stored)
+                continue
             fields[name] = self._field(statistic, name, tensors[stored], tuple(shape), stored)
         problem = problem_with(statistic, fields)
         if problem:
             raise self._damaged(f"{where}: {problem}")
         statistic.load_fields(fields)
         return statistic
+
+    def _counts_of_half(self, whole: Statistic, name: str, saved: Tensor, stored: str) -> Tensor:
+        """Lay out the counts of a half, which are at the places of those of all data."""
+        table = whole.fields().get(name, torch.zeros(0, dtype=torch.int64))
+        places = table.flatten().nonzero().squeeze(1)
+        if saved.dtype not in (torch.int32, torch.int64) or saved.shape != places.shape:
+            raise self._damaged(f"{stored}: it must be one count for each of {len(places)} places")
+        if bool((saved < 0).any()):
+            raise self._damaged(f"{stored}: its counts must not be below zero")
+        return torch.zeros_like(table).flatten().index_copy_(0, places, saved.long()).view_as(table)
 
     def _field(
         self, statistic: Statistic, name: str, saved: Tensor, shape: tuple[int, ...], stored: str
@@ -324,6 +357,6 @@ class _FileReader:
 def size_of(statistics: Statistics) -> dict[str, int]:
     """Return how many bytes each statistic of a tensor takes in a file."""
     return {
-        key: sum(value.nbytes for value in stored_fields(each).values())
+        key: sum(v.nbytes for v in stored_fields(each, whole_beside(key, statistics)).values())
         for key, each in statistics.items()
     }

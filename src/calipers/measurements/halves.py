@@ -39,6 +39,11 @@ def is_of_half(key: str) -> bool:
     return key.startswith((FIRST, SECOND))
 
 
+def whole_beside(key: str, statistics: Statistics) -> Statistic | None:
+    """Return the statistic of all data of which one is of a half; None for one that is of none."""
+    return statistics.get(key.partition("/")[2]) if is_of_half(key) else None
+
+
 def whole_of(tensors: Tensors) -> dict[Place, dict[str, Statistic]]:
     """Return the statistics of all data alone."""
     return {
@@ -72,9 +77,7 @@ def with_halves(first: Tensors, second: Tensors) -> dict[Place, dict[str, Statis
 def _kept(first: Statistics, second: Statistics) -> dict[str, Statistic]:
     kept = {FIRST + key: first[key] for key in _KEPT if key in first}
     return kept | {
-        SECOND + key: second[key]
-        for key in _KEPT
-        if key in second and not _is_sum(second[key])
+        SECOND + key: second[key] for key in _KEPT if key in second and not _is_sum(second[key])
     }
 
 
@@ -118,7 +121,7 @@ def problem_with_halves(statistics: Mapping[str, Statistic]) -> str | None:
     for key, half in statistics.items():
         if not is_of_half(key):
             continue
-        whole = statistics.get(key.partition("/")[2])
+        whole = whole_beside(key, statistics)
         if whole is None or whole.configuration() != half.configuration():
             return f"{key} is of something that the whole is not of"
         fields = whole.fields()

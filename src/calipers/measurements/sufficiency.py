@@ -32,6 +32,8 @@ ENOUGH = 0.95
 """The share of tensors that must stay within the tolerance: single ones may move by chance."""
 FIRST_STOP = 16
 """Samples after which it is first looked whether they suffice."""
+SURE = 2
+"""Standard errors within which nearly all results stay: so many must be within the tolerance."""
 _PRIOR = 2
 """For how many more pairs of halves the typical movement of all tensors stands: one pair tells
 little of one tensor."""
@@ -56,7 +58,8 @@ class TensorSufficiency:
         ``static_minmax``
     :param mse: the standard error of the scale of least squared error for int8: ``histogram_mse``
     :param importance: the standard error of E[x²] of channels, of which share each has
-    :param is_sufficient: whether no movement is beyond the tolerance, and both halves saw tokens
+    :param is_sufficient: whether twice the largest movement is within the tolerance, and both
+        halves saw tokens
     """
 
     tensor: str
@@ -128,10 +131,11 @@ class Sufficiency:
     def _factor(self, tensor: TensorSufficiency) -> float:
         """Return how many times the data would suffice for a tensor."""
         errors = [each for each in (tensor.mse, tensor.importance) if each is not None]
-        factor = (max(errors, default=0.0) / self.tolerance) ** 2
+        allowed = self.tolerance / SURE
+        factor = (max(errors, default=0.0) / allowed) ** 2
         growth = tensor.minmax or 0.0
-        if growth > self.tolerance:
-            doublings = 1 / self.tolerance - 1 / growth
+        if growth > allowed:
+            doublings = 1 / allowed - 1 / growth
             factor = max(factor, 2**doublings if doublings < 64 else math.inf)
         return max(1.0, factor)
 
@@ -240,7 +244,7 @@ def sufficiency_of(
                 min(each.num_tokens for each in statistics.values()),
                 (tokens[0], tokens[1]),
                 **moderated,
-                is_sufficient=all(tokens) and max(known, default=math.inf) <= tolerance,
+                is_sufficient=all(tokens) and SURE * max(known, default=math.inf) <= tolerance,
             )
         )
     return Sufficiency(tuple(found), samples, tolerance)
@@ -268,31 +272,37 @@ def _movements(whole: Statistics, halves: Halves) -> Iterator[tuple[str, float]]
     for key in halves.first:
         both = halves.first[key], halves.second[key]
         if isinstance(whole[key], Extrema):
-            sizes = [_magnitude(each) for each in both]
+            sizes = [magnitude(each) for each in both]
             yield "minmax", _relative(abs(sizes[0] - sizes[1]) / 2, max(sizes))
         elif isinstance(whole[key], SquareSums):
-            shares = [_energy_shares(each) for each in both]
+            shares = [energy_shares(each) for each in both]
             yield "importance", float((shares[0] - shares[1]).abs().sum()) * part
         elif isinstance(whole[key], ValueCounts):
-            scales = [_least_error_scale(each) for each in both]
-            yield "mse", _relative(abs(scales[0] - scales[1]) * part, _least_error_scale(whole[key]))
+            scales = [least_error_scale(each) for each in both]
+            yield (
+                "mse",
+                _relative(abs(scales[0] - scales[1]) * part, least_error_scale(whole[key])),
+            )
 
 
 def _relative(movement: float, value: float) -> float:
     return movement / value if value else 0.0
 
 
-def _magnitude(extrema: Any) -> float:
+def magnitude(extrema: Any) -> float:
+    """Return the largest magnitude of all values."""
     return max(-float(extrema.min_vals.min()), float(extrema.max_vals.max()), 0.0)
 
 
-def _energy_shares(squares: Any) -> Tensor:
+def energy_shares(squares: Any) -> Tensor:
+    """Return the share of Σx² that each channel has."""
     sums: Tensor = squares._imatrix_sum
     total = sums.sum()
     return sums / total if float(total) else sums
 
 
-def _least_error_scale(counts: Any) -> float:
+def least_error_scale(counts: Any) -> float:
+    """Return the scale of int8 with the least squared error over all values of a tensor."""
     distributions = list(counts.distributions())
     values = torch.cat([each.values for each in distributions])
     low, high = values.min().reshape(1), values.max().reshape(1)
