@@ -197,7 +197,9 @@ STOPPED = Section(
         Column("of", "kind"),
         Column("real", "real", _PERCENT, "median over tensors."),
         Column("most", "most", _PERCENT, "the largest difference."),
-        Column("within 5 %", "within", "{:.0%}".format, "tensors within the tolerance."),
+        Column(
+            "within", "within", "{:.0%}".format, f"tensors within the tolerance, {TOLERANCE:.0%}."
+        ),
     ),
 )
 

@@ -76,6 +76,28 @@ def test_what_is_shown(files: Path) -> None:
         assert word in done.stdout
 
 
+def test_whether_the_data_suffices_is_told(model: Path, text: Path, tmp_path: Path) -> None:
+    options = ("measure", model, "--data", text, "--seq-len", "16", "--samples", "40")
+    stopping = (*options, "--until-stable", "--tolerance")
+    few = run(*map(str, (*stopping, "5", "-o", "few")), cwd=tmp_path)
+    assert "Stopped after 16 of at most 40 samples: they suffice." in few.stdout
+    assert "would move by less than 5 of their scale and importance" in few.stdout
+    assert "The data suffices." in few.stdout
+    told = as_json(*stopping, "1e-9", "-o", "all", cwd=tmp_path)
+    assert (told["samples"], told["sufficiency"]["is_sufficient"]) == (40, False)
+    shown = " ".join(run("show", "few", cwd=tmp_path).stdout.split())
+    assert "would move by less than 0.1 of their scale" in shown
+    old = Measurements.load(tmp_path / "few")
+    Measurements.of_tensors(old.info, old.tensors()).save(tmp_path / "old")
+    shown = " ".join(run("show", "old", cwd=tmp_path).stdout.split())
+    assert "Whether the data sufficed is not known" in shown
+    for wrong, words in (("0", "a number above 0"), ("much", "not a valid float")):
+        done = run(*map(str, (*stopping, wrong, "-o", "none")), cwd=tmp_path)
+        assert done.returncode == 2
+        assert words in " ".join(done.stderr.split())
+    assert not (tmp_path / "none").exists()
+
+
 def test_what_else_is_collected(model: Path, text: Path, tmp_path: Path) -> None:
     options = (*FEW, "--collect", "hessian,outputs, attention", "-o", "m")
     told = as_json("measure", model, "--data", text, *options, cwd=tmp_path)

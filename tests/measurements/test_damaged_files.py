@@ -171,8 +171,8 @@ def test_what_cannot_be_is_named(change: Any, text: str, sound: Path, tmp_path: 
 
 def test_another_version_is_not_damaged(sound: Path, tmp_path: Path) -> None:
     header, tensors = taken_apart(sound)
-    said = refusal(signed(tmp_path / "m", {**header, "version": 2}, tensors))
-    assert "is of version 2 of the format, and this Calipers reads version 1. Read it with" in said
+    said = refusal(signed(tmp_path / "m", {**header, "version": 3}, tensors))
+    assert "is of version 3 of the format, and this Calipers reads versions 1 and 2. Read" in said
 
 
 def test_tensors_in_other_places_or_of_other_dtypes_are_noticed(

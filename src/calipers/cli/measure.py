@@ -107,7 +107,7 @@ def measure(
     seed: Seed = 0,
     save_every: SaveEvery = 60,
     until_stable: UntilStable = False,
-    tolerance: Tolerance = 0.05,
+    tolerance: Tolerance = 0.1,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> CommandOutput:

@@ -65,13 +65,13 @@ def show(source: Source) -> CommandOutput:
     return CommandOutput(data, _view(source, found, sufficiency))
 
 
-def sufficiency_of(found: Measurements, tolerance: float = 0.05) -> Sufficiency | None:
+def sufficiency_of(found: Measurements, tolerance: float = 0.1) -> Sufficiency | None:
     """Return whether the data sufficed; None where the measurements do not tell."""
     return found.sufficiency(tolerance) if found.has_halves else None
 
 
 def about(
-    found: Measurements, output: Path, tolerance: float = 0.05, most: int | None = None
+    found: Measurements, output: Path, tolerance: float = 0.1, most: int | None = None
 ) -> CommandOutput:
     """Tell what was written.
 

@@ -26,7 +26,7 @@ from calipers.statistics.moments import SquareSums
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 
-TOLERANCE = 0.05
+TOLERANCE = 0.1
 """How much of a scale, or of importance, may still move."""
 ENOUGH = 0.95
 """The share of tensors that must stay within the tolerance: single ones may move by chance."""
@@ -182,15 +182,15 @@ def check_tolerance(tolerance: object, option: str = "tolerance") -> float:
     """Return a tolerance; refuse what is none."""
     is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     if not is_number or not 0 < float(tolerance) < math.inf:  # type: ignore[arg-type]
-        raise not_allowed(option, tolerance, "a number above 0, such as 0.05")
+        raise not_allowed(option, tolerance, "a number above 0, such as 0.1")
     return float(tolerance)  # type: ignore[arg-type]
 
 
 def check_until_stable(until_stable: object) -> float | None:
     """Return the tolerance within which a run may stop; None where it may not.
 
-    >>> check_until_stable(True), check_until_stable(False), check_until_stable(0.1)
-    (0.05, None, 0.1)
+    >>> check_until_stable(True), check_until_stable(False), check_until_stable(0.2)
+    (0.1, None, 0.2)
     """
     if until_stable is None or until_stable is False:
         return None
