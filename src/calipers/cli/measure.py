@@ -117,15 +117,10 @@ def measure(
 
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
-    # First: what is wrong is said before anything is imported; but a run that was killed may have
-    # left something beside its output, which has to be looked at.
-    if not output.with_name(output.name + PARTIAL).exists():
-        check_output_file(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
-    source, texts = model_source(model), _texts(data)
-    from calipers.measurements.sufficiency import check_tolerance
+    _check_output(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
+    source, texts, tolerance = model_source(model), _texts(data), _checked(tolerance)
     from calipers.measuring import measure as run
 
-    check_tolerance(tolerance)
     found = run(
         source,
         texts,
@@ -133,7 +128,7 @@ def measure(
         output_file=output,
         overwrite=overwrite,
         save_every=save_every,
-        until_stable=tolerance if until_stable else False,
+        until_stable=until_stable and tolerance,
         data=DataOptions(
             tokenizer=tokenizer,
             num_samples=samples,
@@ -151,7 +146,22 @@ def measure(
             share_inputs=share_inputs,
         ),
     )
-    return about(found, output, tolerance, most=samples if until_stable else None)
+    return about(found, output, tolerance, samples if until_stable else None)
+
+
+def _check_output(output: Path, overwrite: bool, inputs: dict[str, object]) -> None:
+    """Say what is wrong before anything is imported.
+
+    But a run that was killed may have left something beside its output, which has to be looked at.
+    """
+    if not output.with_name(output.name + PARTIAL).exists():
+        check_output_file(output, overwrite, inputs)
+
+
+def _checked(tolerance: float) -> float:
+    from calipers.measurements.sufficiency import check_tolerance
+
+    return check_tolerance(tolerance)
 
 
 def _texts(data: str | None) -> Any:
