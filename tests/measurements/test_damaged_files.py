@@ -25,6 +25,7 @@ from calipers.measurements.file_format import checksum
 CASES = 150
 TENSOR = "model.layers.0.self_attn.q_proj.input"
 COUNTS = f"{TENSOR}/counts.counts_bfloat16"
+FIRST = f"{TENSOR}/first/counts.counts_bfloat16"
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,14 @@ def negative(packed: Tensor) -> Tensor:
         (replaced(f"{TENSOR}/extrema.min_vals", lambda x: x + 99), "none above its maximum"),
         (replaced(f"{TENSOR}/channel_extrema.max_vals", lambda x: x[1:]), "its shape is (127,)"),
         (replaced(f"{TENSOR}/hessian._hessian_sum", lambda x: x[:, 1:]), "its shape is (1, 127,"),
+        (replaced(f"{TENSOR}/second/extrema.max_vals", lambda x: x + 9), "not that of a part of"),
+        (
+            replaced(f"{TENSOR}/first/squares._imatrix_count", lambda x: x + 99),
+            "not that of a part",
+        ),
+        (replaced(FIRST, lambda counts: counts + 99), "is not that of a part of the whole"),
+        (replaced(FIRST, lambda counts: counts[1:]), "it must be one count for each of"),
+        (replaced(FIRST, lambda counts: -counts - 1), "its counts must not be below zero"),
         (lambda _, t: t.update(more=torch.ones(1)), "its header does not speak of 'more'"),
         (says("tokens", value=-1), "its header, tokens: Input should be greater than or equal"),
         (says("tokens", value="3"), "its header, tokens: Input should be a valid integer"),
@@ -156,8 +165,12 @@ def negative(packed: Tensor) -> Tensor:
             f"{TENSOR}/counts: ValueError: there is no statistic 'os'",
         ),
         (
+            says("tensors", TENSOR, "statistics", "hessian", "fields", value={}),
+            f"its header does not speak of '{TENSOR}/hessian._hessian_count'",
+        ),
+        (
             says("tensors", TENSOR, "statistics", "counts", "fields", value={}),
-            f"its header does not speak of '{COUNTS}'",
+            f"{FIRST}: its table is of shape [1, 65536], that of all is not",
         ),
     ],
 )

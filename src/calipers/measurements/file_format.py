@@ -18,7 +18,6 @@ from calipers.errors import (
     MergeError,
     damaged_measurements,
     library_errors,
-    listing,
 )
 from calipers.files.json_files import parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
@@ -248,7 +247,7 @@ class _FileReader:
         if version not in _READ or isinstance(version, bool):
             raise MeasurementsError(
                 f"is of version {version!r} of the format, and this Calipers reads versions "
-                f"{listing(map(str, _READ))}",
+                f"{' and '.join(map(str, _READ))}",
                 subject=f"The file '{self._file}'",
                 hint="Read it with the Calipers that wrote it, or measure again with this one.",
             )
@@ -317,7 +316,7 @@ class _FileReader:
                 raise self._damaged(f"it has no '{stored}', or should not have it")
             self._used.add(stored)
             if name in TABLES and whole is not None:
-                fields[name] = self._counts_of_half(whole, name, tensors[stored], stored)
+                fields[name] = self._counts_of_half(whole, name, tensors[stored], shape, stored)
                 continue
             fields[name] = self._field(statistic, name, tensors[stored], tuple(shape), stored)
         problem = problem_with(statistic, fields)
@@ -326,10 +325,14 @@ class _FileReader:
         statistic.load_fields(fields)
         return statistic
 
-    def _counts_of_half(self, whole: Statistic, name: str, saved: Tensor, stored: str) -> Tensor:
+    def _counts_of_half(
+        self, whole: Statistic, name: str, saved: Tensor, shape: Shape, stored: str
+    ) -> Tensor:
         """Lay out the counts of a half, which are at the places of those of all data."""
         table = whole.fields().get(name, torch.zeros(0, dtype=torch.int64))
         places = table.flatten().nonzero().squeeze(1)
+        if shape != list(table.shape):
+            raise self._damaged(f"{stored}: its table is of shape {shape}, that of all is not")
         if saved.dtype not in (torch.int32, torch.int64) or saved.shape != places.shape:
             raise self._damaged(f"{stored}: it must be one count for each of {len(places)} places")
         if bool((saved < 0).any()):
