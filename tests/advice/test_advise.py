@@ -1,0 +1,228 @@
+"""Advice on small models: what it predicts, what it chooses, and what quantize makes of it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.utils import is_match
+from families import saved
+from massive import MASSIVE, massive_llama, samples
+from quantizing import IDS, model_folder
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+import calipers
+from calipers import Measurements
+from calipers.advice.groups import alike_groups, patterns_for
+from calipers.checkpoint.headers import stored_tensors
+from calipers.errors import ConfigurationError, MeasurementsError
+
+pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
+SCHEMES = "W4A16-g32,W8A16-g32,UNQUANTIZED"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("advice") / "model")
+
+
+@pytest.fixture(scope="module")
+def seen(llama: Path) -> Measurements:
+    return calipers.measure(llama, IDS, num_samples=6, collect="sensitivity", progress=False)
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> Measurements:
+    return calipers.measure(llama, IDS, num_samples=6, progress=False)
+
+
+def advise(model: Path, seen: Any, schemes: Any = SCHEMES, budget: Any = None, **more: Any) -> Any:
+    return calipers.advise(model, seen, schemes, budget, progress=False, **more)
+
+
+class TestChoice:
+    def test_the_checkpoint_has_the_predicted_size(
+        self, llama: Path, seen: Measurements, tmp_path: Path
+    ) -> None:
+        found = advise(llama, seen, budget="6.5bpw")
+        assert found.total.bits <= 6.5
+        assert len(found.counts()) > 1
+        done = calipers.quantize(llama, found.recipe, seen, tmp_path / "out", progress=False)
+        stored = stored_tensors(tmp_path / "out")
+        size = sum(
+            each.size for name, each in stored.items() if name.rpartition(".")[0] in found.chosen
+        )
+        assert size == found.total.size
+        for name, each in found.chosen.items():
+            assert (f"{name}.weight" in stored) == (each.scheme == "UNQUANTIZED")
+        predicted = sum(each.loss for each in found.chosen.values())
+        assert predicted == pytest.approx(found.total.harm)
+        assert sum(each.loss for each in done.costs.values()) == pytest.approx(predicted)
+
+    def test_fused_modules_have_one_scheme(self, llama: Path, seen: Measurements) -> None:
+        for budget in ("5bpw", "7bpw", "10bpw"):
+            found = advise(llama, seen, budget=budget)
+            for group in alike_groups(found.chosen):
+                assert len({found.chosen[name].scheme for name in group}) == 1
+
+    def test_a_larger_budget_never_loses_more(self, llama: Path, seen: Measurements) -> None:
+        harms = [advise(llama, seen, budget=f"{bits}bpw").total.harm for bits in (4.6, 6, 9, 16)]
+        assert harms == sorted(harms, reverse=True)
+        assert harms[-1] == 0
+
+    def test_budgets_of_size_and_of_harm_agree(self, llama: Path, seen: Measurements) -> None:
+        by_size = advise(llama, seen, budget="7bpw")
+        by_harm = advise(llama, seen, budget=f"{by_size.total.harm * (1 + 1e-9)}nats")
+        assert by_harm.total.size <= by_size.total.size
+        by_bytes = advise(llama, seen, budget=f"{by_size.total.size}B")
+        assert by_bytes.total == by_size.total
+
+    def test_several_solvers(self, llama: Path, seen: Measurements) -> None:
+        found = advise(
+            llama, seen, "W4A16-g32", "5bpw", solvers=["memoryless_minmax", "memoryless_mse"]
+        )
+        assert {each.solver for each in found.predictions} == {
+            "memoryless_minmax",
+            "memoryless_mse",
+        }
+        assert list(found.uniform) == ["W4A16-g32 memoryless_minmax", "W4A16-g32 memoryless_mse"]
+        assert found.recipe is not None
+
+    def test_without_sensitivity_errors_count(self, llama: Path, plain: Measurements) -> None:
+        found = advise(llama, plain, budget="6.5bpw")
+        assert found.harm == "error"
+        mean = sum(each.error**2 for each in found.chosen.values()) / len(found.chosen)
+        assert found.total.harm == pytest.approx(mean)
+        in_decibels = advise(llama, plain, budget="-30dB")
+        assert in_decibels.total.harm <= 1e-3
+
+    def test_what_is_shown(self, llama: Path, seen: Measurements) -> None:
+        found = advise(llama, seen, budget="6.5bpw")
+        assert "bits per weight: 6." in repr(found)
+        assert "Modules that lose most" in found._repr_html_()
+        data = found.as_dict()
+        assert data["chosen"].keys() == found.chosen.keys()
+        assert len(data["predictions"]) == 3 * len(found.chosen)
+
+
+class TestPredictions:
+    def test_output_errors_are_real(self, llama: Path, seen: Measurements, tmp_path: Path) -> None:
+        """Predicted from E[x²]; measured by running the inputs through both weights."""
+        found = advise(llama, seen, "W4A16-g32")
+        calipers.quantize(llama, *_uniform(), seen, tmp_path / "out", progress=False, group_size=32)
+        model, other = _loaded(llama), _weights(tmp_path / "out")
+        for each in found.predictions[:7]:
+            inputs: list[torch.Tensor] = []
+            module = model.get_submodule(each.module)
+            hook = module.register_forward_pre_hook(
+                lambda _, args, kept=inputs: kept.append(args[0])
+            )
+            with torch.no_grad():
+                model(input_ids=IDS)
+            hook.remove()
+            x, weight = inputs[0].double(), module.weight.double()
+            lost = other[each.module].double() - weight
+            real = float((x @ lost.T).norm() / (x @ weight.T).norm())
+            assert each.error == pytest.approx(real, rel=0.35)
+
+    def test_static_int8_stays_away_from_massive_activations(self, tmp_path: Path) -> None:
+        model = saved(massive_llama(torch.bfloat16), tmp_path / "model")
+        seen = calipers.measure(model, samples(), num_samples=8, progress=False)
+        found = advise(model, seen, "W8A8_STATIC,W8A16", budget="-25dB")
+        static = {each.module: each.error for each in found.predictions if "A8" in each.scheme}
+        assert max(static, key=lambda name: static[name]) == MASSIVE
+        assert found.chosen[MASSIVE].scheme == "W8A16"
+
+    def test_dynamic_inputs_lose_something(self, llama: Path, seen: Measurements) -> None:
+        found = advise(llama, seen, "W8A16-g32,W8A8,FP8_DYNAMIC")
+        errors = {scheme: [] for scheme in ("W8A16-g32", "W8A8", "FP8_DYNAMIC")}
+        for each in found.predictions:
+            errors[each.scheme].append(each.error)
+        assert sum(errors["W8A16-g32"]) < sum(errors["W8A8"]) < sum(errors["FP8_DYNAMIC"])
+        assert 0.02 < sum(errors["FP8_DYNAMIC"]) / len(errors["FP8_DYNAMIC"]) < 0.06
+
+
+def _input_of(model: Any, module: torch.nn.Module) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=IDS)
+    hook.remove()
+    return kept[0]
+
+
+def _uniform() -> tuple[Any]:
+    solver = {"name": "optimal", "importance": "imatrix"}
+    given: dict[str, Any] = {"ignore": ["lm_head"], "weight_observer": solver}
+    return (calipers.QuantizationModifier(scheme="W4A16", **given),)
+
+
+def _loaded(folder: Path) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What transformers makes of a checkpoint, decompressed."""
+    config = CompressedTensorsConfig(run_compressed=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a config was passed
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return {name: module.weight.detach() for name, module in linear.items()}
+
+
+class TestPatterns:
+    NAMES = (
+        *(f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1, 12) for p in "qkvo"),
+        *(f"model.layers.{n}.mlp.experts.{e}.up_proj" for n in (1, 2) for e in (0, 1)),
+        "lm_head",
+    )
+
+    def test_they_match_these_and_no_others(self) -> None:
+        chosen = [name for name in self.NAMES if ".1." in name or name == "lm_head"]
+        chosen = [name for name in chosen if "experts" not in name or ".layers.1." in name]
+        patterns = patterns_for(chosen)
+        linear = torch.nn.Linear(1, 1)
+        found = [n for n in self.NAMES if any(is_match(n, linear, p) for p in patterns)]
+        assert found == chosen
+
+    def test_experts_of_a_layer_go_together(self) -> None:
+        groups = alike_groups(self.NAMES)
+        assert tuple(n for n in self.NAMES if ".layers.2.mlp." in n) in groups
+        assert ("model.layers.12.self_attn.o_proj",) in groups
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("schemes", "budget", "words"),
+        [
+            (SCHEMES, "2bpw", r"cannot be met: the nearest that can is 4\.\d+bpw"),
+            (SCHEMES, "10B", "cannot be met: the nearest that can is .* bytes"),
+            ("W4A16-g32", "1e-9nats", "cannot be met: the nearest that can is .*nats"),
+            (SCHEMES, "much", "is no budget"),
+            (SCHEMES, "-4bpw", "is no budget"),
+            ("W4A17", None, "W4A1"),
+            ("UNQUANTIZED", None, "no scheme to choose"),
+            ("W4A16-g48", None, "48"),
+        ],
+    )
+    def test_refused(
+        self, schemes: str, budget: str, words: str, llama: Path, seen: Measurements
+    ) -> None:
+        with pytest.raises(calipers.CalipersError, match=words):
+            advise(llama, seen, schemes, budget)
+
+    def test_measurements_that_do_not_do(
+        self, llama: Path, plain: Measurements, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigurationError, match="--collect sensitivity"):
+            advise(llama, plain, budget="0.1nats")
+        other = model_folder(tmp_path / "other", num_hidden_layers=1)
+        with pytest.raises(MeasurementsError, match="of another model"):
+            advise(other, plain)
+        with pytest.raises(calipers.CalipersError):
+            advise(llama, tmp_path)
