@@ -30,20 +30,19 @@ def add_sensitivities(
     :param call: runs the model on a batch, and returns its output
     """
     mask = batch["attention_mask"].bool()
-    tokens = [int((row[1:] & row[:-1]).sum()) for row in mask]
+    counts = mask[:, 1:] & mask[:, :-1]
+    tokens = [int(row.sum()) for row in counts]
     with _differentiable(model), _listening(model, statistics, tokens):
         logits = call(model, batch).logits[:, :-1].float()
         labels = torch.stack([_drawn(each, seed) for each, seed in zip(logits, seeds, strict=True)])
-        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * (
-            mask[:, 1:] & mask[:, :-1]
-        )
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         if not losses.requires_grad:
             raise ModelRunError(
                 "lets no gradient through: how sensitive it is cannot be measured",
                 subject=type(model).__name__,
                 hint="Leave 'sensitivity' out of what is collected",
             )
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        losses[counts].sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _drawn(logits: Tensor, seed: int) -> Tensor:
