@@ -79,5 +79,5 @@ def test_refused(model: Path, seen: Path, tmp_path: Path) -> None:
     command = ("advise", model, "--measurements", seen, *SCHEMES, "--budget")
     refused([*command, "lots"], "is no budget", cwd=tmp_path)
     refused([*command, "1bpw"], "cannot be met", cwd=tmp_path)
-    refused([*command, "6bpw", "-o", "there.yaml"], "exists already", code=4, cwd=tmp_path)
+    refused([*command, "6bpw", "-o", "there.yaml"], "exists already", code=7, cwd=tmp_path)
     assert (tmp_path / "there.yaml").read_text() == "mine"
