@@ -42,6 +42,7 @@ ORDER = (
     "quantizing",
     "evaluation",
     "advice",
+    "reporting",
     "demo",
     "cli",
     "__init__",

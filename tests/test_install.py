@@ -40,6 +40,8 @@ def test_without_native_kernels(tmp_path: Path, environment: dict[str, str], mes
     names, said = build(tmp_path, **environment)
     assert names[0].endswith("-py3-none-any.whl")
     assert "calipers/kernels/search.py" in names
+    assets = {"page.html", "page.js", "page.css", "plotly-cartesian.min.js", "plotly-LICENSE.txt"}
+    assert {f"calipers/reporting/assets/{name}" for name in assets} <= set(names)
     assert {"calipers/demo/model/model.safetensors", "calipers/cli/main.py"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
     assert message in said

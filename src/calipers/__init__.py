@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from calipers.quantizing import QuantizeResult, quantize
     from calipers.recipes import Recipe, load_recipe
+    from calipers.reporting import Report, report
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "QuantizationModifier",
     "QuantizeResult",
     "Recipe",
+    "Report",
     "__version__",
     "advise",
     "evaluate",
@@ -59,6 +61,7 @@ __all__ = [
     "measure",
     "oneshot",
     "quantize",
+    "report",
 ]
 
 _HOMES = {
@@ -76,6 +79,7 @@ _HOMES = {
     "QuantizationModifier": "calipers.modifiers",
     "QuantizeResult": "calipers.quantizing",
     "Recipe": "calipers.recipes",
+    "Report": "calipers.reporting",
     "advise": "calipers.advice",
     "evaluate": "calipers.evaluation",
     "flatten_for_calibration": "calipers.observers",
@@ -86,6 +90,7 @@ _HOMES = {
     "measure": "calipers.measuring",
     "oneshot": "calipers.entrypoint",
     "quantize": "calipers.quantizing",
+    "report": "calipers.reporting",
 }
 
 

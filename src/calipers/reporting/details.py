@@ -1,0 +1,149 @@
+"""What the page shows of a single module: distributions, and ranges beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.numerics.formats import Format
+from calipers.reporting.channels import ChannelRanges
+from calipers.reporting.checkpoints import CheckpointFolder, args_label
+from calipers.reporting.histograms import LogHistogram, distribution_of
+from calipers.reporting.measured import Measured, MeasuredInput
+from calipers.reporting.ranges import (
+    REFERENCE,
+    ChosenRange,
+    has_one_range,
+    key_of,
+    range_of,
+    ranges_by_observers,
+)
+from calipers.reporting.source import SourceModel
+
+
+class ObserverRanges(NamedTuple):
+    """The ranges that observers would choose for an input in some format."""
+
+    format: str
+    ranges: tuple[ChosenRange, ...]
+
+
+class InputDetail(NamedTuple):
+    """What was seen of the input of some modules.
+
+    :param by_format: one entry for each format in which a checkpoint has this input; int8 by
+        tensor, as a reference, where none has
+    """
+
+    readers: tuple[str, ...]
+    tokens: int
+    exact: bool
+    histogram: LogHistogram | None
+    channels: ChannelRanges | None
+    by_format: tuple[ObserverRanges, ...]
+
+
+class WeightDetail(NamedTuple):
+    """The weight of a module before it was quantized."""
+
+    rows: int
+    columns: int
+    histogram: LogHistogram
+    largest: float
+    rms: float
+
+
+class WeightLimits(NamedTuple):
+    """The largest magnitude that codes reach, over all groups of a weight."""
+
+    least: float
+    median: float
+    largest: float
+    groups: int
+
+
+def input_details(
+    measured: Measured, folders: Sequence[CheckpointFolder]
+) -> tuple[InputDetail, ...]:
+    """Return what was seen of each distinct input."""
+    return tuple(_input(seen, folders) for seen in measured.inputs)
+
+
+def _input(seen: MeasuredInput, folders: Sequence[CheckpointFolder]) -> InputDetail:
+    formats = {key_of(args): args for args in _static_args(seen.readers, folders)}
+    by_format = []
+    if seen.values is not None and len(seen.values.values):
+        for args in formats.values() or (REFERENCE,):
+            found = ranges_by_observers(seen.statistics.values(), seen.values, args)
+            by_format.append(ObserverRanges(args_label(args), found))
+    return InputDetail(
+        seen.readers,
+        seen.tokens,
+        seen.exact,
+        None if seen.values is None else LogHistogram.of(seen.values),
+        seen.channels,
+        tuple(by_format),
+    )
+
+
+def _static_args(
+    modules: Iterable[str], folders: Sequence[CheckpointFolder]
+) -> Iterable[QuantizationArgs]:
+    for module in modules:
+        for folder in folders:
+            scheme = folder.schemes.get(module)
+            if scheme is not None and has_one_range(scheme.input_activations):
+                yield scheme.input_activations
+
+
+def chosen_ranges(
+    folder: CheckpointFolder, inputs: Mapping[str, MeasuredInput]
+) -> dict[str, ChosenRange]:
+    """Return the range of each static input, and what becomes of the values that were seen."""
+    found = {}
+    for module, scheme in folder.schemes.items():
+        seen, args = inputs.get(module), scheme.input_activations
+        scale = folder.tensor(module, "input_scale") if has_one_range(args) else None
+        if seen is None or seen.values is None or scale is None or not scale.numel():
+            continue
+        zero = folder.tensor(module, "input_zero_point")
+        zero = torch.zeros(1) if zero is None else zero
+        found[module] = range_of("this checkpoint", seen.values, args, scale, zero)
+    return found
+
+
+def weight_limits(folder: CheckpointFolder, module: str) -> WeightLimits | None:
+    """Return how far codes reach in the groups of a weight."""
+    scheme, scales = folder.schemes.get(module), folder.weight_scales(module)
+    if scheme is None or scheme.weights is None or scales is None or not scales.numel():
+        return None
+    largest = max(abs(end) for end in Format.of(scheme.weights).limits)
+    limits = scales.abs().flatten().float() * largest
+    if not bool(torch.isfinite(limits).all()):
+        return None
+    ends = (float(limits.min()), float(limits.median()), float(limits.max()))
+    return WeightLimits(*ends, limits.numel())
+
+
+def weight_detail(source: SourceModel, module: str) -> WeightDetail | None:
+    """Return how the values of a weight are distributed; None if there is no such weight."""
+    weight = source.weight(module)
+    if weight is None or weight.ndim != 2 or not weight.numel():
+        return None
+    seen = distribution_of(weight)
+    energy = (seen.values.double().square() * seen.counts).sum()
+    return WeightDetail(
+        weight.shape[0],
+        weight.shape[1],
+        LogHistogram.of(seen),
+        _largest(seen.values),
+        float((energy / seen.counts.sum()).sqrt()),
+    )
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if len(values) else 0.0

@@ -1,0 +1,136 @@
+"""What measurements tell of the inputs of modules; an input that several read is looked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from calipers.errors import MeasurementsError, counted, shortened
+from calipers.measurements import Measurements, MeasurementsInfo
+from calipers.measurements.tensors import Statistics, readers_of
+from calipers.planning.collecting import CHANNEL_EXTREMA
+from calipers.planning.specs import COUNTS, SQUARES
+from calipers.reporting.channels import ChannelRanges
+from calipers.reporting.checkpoints import CheckpointFolder
+from calipers.statistics.moments import SquareSums
+from calipers.statistics.ranges import Extrema
+from calipers.statistics.value_counts import Distribution, ValueCounts
+
+
+class MeasuredInput(NamedTuple):
+    """What is known of the input of some modules.
+
+    :param readers: the modules
+    :param values: how often each value occurred
+    :param exact: whether values were counted as they are, not rounded
+    """
+
+    readers: tuple[str, ...]
+    tokens: int
+    statistics: Statistics
+    values: Distribution | None
+    exact: bool
+    channels: ChannelRanges | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a model.
+
+    :param inputs: the distinct inputs of modules
+    :param energies: module → E[x²] of each channel of its input
+    :param outputs: module → E‖y‖² of its output, where outputs were collected
+    """
+
+    info: MeasurementsInfo | None = None
+    inputs: tuple[MeasuredInput, ...] = ()
+    outputs: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, measurements: Measurements) -> Measured:
+        """Read measurements."""
+        tensors = measurements.tensors()
+        inputs = []
+        for places, statistics in readers_of(tensors):
+            if places[0][1] == "input":
+                inputs.append(_input(tuple(module for module, _ in places), statistics))
+        outputs = {
+            module: float(counts.square_sum()) / counts.num_tokens
+            for (module, base_name), known in tensors.items()
+            if base_name == "output" and (counts := _counts(known)) is not None
+        }
+        return cls(measurements.info, tuple(inputs), outputs)
+
+    def by_module(self) -> dict[str, MeasuredInput]:
+        """Return the input of each module."""
+        return {module: each for each in self.inputs for module in each.readers}
+
+    def check_fits(self, folder: CheckpointFolder) -> None:
+        """Refuse measurements of another model than a checkpoint is of."""
+        known = self.by_module()
+        unknown = [module for module in folder.schemes if module not in known]
+        wide = {"weight", "weight_shape"}
+        wrong = [
+            module
+            for module in folder.schemes
+            if module in known
+            and wide & folder.parts[module].keys()
+            and not _has_width(folder, module, known[module])
+        ]
+        if known and folder.schemes and len(unknown) == len(folder.schemes):
+            problem = f"none of its {counted(len(unknown), 'quantized module')} was measured"
+        elif wrong:
+            problem = f"inputs are of other widths there: {shortened(wrong, 3)}"
+        else:
+            return
+        raise MeasurementsError(
+            f"are of another model than the checkpoint '{folder.name}': {problem}",
+            subject="The measurements",
+            hint="Give those of the model that the checkpoint was made from.",
+        )
+
+
+def energies_of(seen: MeasuredInput) -> Tensor | None:
+    """Return E[x²] of each channel of an input."""
+    sums = seen.statistics.get(SQUARES)
+    if not isinstance(sums, SquareSums) or not sums.num_tokens:
+        return None
+    return sums._imatrix_sum.double().cpu() / sums.num_tokens
+
+
+def _input(readers: tuple[str, ...], statistics: Statistics) -> MeasuredInput:
+    counts, extrema = _counts(statistics), statistics.get(CHANNEL_EXTREMA)
+    channels = None
+    if isinstance(extrema, Extrema) and "min_vals" in extrema.fields():
+        channels = ChannelRanges.of(extrema.min_vals, extrema.max_vals)
+    values = None if counts is None else next(iter(counts.distributions()), None)
+    return MeasuredInput(
+        readers,
+        _tokens(statistics),
+        statistics,
+        values,
+        counts is not None and counts.is_exact,
+        channels,
+    )
+
+
+def _counts(statistics: Statistics) -> ValueCounts | None:
+    found = statistics.get(COUNTS)
+    return found if isinstance(found, ValueCounts) and found.num_tokens else None
+
+
+def _tokens(statistics: Statistics) -> int:
+    each: Iterable[int] = (statistic.num_tokens for statistic in statistics.values())
+    return min(each, default=0)
+
+
+def _has_width(folder: CheckpointFolder, module: str, seen: MeasuredInput) -> bool:
+    parts = folder.parts[module]
+    if "weight" in parts:
+        width = parts["weight"].shape[-1]
+    else:
+        width = int(parts["weight_shape"].read()[-1])
+    return seen.channels is None or seen.channels.count == width

@@ -1,0 +1,238 @@
+"""What quantization made of each module of a checkpoint, and which of them hurt, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal
+
+from calipers.modifiers.costs import COSTLY
+from calipers.reporting.checkpoints import CheckpointFolder, scheme_label
+from calipers.reporting.measured import Measured, MeasuredInput, energies_of
+from calipers.reporting.names import Position
+from calipers.reporting.outside import number, numbers_of
+from calipers.reporting.ranges import ChosenRange
+from calipers.reporting.source import SourceModel, loss_of, stored_weight
+
+Verdict = Literal["hurts", "watch", "fine", "unseen", "unknown", "float"]
+
+HURTS = 2.0
+"""A module hurts whose output loses that many times as much as that of the median module."""
+WATCHED = 1.3
+"""One is worth a look that loses that many times as much."""
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """A module of a checkpoint. Errors are relative, ‖error‖ / ‖whole‖; None: not known.
+
+    :param scheme: how it is quantized, in words
+    :param bits: per weight, with scales
+    :param size: in bytes
+    :param weight_error: ‖Q(W) − W‖ / ‖W‖
+    :param by_weight: the error of its output that the weight causes
+    :param by_input: the error of its output that the static input causes
+    :param tokens: how many were seen of its input
+    :param times_median: how its output error compares with that of the median module
+    :param reasons: why it hurts, one sentence each
+    """
+
+    name: str
+    scheme: str
+    bits: float | None = None
+    size: int | None = None
+    weight_error: float | None = None
+    by_weight: float | None = None
+    by_input: float | None = None
+    typical_input: float | None = None
+    tokens: int | None = None
+    times_median: float | None = None
+    verdict: Verdict = "unknown"
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def output_error(self) -> float | None:
+        """The error of its output, by weight and static input together, as if independent."""
+        if self.by_weight is None:
+            return None
+        return math.hypot(self.by_weight, self.by_input or 0.0)
+
+
+def decibels(error: float | None) -> float | None:
+    """Return a relative error in dB; None where there is none.
+
+    >>> decibels(0.1), decibels(0.0), decibels(None)
+    (-20.0, None, None)
+    """
+    return 20 * math.log10(error) if error else None
+
+
+def facts_of(
+    folder: CheckpointFolder, measured: Measured, source: SourceModel | None
+) -> tuple[ModuleFacts, ...]:
+    """Gather what is known of the modules that are quantized, or were measured."""
+    inputs = measured.by_module()
+    names = dict.fromkeys([*folder.schemes, *(name for name in inputs if name in folder.parts)])
+    tokens = numbers_of(_object(folder.notes.get("coverage")).get("tokens"))
+    found = []
+    for name in sorted(names, key=_order):
+        seen = inputs.get(name)
+        count = tokens.get(name, None if seen is None else seen.tokens)
+        weights, size = folder.weights_in(name), folder.size_of(name)
+        row = ModuleFacts(
+            name,
+            scheme_label(folder.schemes.get(name)),
+            bits=size * 8 / weights if weights and size is not None else None,
+            size=size,
+            tokens=None if count is None else int(count),
+        )
+        found.append(_with_errors(row, folder, measured, seen, source))
+    return tuple(found)
+
+
+def _with_errors(
+    row: ModuleFacts,
+    folder: CheckpointFolder,
+    measured: Measured,
+    seen: MeasuredInput | None,
+    source: SourceModel | None,
+) -> ModuleFacts:
+    """Take errors from the notes of the checkpoint, or work them out."""
+    if row.name not in folder.schemes:
+        return replace(row, verdict="float")
+    errors = numbers_of(folder.notes.get("weight_errors"))
+    costs = _object(_object(folder.notes.get("costs")).get(row.name))
+    row = replace(
+        row,
+        weight_error=errors.get(row.name),
+        by_weight=number(costs.get("weight")),
+        by_input=number(costs.get("input")),
+        typical_input=number(costs.get("typical_input")),
+    )
+    if source is None or (row.weight_error is not None and row.by_weight is not None):
+        return row
+    before, after = source.weight(row.name), stored_weight(folder, row.name)
+    if before is None or after is None:
+        return row
+    energies = None if seen is None else energies_of(seen)
+    found = loss_of(before, after, energies, measured.outputs.get(row.name))
+    if found is None:
+        return row
+    known = row.weight_error
+    weight_error = found.weight if known is None else known
+    return replace(row, weight_error=weight_error, by_weight=found.output)
+
+
+def judged(
+    rows: Sequence[ModuleFacts],
+    inputs: Mapping[str, MeasuredInput],
+    chosen: Mapping[str, ChosenRange],
+) -> tuple[ModuleFacts, ...]:
+    """Say of each module whether it hurts, compared with the others, and why."""
+    usual = _Usual.of(rows)
+    return tuple(_judged(row, usual, inputs.get(row.name), chosen.get(row.name)) for row in rows)
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """What the median module of a checkpoint loses: its output, its weight, and their ratio."""
+
+    output: float | None
+    weight: float | None
+    gain: float | None
+
+    @classmethod
+    def of(cls, rows: Sequence[ModuleFacts]) -> _Usual:
+        gains = (
+            row.by_weight / row.weight_error for row in rows if row.by_weight and row.weight_error
+        )
+        return cls(
+            _median(row.output_error for row in rows),
+            _median(row.weight_error for row in rows),
+            _median(gains),
+        )
+
+
+def _judged(
+    row: ModuleFacts, usual: _Usual, seen: MeasuredInput | None, chosen: ChosenRange | None
+) -> ModuleFacts:
+    if row.verdict == "float":
+        return row
+    if row.tokens == 0:
+        reason = "No token reached it while the model was measured."
+        return replace(row, verdict="unseen", reasons=(reason,))
+    error = row.output_error
+    if error is None:
+        return row
+    times = error / usual.output if usual.output else None
+    verdict: Verdict = "fine"
+    if error > COSTLY or (times or 0) > HURTS:
+        verdict = "hurts"
+    elif (times or 0) > WATCHED:
+        verdict = "watch"
+    reasons = () if verdict == "fine" else tuple(_reasons(row, usual, seen, chosen))
+    return replace(row, times_median=times, verdict=verdict, reasons=reasons)
+
+
+def _reasons(
+    row: ModuleFacts, usual: _Usual, seen: MeasuredInput | None, chosen: ChosenRange | None
+) -> Iterable[str]:
+    if (row.by_input or 0) > (row.by_weight or 0):
+        yield from _about_input(row, chosen)
+    elif row.by_weight and row.weight_error:
+        gain = row.by_weight / row.weight_error
+        if usual.weight and row.weight_error > 1.15 * usual.weight:
+            yield (
+                f"Its weights lose {_percent(row.weight_error)}; those of the median module, "
+                f"{_percent(usual.weight)}."
+            )
+        if usual.gain and gain > 1.15 * usual.gain:
+            yield (
+                f"Its output is small for what goes in, so that errors count more: it loses "
+                f"{gain:.2g} times what the weights lose, elsewhere {usual.gain:.2g} times."
+            )
+    if seen is not None and seen.channels is not None and seen.channels.outliers:
+        worst, count = seen.channels.worst[0], seen.channels.outliers
+        yield (
+            f"{count:,} of {seen.channels.count:,} input channels {'is' if count == 1 else 'are'} "
+            f"more than 8 times as large as the median channel; channel {worst.index:,} is "
+            f"{worst.times:.3g} times as large."
+        )
+
+
+def _about_input(row: ModuleFacts, chosen: ChosenRange | None) -> Iterable[str]:
+    yield (
+        f"Its static input causes most of it: {_percent(row.by_input or 0)} of the output, the "
+        f"weights {_percent(row.by_weight or 0)}."
+    )
+    if chosen is None:
+        return
+    clipped, vanished, _ = chosen.shares
+    reach = max(abs(chosen.low), abs(chosen.high))
+    if vanished > 0.01:
+        yield (
+            f"One scale reaches ±{reach:.3g}, so that {_percent(vanished)} of all values become "
+            "zero."
+        )
+    if clipped > 0.0001:
+        yield f"{_percent(clipped)} of all values lie beyond ±{reach:.3g} and are cut off."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _median(errors: Iterable[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    return median(known) if known else None
+
+
+def _order(name: str) -> tuple[bool, int]:
+    layer = Position.of(name).layer
+    return layer is None, layer or 0
+
+
+def _object(found: Any) -> Mapping[str, Any]:
+    return found if isinstance(found, Mapping) else {}

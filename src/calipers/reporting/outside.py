@@ -1,0 +1,254 @@
+"""What others know and the page shows: findings, predictions, sufficiency of data, evaluations.
+
+Whoever makes these needs nothing of the page: anything with these attributes will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from calipers.errors import ConfigurationError
+from calipers.files.json_files import read_json_object
+
+
+class FindingLike(Protocol):
+    """Something that is wrong with a checkpoint, or may be."""
+
+    @property
+    def severity(self) -> str:
+        """How bad it is: ``error``, ``warning`` or ``info``."""
+
+    @property
+    def check(self) -> str:
+        """By which check it was found."""
+
+    @property
+    def name(self) -> str:
+        """The module, tensor or file that it is about; may be empty."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong."""
+
+    @property
+    def hint(self) -> str:
+        """What to do about it; may be empty."""
+
+
+class SufficiencyLike(Protocol):
+    """Whether enough data was seen of a tensor."""
+
+    @property
+    def tensor(self) -> str:
+        """The tensor, as measurements call it: ``layers.0.up_proj.input``."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether more data would hardly change the parameters."""
+
+    @property
+    def reason(self) -> str:
+        """Why, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the page shows of a finding; see :class:`FindingLike`."""
+
+    severity: str
+    check: str
+    name: str
+    problem: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, found: FindingLike) -> Finding:
+        """Take what the page shows of somebody's finding."""
+        parts = (found.severity, found.check, found.name, found.problem, found.hint)
+        return cls(*(str(getattr(part, "value", part) or "") for part in parts))
+
+
+@dataclass(frozen=True)
+class Sufficiency:
+    """Whether enough data was seen of a tensor; see :class:`SufficiencyLike`."""
+
+    tensor: str
+    is_enough: bool
+    reason: str = ""
+
+    @classmethod
+    def of(cls, found: SufficiencyLike) -> Sufficiency:
+        """Take what the page shows of somebody's verdict."""
+        return cls(str(found.tensor), bool(found.is_enough), str(found.reason))
+
+
+class Prediction(NamedTuple):
+    """What a module would lose under a scheme.
+
+    :param error: the relative error of its output, ‖Δy‖ / ‖y‖
+    :param bits: per weight
+    :param size: in bytes
+    """
+
+    module: str
+    scheme: str
+    error: float
+    bits: float | None = None
+    size: int | None = None
+
+
+def read_advice(file: Path) -> tuple[Prediction, ...]:
+    """Read the predictions of a JSON file: ``{"predictions": [{"module": …, "scheme": …, …}]}``."""
+    found = _read(file, "advice").get("predictions")
+    if not isinstance(found, list) or not found:
+        raise _no(file, "advice", "it has no list of 'predictions'")
+    return tuple(_prediction(file, index, each) for index, each in enumerate(found))
+
+
+def _prediction(file: Path, index: int, entry: Any) -> Prediction:
+    fields = entry if isinstance(entry, dict) else {}
+    error = number(fields.get("error"))
+    names = [fields.get(key) for key in ("module", "scheme")]
+    if error is None or error < 0 or not all(isinstance(name, str) and name for name in names):
+        problem = f"prediction {index} lacks a 'module', a 'scheme' or a positive 'error'"
+        raise _no(file, "advice", problem)
+    size = number(fields.get("bytes"))
+    whole = None if size is None else int(size)
+    module, scheme = map(str, names)
+    return Prediction(module, scheme, error, number(fields.get("bits")), whole)
+
+
+class Interval(NamedTuple):
+    """A figure with the ends of its interval of 95 %, as far as they are known."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class LayerErrors(NamedTuple):
+    """‖h′ − h‖ / ‖h‖ at the output of a decoder layer: by itself, and come together."""
+
+    layer: str
+    own: float
+    output: float
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The figures of a model; those that compare are None for the float model itself."""
+
+    name: str
+    perplexity: Interval
+    change: Interval | None = None
+    kl: Interval | None = None
+    agreement: Interval | None = None
+    is_beyond_noise: bool = True
+    reliable: bool = True
+    layers: tuple[LayerErrors, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What ``calipers evaluate --json`` found; the float model comes first."""
+
+    samples: int
+    tokens: int
+    models: tuple[EvaluatedModel, ...]
+
+    @property
+    def base(self) -> EvaluatedModel:
+        """The float model."""
+        return self.models[0]
+
+    def of(self, checkpoint: str) -> EvaluatedModel | None:
+        """Return the figures of a checkpoint by its name."""
+        return next((each for each in self.models[1:] if each.name == checkpoint), None)
+
+
+def read_evaluation(file: Path) -> Evaluated:
+    """Read what ``calipers evaluate --json`` printed."""
+    found = _read(file, "evaluation")
+    base, checkpoints = found.get("base"), found.get("checkpoints")
+    if not isinstance(base, dict) or not isinstance(checkpoints, dict):
+        raise _no(file, "evaluation", "it has no 'base' and 'checkpoints'")
+    named = {Path(str(found.get("model") or "float model")).name: base, **checkpoints}
+    if len(named) <= len(checkpoints):  # a checkpoint of the same name as the model
+        named = {"float model": base, **checkpoints}
+    models = tuple(_evaluated(file, name, scores) for name, scores in named.items())
+    samples, tokens = (int(number(found.get(key)) or 0) for key in ("samples", "tokens"))
+    return Evaluated(samples, tokens, models)
+
+
+def _evaluated(file: Path, name: str, scores: Any) -> EvaluatedModel:
+    fields = scores if isinstance(scores, dict) else {}
+    perplexity = _interval(fields.get("perplexity"))
+    if perplexity is None:
+        raise _no(file, "evaluation", f"'{name}' has no perplexity")
+    change, notes = fields.get("change"), fields.get("notes")
+    return EvaluatedModel(
+        name,
+        perplexity,
+        _interval(change),
+        _interval(fields.get("kl")),
+        _interval(fields.get("agreement")),
+        is_beyond_noise=not isinstance(change, dict) or change.get("beyond_noise") is not False,
+        reliable=bool(fields.get("reliable", True)),
+        layers=tuple(_layers(fields.get("layers"))),
+        notes=tuple(map(str, notes)) if isinstance(notes, list) else (),
+    )
+
+
+def _layers(found: Any) -> Iterator[LayerErrors]:
+    for each in found if isinstance(found, list) else ():
+        if isinstance(each, dict):
+            own, output = number(each.get("own")), number(each.get("output"))
+            if own is not None and output is not None:
+                yield LayerErrors(str(each.get("layer", "")), own, output)
+
+
+def _interval(found: Any) -> Interval | None:
+    value = number(found.get("value")) if isinstance(found, dict) else None
+    if value is None:
+        return None
+    return Interval(value, number(found.get("low")), number(found.get("high")))
+
+
+def number(found: Any) -> float | None:
+    """Return a finite number, or None for anything else.
+
+    >>> number(2), number(True), number("2"), number(float("nan"))
+    (2.0, None, None, None)
+    """
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    return float(found) if is_number and math.isfinite(found) else None
+
+
+def numbers_of(found: Any) -> dict[str, float]:
+    """Return the entries of an object that are finite numbers; none if it is no object."""
+    items: Iterable[tuple[Any, Any]] = found.items() if isinstance(found, Mapping) else ()
+    return {str(name): each for name, value in items if (each := number(value)) is not None}
+
+
+def _read(file: Path, what: str) -> dict[str, Any]:
+    if not file.is_file():
+        problem = "is a folder" if file.is_dir() else "does not exist"
+        hint = f"Give the JSON file that 'calipers {_MADE_BY[what]} --json' printed."
+        raise ConfigurationError(problem, subject=f"The file of the {what} '{file}'", hint=hint)
+    return read_json_object(file)
+
+
+def _no(file: Path, what: str, problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"is no {what}: {problem}",
+        subject=f"The file '{file}'",
+        hint=f"Give what 'calipers {_MADE_BY[what]} --json' printed.",
+    )
+
+
+_MADE_BY = {"evaluation": "evaluate", "advice": "advise"}

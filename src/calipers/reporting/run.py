@@ -1,0 +1,196 @@
+"""``calipers.report``: from files to one page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from calipers.checkpoint.location import check_location
+from calipers.errors import (
+    CalipersError,
+    ConfigurationError,
+    Option,
+    counted,
+)
+from calipers.files.output_file import check_output_file, output_file
+from calipers.kernels.dispatch import kernels_only
+from calipers.measurements import Measurements
+from calipers.reporting.checkpoints import CheckpointFolder
+from calipers.reporting.content import Content, gather
+from calipers.reporting.measured import Measured
+from calipers.reporting.outside import (
+    Evaluated,
+    Finding,
+    FindingLike,
+    Prediction,
+    Sufficiency,
+    SufficiencyLike,
+    read_advice,
+    read_evaluation,
+)
+from calipers.reporting.page import page
+from calipers.reporting.source import SourceModel
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of checkpoints, and the page that shows it.
+
+    :param output_file: where the page is; None if it was not written
+    """
+
+    content: Content
+    output_file: Path | None = None
+
+    def __repr__(self) -> str:
+        checkpoints = counted(len(self.content.checkpoints), "checkpoint")
+        modules = counted(len(self.content.names), "module")
+        place = "" if self.output_file is None else f", written to {self.output_file}"
+        return f"Report({self.content.model}, {checkpoints}, {modules}{place})"
+
+    def html(self) -> str:
+        """Return the page: one HTML document that needs nothing beside it."""
+        return page(self.content)
+
+    def save(self, path: PathLike, *, overwrite: bool = False) -> Path:
+        """Write the page, whole or not at all, and return its path."""
+        target = check_output_file(path, overwrite)
+        content = self.html().encode("utf-8")
+        with output_file(target) as place:
+            place.write([content], overwrite=overwrite)
+        return target
+
+
+def report(
+    checkpoints: PathLike | Sequence[PathLike],
+    measurements: Measurements | PathLike | None = None,
+    output_file: PathLike | None = None,
+    *,
+    source: PathLike | None = None,
+    evaluation: PathLike | None = None,
+    advice: PathLike | Sequence[Prediction] | None = None,
+    findings: Mapping[str, Iterable[FindingLike]] | None = None,
+    sufficiency: Iterable[SufficiencyLike] = (),
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Show which layers of quantized checkpoints hurt, and why, on one page of HTML.
+
+    :param checkpoints: folders of quantized checkpoints of one model, one or several
+    :param measurements: what :func:`calipers.measure` has found of the model, or the file of it
+    :param output_file: where the page goes; None: it is not written
+    :param source: the folder of the model that they were made from; without it nothing is shown of
+        its weights
+    :param evaluation: the file of what ``calipers evaluate --json`` printed
+    :param advice: what modules would lose under other schemes, or the JSON file of it
+    :param findings: name of a checkpoint → what was found wrong with it
+    :param sufficiency: whether enough data was seen of tensors
+    :param overwrite: whether a file that is there may be replaced
+    """
+    folders = _paths(checkpoints)
+    target = None
+    if output_file is not None:
+        inputs: dict[str, object] = {f"checkpoint {path}": path for path in folders}
+        inputs |= {"measurements": measurements, "source": source}
+        inputs |= {"evaluation": evaluation, "advice": advice}
+        target = check_output_file(output_file, overwrite, inputs)
+    model, missing = _source(source, folders, trust_remote_code)
+    with kernels_only():
+        content = gather(
+            _read_folders(folders),
+            _measured(measurements, model, missing),
+            model,
+            evaluation=_evaluation(evaluation),
+            predictions=_predictions(advice),
+            sufficiency=[Sufficiency.of(each) for each in sufficiency],
+            findings={name: list(map(Finding.of, each)) for name, each in (findings or {}).items()},
+            missing=missing,
+        )
+    made = Report(content)
+    if target is None:
+        return made
+    return Report(content, made.save(target, overwrite=overwrite))
+
+
+def _paths(checkpoints: PathLike | Sequence[PathLike]) -> list[str]:
+    given = [checkpoints] if isinstance(checkpoints, (str, os.PathLike)) else list(checkpoints)
+    if not given:
+        raise ConfigurationError("There is no checkpoint to report on", hint="Give one or more.")
+    return [os.fspath(each) for each in given]
+
+
+def _read_folders(paths: Sequence[str]) -> list[CheckpointFolder]:
+    """Read checkpoints; those of equal names are told apart by their numbers."""
+    found: list[CheckpointFolder] = []
+    for path in paths:
+        folder = CheckpointFolder.read(path)
+        alike = sum(each.folder.resolve().name == folder.name for each in found)
+        named = f"{folder.name} ({alike + 1})" if alike else folder.name
+        found.append(CheckpointFolder.read(path, named) if alike else folder)
+    return found
+
+
+def _source(
+    source: PathLike | None, folders: Sequence[str], trust_remote_code: bool
+) -> tuple[SourceModel | None, list[str]]:
+    """Open the source, or say why it is not shown."""
+    if source is not None:
+        if not os.path.exists(source):
+            check_location(os.fspath(source))
+            raise ConfigurationError(
+                "is not a folder, and nothing is downloaded for a report",
+                subject=Option("source", os.fspath(source)),
+                hint="Give the folder of the model that the checkpoints were made from.",
+            )
+        return SourceModel.open(source, trust_remote_code=trust_remote_code), []
+    named = _named_source(folders[0])
+    if named is not None:
+        try:
+            return SourceModel.open(named), []
+        except CalipersError:
+            pass  # what a config names may have become anything
+    return None, ["Distributions of weights, since the source model is not at hand"]
+
+
+def _named_source(folder: str) -> str | None:
+    """Return the folder that the config of a checkpoint says it came from, if it is at hand."""
+    from calipers.files.json_files import read_json_object
+
+    config = Path(folder) / "config.json"
+    named = read_json_object(config).get("_name_or_path") if config.is_file() else None
+    is_there = isinstance(named, str) and bool(named) and (Path(named) / "config.json").is_file()
+    return str(named) if is_there else None
+
+
+def _measured(
+    given: Measurements | PathLike | None, source: SourceModel | None, missing: list[str]
+) -> Measured:
+    if given is None:
+        missing.append("Distributions of inputs, since there are no measurements")
+        return Measured()
+    found = given if isinstance(given, Measurements) else Measurements.load(given)
+    if source is not None:
+        source.check_measured(found)
+    measured = Measured.of(found)
+    if not measured.outputs:
+        missing.append(
+            "Errors of outputs as they were measured, since outputs were not (calipers measure "
+            "--collect outputs): they are estimated from weights and inputs"
+        )
+    return measured
+
+
+def _evaluation(file: PathLike | None) -> Evaluated | None:
+    return None if file is None else read_evaluation(Path(file))
+
+
+def _predictions(advice: PathLike | Sequence[Prediction] | None) -> tuple[Prediction, ...]:
+    if advice is None:
+        return ()
+    if isinstance(advice, (str, os.PathLike)):
+        return read_advice(Path(advice))
+    return tuple(advice)
