@@ -11,7 +11,7 @@ from shell import environment, run
 from calipers import __version__
 
 COMMANDS = (
-    *("quantize", "plan", "evaluate", "lint", "measure", "merge", "show"),
+    *("quantize", "plan", "evaluate", "lint", "report", "measure", "merge", "show", "advise"),
     *("observers", "schemes", "doctor", "demo"),
 )
 HEAVY = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "rich", "numpy", "yaml"}

@@ -18,6 +18,7 @@ from calipers.cli.merge import merge
 from calipers.cli.observers import observers
 from calipers.cli.plan import plan
 from calipers.cli.quantize import quantize
+from calipers.cli.report import report
 from calipers.cli.schemes import schemes
 from calipers.cli.show import show
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     epilog=f"Try first: calipers demo. {EXIT_CODES}",
 )
 _COMMANDS = (
-    *(quantize, plan, evaluate, lint, measure, merge, show, advise),
+    *(quantize, plan, evaluate, lint, report, measure, merge, show, advise),
     *(observers, schemes, doctor, demo),
 )
 for command in _COMMANDS:

@@ -16,7 +16,7 @@ FLAGS = {
         name: f"--{name.replace('_', '-')}"
         for name in (
             *("activation_observer", "allow_code", "batch_size", "calibrate_all_experts"),
-            *("collect", "measurements", "save_every"),
+            *("advice", "collect", "evaluation", "measurements", "save_every", "source"),
             *("device", "dtype", "group_size", "layers", "max_shard_size", "method"),
             *("on_unseen", "overwrite", "packing", "pipeline", "seed", "share_inputs", "skip"),
             *("text_column", "tokenizer", "trust_remote_code"),
