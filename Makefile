@@ -15,7 +15,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration bench-streaming sanitize clean
+.PHONY: help setup test test-report mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration bench-streaming sanitize clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -34,6 +34,13 @@ $(BENCH_READY): $(READY)
 
 test: lint ## lint, types, tests and doctests; JOBS=4 runs tests in four processes
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
+
+# A Chromium is installed where apt can do that; without one, and without npm, these tests are skipped.
+test-report: $(READY) ## the page of `calipers report` in a real browser
+	$(BIN)/pip install --quiet playwright
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium) || true
+	npm install --silent --no-audit --no-fund --prefix build/report axe-core@4 || true
+	$(BIN)/pytest tests/reporting -q -s
 
 # MUTANTS are options of the script, such as --only 'kernels-*'.
 mutants: $(READY) ## break the source in small ways, and list what no test notices
