@@ -31,7 +31,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(llama: Path) -> Measurements:
-    return calipers.measure(llama, IDS, num_samples=6, collect="sensitivity", progress=False)
+    return calipers.measure(
+        llama, IDS, num_samples=6, collect="sensitivity,outputs", progress=False
+    )
 
 
 @pytest.fixture(scope="module")
