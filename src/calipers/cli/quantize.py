@@ -334,16 +334,16 @@ def _look(output: str) -> dict[str, str]:
 
     known = {command.name for command in app.registered_commands}
     return {
-        why: shlex.join(["calipers", name, output])
-        for name, why in _ABOUT_CHECKPOINTS.items()
+        why: shlex.join(["calipers", name, output, *options])
+        for name, (why, *options) in _ABOUT_CHECKPOINTS.items()
         if name in known
     }
 
 
 _ABOUT_CHECKPOINTS = {
-    "show": "What each layer loses",
-    "lint": "Whether it will load and run elsewhere",
-    "report": "All of it as a page",
+    "show": ("What each layer loses",),
+    "lint": ("Whether it will load and run elsewhere",),
+    "report": ("All of it as a page", "-o", "report.html"),
 }
 
 

@@ -116,7 +116,7 @@ def _prediction(file: Path, index: int, entry: Any) -> Prediction:
     if error is None or error < 0 or not all(isinstance(name, str) and name for name in names):
         problem = f"prediction {index} lacks a 'module', a 'scheme' or a positive 'error'"
         raise _no(file, "advice", problem)
-    size = number(fields.get("bytes"))
+    size = number(fields.get("size"))
     whole = None if size is None else int(size)
     module, scheme = map(str, names)
     return Prediction(module, scheme, error, number(fields.get("bits")), whole)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from calipers.advice import Advice
+from calipers.checkpoint.lint import lint
 from calipers.checkpoint.location import check_location
 from calipers.errors import (
     CalipersError,
@@ -72,9 +74,9 @@ def report(
     *,
     source: PathLike | None = None,
     evaluation: PathLike | None = None,
-    advice: PathLike | Sequence[Prediction] | None = None,
+    advice: Advice | PathLike | Sequence[Prediction] | None = None,
     findings: Mapping[str, Iterable[FindingLike]] | None = None,
-    sufficiency: Iterable[SufficiencyLike] = (),
+    sufficiency: Iterable[SufficiencyLike] | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -86,9 +88,11 @@ def report(
     :param source: the folder of the model that they were made from; without it nothing is shown of
         its weights
     :param evaluation: the file of what ``calipers evaluate --json`` printed
-    :param advice: what modules would lose under other schemes, or the JSON file of it
-    :param findings: name of a checkpoint → what was found wrong with it
-    :param sufficiency: whether enough data was seen of tensors
+    :param advice: what modules would lose under other schemes (of :func:`calipers.advise`), or the
+        JSON file of it
+    :param findings: name of a checkpoint → what was found wrong with it; None: what
+        :func:`calipers.lint` finds
+    :param sufficiency: whether enough data was seen of tensors; None: what measurements tell
     :param overwrite: whether a file that is there may be replaced
     """
     folders = _paths(checkpoints)
@@ -99,15 +103,17 @@ def report(
         inputs |= {"evaluation": evaluation, "advice": advice}
         target = check_output_file(output_file, overwrite, inputs)
     model, missing = _source(source, folders, trust_remote_code)
+    seen = _seen(measurements)
+    read = _read_folders(folders)
     with kernels_only():
         content = gather(
-            _read_folders(folders),
-            _measured(measurements, model, missing),
+            read,
+            _measured(seen, model, missing),
             model,
             evaluation=_evaluation(evaluation),
             predictions=_predictions(advice),
-            sufficiency=[Sufficiency.of(each) for each in sufficiency],
-            findings={name: list(map(Finding.of, each)) for name, each in (findings or {}).items()},
+            sufficiency=_sufficiency(sufficiency, seen),
+            findings=_findings(findings, read),
             missing=missing,
         )
     made = Report(content)
@@ -166,13 +172,48 @@ def _named_source(folder: str) -> str | None:
     return str(named) if is_there else None
 
 
+def _seen(given: Measurements | PathLike | None) -> Measurements | None:
+    if given is None or isinstance(given, Measurements):
+        return given
+    return Measurements.load(given)
+
+
+def _findings(
+    given: Mapping[str, Iterable[FindingLike]] | None, folders: Sequence[CheckpointFolder]
+) -> dict[str, list[Finding]]:
+    """Return what was found wrong with each checkpoint; look for it where nobody has."""
+    found: Mapping[str, Iterable[FindingLike]]
+    found = {each.name: lint(each.folder).findings for each in folders} if given is None else given
+    return {name: [Finding.of(each) for each in of_one] for name, of_one in found.items()}
+
+
+def _sufficiency(
+    given: Iterable[SufficiencyLike] | None, seen: Measurements | None
+) -> list[Sufficiency]:
+    """Return whether enough data was seen of each tensor, as far as halves of it tell."""
+    if given is not None:
+        return [Sufficiency.of(each) for each in given]
+    if seen is None or not seen.has_halves:
+        return []
+    found = seen.sufficiency()
+    return [
+        Sufficiency(
+            name,
+            each.is_sufficient,
+            f"scales and importance would move by about {each.movement:.1%} with more data; "
+            f"{found.tolerance:.0%} are allowed",
+        )
+        for each in found.tensors
+        for name in each.readers
+    ]
+
+
 def _measured(
-    given: Measurements | PathLike | None, source: SourceModel | None, missing: list[str]
+    found: Measurements | None, source: SourceModel | None, missing: list[str]
 ) -> Measured:
-    if given is None:
+    if found is None:
         missing.append("Distributions of inputs, since there are no measurements")
         return Measured()
-    found = given if isinstance(given, Measurements) else Measurements.load(given)
     if source is not None:
         source.check_measured(found)
     measured = Measured.of(found)
@@ -188,9 +229,14 @@ def _evaluation(file: PathLike | None) -> Evaluated | None:
     return None if file is None else read_evaluation(Path(file))
 
 
-def _predictions(advice: PathLike | Sequence[Prediction] | None) -> tuple[Prediction, ...]:
+def _predictions(
+    advice: Advice | PathLike | Sequence[Prediction] | None,
+) -> tuple[Prediction, ...]:
     if advice is None:
         return ()
+    if isinstance(advice, Advice):
+        given = advice.predictions
+        return tuple(Prediction(p.module, p.scheme, p.error, p.bits, p.size) for p in given)
     if isinstance(advice, (str, os.PathLike)):
         return read_advice(Path(advice))
     return tuple(advice)
