@@ -34,9 +34,13 @@ def test_a_checkpoint_is_written_and_told_of(model: Path, text: Path, place: Pat
     assert lines[2] == "80 samples, 5,120 tokens seen."
     assert lines[4] == "Modules whose output loses most, and through what:"
     assert [line.split()[-1] for line in lines[5:10]] == ["weight"] * 5
-    assert lines[-4:] == [
+    assert lines[-8:] == [
         "What each layer loses:",
         f"  calipers show '{output}'",
+        "Whether it will load and run elsewhere:",
+        f"  calipers lint '{output}'",
+        "All of it as a page:",
+        f"  calipers report '{output}' -o report.html",
         "Next, on text that calibration has not seen:",
         f"  calipers evaluate {model} '{output}' --data {text} --skip 80 --seq-len 64",
     ]

@@ -37,7 +37,8 @@ def test_every_statistic_keeps_the_laws() -> None:
     everything = [each for module in modules for each in vars(module).values()]
     kinds = [each for each in everything if isinstance(each, type) and issubclass(each, Statistic)]
     streams = {kind.__name__ for kind in kinds if kind.all_reductions()}
-    assert streams == set(STATISTICS)
+    of_gradients = {"Sensitivity"}  # nobody shows it tensors; tested with what it measures
+    assert streams - of_gradients == set(STATISTICS)
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,7 @@ class Calibration:
         dtype = self._observed_dtype(module)
         first = next((each for each, is_needed in statistics.items() if is_needed), None)
         has_pairs = any(statistic.takes_pairs for statistic in statistics)
-        twins = {self._twins.get(each, each): needed for each, needed in statistics.items()}
-        shown = [self._put_together(half) for half in (statistics, twins)]
+        shown = self._in_halves(statistics)
 
         def see(tensor: Tensor) -> None:
             if self._measured is not None and name not in self._measured:
@@ -279,6 +278,16 @@ class Calibration:
                     self._show(each, seen, mask, dtype)
 
         self._handles[name].append(_register_hook(module, base_name, see))
+
+    def _in_halves(
+        self, statistics: dict[Statistic, bool]
+    ) -> list[dict[Statistic | TensorStatistics, bool]]:
+        """Return what is shown the tensors of each half of the data; most is shown both."""
+        first = {each: needed for each, needed in statistics.items() if each in self._twins}
+        rest = {each: needed for each, needed in statistics.items() if each not in self._twins}
+        second = {self._twins[each]: needed for each, needed in first.items()}
+        both = self._put_together(rest)
+        return [{**self._put_together(half), **both} for half in (first, second)]
 
     def _put_together(
         self, statistics: dict[Statistic, bool]

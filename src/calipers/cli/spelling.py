@@ -11,12 +11,14 @@ FLAGS = {
     "max_seq_length": "--seq-len",
     "output_dir": "--output",
     "output_file": "--output",
+    "solvers": "--solver",
     "weight_observer": "--observer",
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
             *("activation_observer", "allow_code", "batch_size", "calibrate_all_experts"),
-            *("advice", "collect", "evaluation", "measurements", "save_every", "source"),
+            *("advice", "budget", "collect", "evaluation", "measurements", "save_every", "schemes"),
+            *("source",),
             *("device", "dtype", "group_size", "layers", "max_shard_size", "method"),
             *("on_unseen", "overwrite", "packing", "pipeline", "seed", "share_inputs", "skip"),
             *("text_column", "tokenizer", "trust_remote_code"),
