@@ -225,6 +225,10 @@ def test_what_is_said_of_it() -> None:
     assert told.needed_samples == 256  # 100 · (2 · 0.04 / 0.05)²
     growing = sufficiency.TensorSufficiency("b", ("b",), 8, (4, 4), 0.2, 0.0, 0.0, False)
     assert sufficiency.Sufficiency((growing,), 100, 0.05).needed_samples is None
+    still = sufficiency.TensorSufficiency("c", ("c",), 8, (4, 4), 0.0, 0.0, 0.0, True)
+    idle = sufficiency.TensorSufficiency("d", ("d",), 4, (4, 0), None, None, None, False)
+    assert sufficiency.Sufficiency((still,) * 40 + (growing,), 100, 0.05).is_sufficient
+    assert not sufficiency.Sufficiency((still,) * 40 + (idle,), 100, 0.05).is_sufficient
     assert "&lt;a&gt;" in told._repr_html_()
     data = told.as_dict()
     assert data["tensors"][0]["half_tokens"] == [4, 4]
