@@ -46,7 +46,9 @@ def ranges_by_observers(
     for name in OBSERVERS:
         plain = args.model_copy(update={"observer": None, "observer_kwargs": {}, "dynamic": False})
         try:
-            observer = Observer.load_from_registry(name, base_name=base_name, args=plain)
+            observer = Observer.load_from_registry(
+                name, base_name=base_name, args=plain, allow_code=False
+            )
             if not observer.derive_from(known):
                 continue
             qparams = observer.get_qparams()
