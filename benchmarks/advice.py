@@ -36,7 +36,8 @@ from calipers.kernels import describe
 from calipers.modifiers import QuantizationModifier
 
 SCHEMES = ("W3A16-g32", "W4A16-g96", "NVFP4A16")
-OFFERED = ("W3A16-g32", "W4A16-g96", "W4A16-g32", "NVFP4A16", "W5A16-g32", "W6A16-g32", "W8A16-g32")
+OFFERED = ("W3A16-g32", "W4A16-g32", "NVFP4A16", "W5A16-g32", "W6A16-g32", "W8A16-g32")
+LARGE_GROUPS = {"stories15M": "W4A16-g96", "demo": "W4A16-g128"}  # as their weights allow
 UNIFORM = "W4A16-g32"
 BUDGET = "4.5bpw"
 LEAST = 0.8
@@ -207,7 +208,8 @@ def measure_budget(options: argparse.Namespace) -> Iterator[Row]:
 
 def compared(name: str, model: Path, seen: calipers.Measurements, place: Path) -> Row:
     """Quantize as advised and uniformly, and evaluate both."""
-    advice = calipers.advise(model, seen, OFFERED, BUDGET, progress=False)
+    offered = (*OFFERED, LARGE_GROUPS[name])
+    advice = calipers.advise(model, seen, offered, BUDGET, progress=False)
     assert advice.total is not None
     folders = {"advised": place / f"{name}-advised", "uniform": place / f"{name}-uniform"}
     calipers.quantize(model, advice.recipe, seen, folders["advised"], progress=False)

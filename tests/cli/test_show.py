@@ -71,8 +71,7 @@ def test_what_is_drawn_can_be_read_without_colours(place: Path) -> None:
     assert re.findall(r"\d+", line) == ["0", *(f"{value:.0f}" for value in values)]
 
 
-@pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}], ids=str)
-@pytest.mark.parametrize("what", ["m", "out"])
+@pytest.mark.parametrize(("what", "env"), [("m", {"NO_COLOR": "1"}), ("out", {})], ids=str)
 def test_it_fits_into_a_narrow_terminal(what: str, env: dict[str, str], place: Path) -> None:
     with Terminal("show", what, cwd=place, env={"COLUMNS": "80", **env}) as terminal:
         shown = terminal.read_until(None)
