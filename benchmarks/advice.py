@@ -216,10 +216,10 @@ def compared(name: str, model: Path, seen: calipers.Measurements, place: Path) -
     plain = uniform("W4A16")
     calipers.quantize(model, plain, seen, folders["uniform"], group_size=32, progress=False)
     text: Any = stories_text("evaluation")
-    cut: dict[str, Any] = {"max_seq_length": 256}
+    cut: dict[str, Any] = {"max_seq_length": 256, "num_samples": 300}
     if name == "demo":
-        text, cut = library_pieces("evaluation"), {"packing": True}
-    judged = calipers.evaluate(model, folders, text, num_samples=300, progress=False, **cut)
+        text, cut = library_pieces("evaluation"), {"packing": True, "num_samples": 2000}
+    judged = calipers.evaluate(model, folders, text, progress=False, **cut)
     found = judged.difference("advised", "uniform")
     changes = {key: each.change.value for key, each in judged.checkpoints.items()}
     return {
