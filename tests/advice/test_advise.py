@@ -67,8 +67,10 @@ class TestChoice:
     def test_fused_modules_have_one_scheme(self, llama: Path, seen: Measurements) -> None:
         for budget in ("5bpw", "7bpw", "10bpw"):
             found = advise(llama, seen, budget=budget)
-            for group in alike_groups(found.chosen):
-                assert len({found.chosen[name].scheme for name in group}) == 1
+            for layer in ("model.layers.0", "model.layers.1"):
+                for fused in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+                    names = [f"{layer}.{fused[0]}.{each}_proj" for each in fused[1]]
+                    assert len({found.chosen[name].scheme for name in names}) == 1
 
     def test_a_larger_budget_never_loses_more(self, llama: Path, seen: Measurements) -> None:
         harms = [advise(llama, seen, budget=f"{bits}bpw").total.harm for bits in (4.6, 6, 9, 16)]
@@ -129,6 +131,21 @@ class TestPredictions:
             lost = other[each.module].double() - weight
             real = float((x @ lost.T).norm() / (x @ weight.T).norm())
             assert each.error == pytest.approx(real, rel=0.35)
+
+    def test_loss_is_half_of_what_sensitivity_weighs(
+        self, llama: Path, seen: Measurements, tmp_path: Path
+    ) -> None:
+        found = advise(llama, seen, "W4A16-g32")
+        calipers.quantize(llama, *_uniform(), seen, tmp_path / "out", progress=False, group_size=32)
+        model, other = _loaded(llama), _weights(tmp_path / "out")
+        for each in found.predictions[:3]:
+            statistic = seen.get(each.module, "weight", "sensitivity")
+            assert statistic is not None
+            known = statistic.fields()
+            per_token = known["_sensitivity_sum"] / int(known["_sensitivity_count"])
+            weight = model.get_submodule(each.module).weight.detach().double()
+            columns = (other[each.module].double() - weight).square().sum(0)
+            assert each.loss == pytest.approx(float((columns * per_token).sum() / 2), rel=0.02)
 
     def test_static_int8_stays_away_from_massive_activations(self, tmp_path: Path) -> None:
         model = saved(massive_llama(torch.bfloat16), tmp_path / "model")

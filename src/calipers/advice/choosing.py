@@ -24,7 +24,8 @@ class Chosen:
     """One candidate for each group.
 
     :param gap: how much less, relatively, the best choice could lose that was not ruled out; 0 is
-        proof that this one is the best
+        proof that this one is the best, to a millionth of the largest single harm (or size), which
+        is as far as the solver looks
     """
 
     columns: tuple[int, ...]
