@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import calipers
 
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.down_proj"
 Change = Callable[[torch.Tensor], torch.Tensor] | torch.Tensor | None
 
 
@@ -71,6 +73,16 @@ def with_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     config = json.loads(file.read_text())
     change(config["quantization_config"])
     file.write_text(json.dumps(config))
+
+
+def of_groups(**changes: Any) -> Any:
+    """Change how the weights of all groups are said to be quantized."""
+
+    def change(config: dict[str, Any]) -> None:
+        for group in config["config_groups"].values():
+            group["weights"].update(changes)
+
+    return change
 
 
 def damaged(

@@ -47,3 +47,20 @@ def measure_experts(folder: Path) -> str:
         timeout=rank_jobs.LONG,
     )
     return str(found.save(folder / f"{rank}.safetensors"))
+
+
+def measure_sensitivity(folder: Path) -> dict[str, str]:
+    """Measure gradients over as many samples as there are, or one, which one process has."""
+    rank = rank_processes.distributed_rank()
+    return {
+        str(count): str(
+            calipers.measure(
+                rank_jobs.llama(torch.float32),
+                rank_jobs.texts(count),
+                collect="sensitivity",
+                progress=False,
+                timeout=rank_jobs.LONG,
+            ).save(folder / f"{count}-{rank}.safetensors")
+        )
+        for count in (5, 1)
+    }

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import rank_processes
-from measuring import assert_same, measure_experts
+import torch
+from measuring import assert_same, measure_experts, measure_sensitivity
 
 from calipers import Measurements
 
@@ -36,3 +37,29 @@ def test_each_process_has_what_one_alone_finds(
         name: expected.tokens(f"model.layers.0.mlp.experts.{name}.up_proj") for name in range(4)
     }
     assert tokens == {0: 32, 1: 32, 2: 16, 3: 0}
+
+
+@pytest.fixture(scope="module")
+def sensitivities(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    places = {world: tmp_path_factory.mktemp(f"sensitivity{world}") for world in (1, 2)}
+    return {
+        world: rank_processes.run(world, place, [measure_sensitivity])
+        for world, place in places.items()
+    }
+
+
+@pytest.mark.parametrize("samples", [5, 1])  # of one, a process sees nothing
+def test_gradients_of_all_processes_add_up(
+    sensitivities: dict[int, list[Any]], samples: int
+) -> None:
+    (alone,), together = sensitivities[1], sensitivities[2]
+    expected = Measurements.load(alone["measure_sensitivity"][str(samples)])
+    for rank in together:
+        found = Measurements.load(rank["measure_sensitivity"][str(samples)])
+        assert_same(found, expected)
+        for name in ("model.layers.0.self_attn.q_proj", "lm_head"):
+            mine, theirs = (each.get(name, "weight", "sensitivity") for each in (found, expected))
+            assert mine is not None
+            assert theirs is not None
+            assert mine.num_tokens == samples * 15
+            torch.testing.assert_close(mine.per_token(), theirs.per_token(), rtol=1e-6, atol=0)

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from massive import MASSIVE
 from report_content import EVIL, content, error_of
 
 from calipers.reporting.page import page
@@ -49,6 +50,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def view(browser: Any, file: Path) -> Iterator[Any]:
+    yield from opened(browser, file)
+
+
+def opened(browser: Any, file: Path) -> Iterator[Any]:
     """The page, opened; whatever it complains of fails the test."""
     shown = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme="light")
     problems: list[str] = []
@@ -94,6 +99,21 @@ def test_a_click_on_a_bar_opens_the_module(view: Any) -> None:
     view.wait_for_function("location.hash.startsWith('#layer=')")
     assert view.evaluate("decodeURIComponent(location.hash)") == f"#layer={WORST}"
     assert view.locator("#shown h3").inner_text().startswith(WORST)
+
+
+@pytest.fixture
+def ruined_view(browser: Any, ruined: Path) -> Iterator[Any]:
+    yield from opened(browser, ruined)
+
+
+def test_massive_activations_are_named_on_the_first_screen(ruined_view: Any) -> None:
+    link = ruined_view.locator(".headline a.module")
+    assert link.inner_text() == MASSIVE
+    place = link.bounding_box()
+    assert place["y"] + place["height"] < 300
+    link.click()
+    ruined_view.wait_for_selector("#input .main-svg")
+    assert ruined_view.locator("#shown h3").inner_text().startswith(MASSIVE)
 
 
 def test_sorting_by_keyboard(view: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from massive import MASSIVE
 from report_content import IDS, Made
 from safetensors.torch import load_file
 
@@ -20,6 +23,7 @@ from calipers.observers import Observer
 from calipers.planning.collecting import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
 from calipers.reporting.histograms import LogHistogram, Shares, distribution_of
+from calipers.reporting.modules import ModuleFacts, judged
 from calipers.reporting.ranges import OBSERVERS, ranges_by_observers
 from calipers.reporting.run import Report
 from calipers.statistics.ranges import Extrema
@@ -55,9 +59,9 @@ def test_errors_are_those_of_the_stored_weights(made: Made, found: Report) -> No
     expected = math.sqrt(lost / outputs.square_sum())
     row = row_of(found, 0, DOWN)
     assert row.weight_error == pytest.approx(
-        float((after - before).norm() / before.norm()), rel=2e-3
+        float((after - before).norm() / before.norm()), rel=1e-5
     )
-    assert row.by_weight == pytest.approx(expected, rel=2e-3)
+    assert row.by_weight == pytest.approx(expected, rel=1e-5)
     assert row.output_error == row.by_weight
     assert row.bits == size * 8 / before.numel()
     assert row.tokens == squares.num_tokens == IDS.numel()
@@ -72,8 +76,8 @@ def test_a_checkpoint_without_notes(made: Made, found: Report, tmp_path: Path) -
         assert (one.name, one.verdict) == (other.name, other.verdict)
         if one.verdict == "float":
             continue
-        assert one.weight_error == pytest.approx(other.weight_error, rel=2e-3)
-        assert one.by_weight == pytest.approx(other.by_weight, rel=2e-3)
+        assert one.weight_error == pytest.approx(other.weight_error, rel=5e-4)
+        assert one.by_weight == pytest.approx(other.by_weight, rel=5e-4)
     alone = calipers.report(bare).content
     assert all(row.output_error is None for row in alone.checkpoints[0].modules)
     assert len(alone.missing) == 2
@@ -109,7 +113,8 @@ def test_static_inputs(made: Made, found: Report) -> None:
     assert DOWN not in found.content.checkpoints[0].chosen
     costs = json.loads((made.static / "calipers.json").read_text())["costs"][DOWN]
     row = row_of(found, 1, DOWN)
-    assert row.output_error == pytest.approx(math.hypot(costs["weight"], costs["input"]))
+    by_input = max(costs["input"], costs["typical_input"])
+    assert row.output_error == pytest.approx(math.hypot(costs["weight"], by_input))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -170,3 +175,26 @@ def test_channels_and_weights(made: Made, found: Report) -> None:
     assert limits.groups == scales.numel()
     query = next(e for e in found.content.inputs if "model.layers.0.self_attn.q_proj" in e.readers)
     assert len(query.readers) == 3
+
+
+def test_massive_activations(ruined: Path) -> None:
+    """The layer is named on top of the page, with what its inputs are like."""
+    text = ruined.read_text()
+    top = text[text.index('<div class="headline">') : text.index("<h2>Checkpoints</h2>")]
+    assert f'data-module="{MASSIVE}"' in top
+    assert re.search(
+        r"One scale reaches ±3,\d\d\d, so that 9[\d.]+ % of all values become zero", top
+    )
+    assert re.search(r"1 of 256 input channels .* channel 7 is 1,\d\d\d times as large", top)
+
+
+def test_a_few_values_do_not_hide_what_all_others_lose() -> None:
+    rows = [ModuleFacts(f"m{n}", "", by_weight=0.01, by_input=0.01) for n in range(5)]
+    rows[3] = replace(rows[3], typical_input=0.4)
+    hidden = judged(rows, {}, {})[3]
+    assert (hidden.verdict, hidden.output_error) == ("hurts", math.hypot(0.01, 0.4))
+    assert hidden.reasons == (
+        "Its static input causes most of it: 40 % of the output of tokens without its few largest "
+        "values, the weights 1 %.",
+    )
+    assert judged(rows, {}, {})[2].verdict == "fine"

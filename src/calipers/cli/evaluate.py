@@ -29,13 +29,13 @@ from calipers.cli.options import (
 from calipers.cli.sources import (
     DATA_KINDS,
     compute_options,
+    data_options,
     data_source,
     model_source,
     packing_for,
 )
 from calipers.cli.tables import add_row, table
 from calipers.errors import ConfigurationError
-from calipers.options import DataOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,6 +82,8 @@ def evaluate(
         raise ConfigurationError(problem, hint=f"Give {DATA_KINDS}.")
     source, texts = model_source(model), data_source(data, "evaluation")
     quantized = [model_source(each) for each in checkpoints or ()]
+    joined = packing_for(data, packing)
+    chosen = data_options(samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
     from calipers.evaluation import evaluate as compare
 
     done = _Done(model, len(quantized))
@@ -92,16 +94,7 @@ def evaluate(
             texts,
             layers=layers,
             each=done.add,
-            data=DataOptions(
-                tokenizer=tokenizer,
-                num_samples=samples,
-                max_seq_length=seq_len,
-                batch_size=batch_size,
-                packing=packing_for(data, packing),
-                seed=seed,
-                skip=skip,
-                text_column=text_column,
-            ),
+            data=chosen,
             compute=compute_options(device, dtype, trust_remote_code),
         )
     return done.output(complete=True)

@@ -29,13 +29,14 @@ from calipers.cli.show import about
 from calipers.cli.sources import (
     DATA_KINDS,
     compute_options,
+    data_options,
     data_source,
     model_source,
     packing_for,
 )
 from calipers.errors import ConfigurationError
 from calipers.files.output_file import PARTIAL, check_output_file
-from calipers.options import CalibrationOptions, DataOptions
+from calipers.options import CalibrationOptions
 
 Output = Annotated[
     Path,
@@ -119,6 +120,8 @@ def measure(
     """
     _check_output(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
     source, texts, tolerance = model_source(model), _texts(data), _checked(tolerance)
+    joined = packing_for(data, packing)
+    chosen = data_options(samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
     from calipers.measuring import measure as run
 
     found = run(
@@ -129,16 +132,7 @@ def measure(
         overwrite=overwrite,
         save_every=save_every,
         until_stable=until_stable and tolerance,
-        data=DataOptions(
-            tokenizer=tokenizer,
-            num_samples=samples,
-            max_seq_length=seq_len,
-            batch_size=batch_size,
-            packing=packing_for(data, packing),
-            seed=seed,
-            skip=skip,
-            text_column=text_column,
-        ),
+        data=chosen,
         compute=compute_options(device, dtype, trust_remote_code),
         calibration=CalibrationOptions(
             pipeline=pipeline,  # type: ignore[arg-type]  # measure checks

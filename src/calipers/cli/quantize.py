@@ -46,6 +46,7 @@ from calipers.cli.options import (
 from calipers.cli.sources import (
     DEMO,
     compute_options,
+    data_options,
     data_source,
     model_source,
     packing_for,
@@ -148,7 +149,7 @@ def quantize(
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
-    chosen = _sampling(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    chosen = data_options(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
     options = OneshotOptions(
         data=replace(chosen, packing=packing_for(data, packing)),
         compute=compute_options(device, dtype, trust_remote_code),
@@ -162,27 +163,6 @@ def quantize(
     done = _summary(result, time.monotonic() - start, model, data, output, ignored)
     done = replace(done, next=_next(done, data, chosen), look=_look(done.output))
     return CommandOutput(done.as_dict(), _view(done))
-
-
-def _sampling(
-    samples: int,
-    seq_len: int | None,
-    batch_size: int,
-    packing: bool | None,
-    seed: int,
-    text_column: str | None,
-    tokenizer: str | None,
-) -> DataOptions:
-    """Return which samples are taken."""
-    return DataOptions(
-        tokenizer=tokenizer,
-        num_samples=samples,
-        max_seq_length=seq_len,
-        batch_size=batch_size,
-        packing=packing,
-        seed=seed,
-        text_column=text_column,
-    )
 
 
 def _refuse_both(data: str | None, measurements: Path | None) -> None:

@@ -11,7 +11,7 @@ from calipers.checkpoint.location import check_location
 from calipers.cli.command import progress
 from calipers.cli.options import observer_choice
 from calipers.errors import ConfigurationError
-from calipers.options import ComputeOptions
+from calipers.options import ComputeOptions, DataOptions
 
 if TYPE_CHECKING:
     from calipers.recipes import Recipe
@@ -56,6 +56,29 @@ def packing_for(name: str | None, chosen: bool | None) -> bool | None:
     (True, False, None)
     """
     return True if chosen is None and name == DEMO and not os.path.exists(name) else chosen
+
+
+def data_options(
+    samples: int,
+    seq_len: int | None,
+    batch_size: int,
+    packing: bool | None,
+    seed: int,
+    text_column: str | None,
+    tokenizer: str | None,
+    skip: int = 0,
+) -> DataOptions:
+    """Return which samples are taken, and how they become batches."""
+    return DataOptions(
+        tokenizer=tokenizer,
+        num_samples=samples,
+        max_seq_length=seq_len,
+        batch_size=batch_size,
+        packing=packing,
+        seed=seed,
+        skip=skip,
+        text_column=text_column,
+    )
 
 
 def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> ComputeOptions:

@@ -61,7 +61,7 @@ def _row(row: ModuleFacts) -> dict[str, Any]:
         "weight": short(row.weight_error),
         "output": short(row.output_error),
         "byWeight": short(row.by_weight),
-        "byInput": short(row.by_input),
+        "byInput": short(row.input_error),
         "tokens": row.tokens,
         "times": short(row.times_median),
         "verdict": row.verdict,

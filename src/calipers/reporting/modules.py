@@ -34,6 +34,7 @@ class ModuleFacts:
     :param weight_error: ‖Q(W) − W‖ / ‖W‖
     :param by_weight: the error of its output that the weight causes
     :param by_input: the error of its output that the static input causes
+    :param typical_input: the same for tokens without any of the few largest values of the input
     :param tokens: how many were seen of its input
     :param times_median: how its output error compares with that of the median module
     :param reasons: why it hurts, one sentence each
@@ -53,11 +54,20 @@ class ModuleFacts:
     reasons: tuple[str, ...] = ()
 
     @property
+    def input_error(self) -> float | None:
+        """The error of its output that the static input causes, in all tokens or in typical ones.
+
+        The larger of the two: a few huge values can hide what all others lose.
+        """
+        known = [each for each in (self.by_input, self.typical_input) if each is not None]
+        return max(known, default=None)
+
+    @property
     def output_error(self) -> float | None:
         """The error of its output, by weight and static input together, as if independent."""
         if self.by_weight is None:
             return None
-        return math.hypot(self.by_weight, self.by_input or 0.0)
+        return math.hypot(self.by_weight, self.input_error or 0.0)
 
 
 def decibels(error: float | None) -> float | None:
@@ -179,7 +189,7 @@ def _judged(
 def _reasons(
     row: ModuleFacts, usual: _Usual, seen: MeasuredInput | None, chosen: ChosenRange | None
 ) -> Iterable[str]:
-    if (row.by_input or 0) > (row.by_weight or 0):
+    if (row.input_error or 0) > (row.by_weight or 0):
         yield from _about_input(row, chosen)
     elif row.by_weight and row.weight_error:
         gain = row.by_weight / row.weight_error
@@ -198,14 +208,16 @@ def _reasons(
         yield (
             f"{count:,} of {seen.channels.count:,} input channels {'is' if count == 1 else 'are'} "
             f"more than 8 times as large as the median channel; channel {worst.index:,} is "
-            f"{worst.times:.3g} times as large."
+            f"{_amount(worst.times)} times as large."
         )
 
 
 def _about_input(row: ModuleFacts, chosen: ChosenRange | None) -> Iterable[str]:
+    hidden = (row.typical_input or 0) > (row.by_input or 0)
+    where = " of tokens without its few largest values" if hidden else ""
     yield (
-        f"Its static input causes most of it: {_percent(row.by_input or 0)} of the output, the "
-        f"weights {_percent(row.by_weight or 0)}."
+        f"Its static input causes most of it: {_percent(row.input_error or 0)} of the "
+        f"output{where}, the weights {_percent(row.by_weight or 0)}."
     )
     if chosen is None:
         return
@@ -213,11 +225,20 @@ def _about_input(row: ModuleFacts, chosen: ChosenRange | None) -> Iterable[str]:
     reach = max(abs(chosen.low), abs(chosen.high))
     if vanished > 0.01:
         yield (
-            f"One scale reaches ±{reach:.3g}, so that {_percent(vanished)} of all values become "
-            "zero."
+            f"One scale reaches ±{_amount(reach)}, so that {_percent(vanished)} of all values "
+            "become zero."
         )
     if clipped > 0.0001:
-        yield f"{_percent(clipped)} of all values lie beyond ±{reach:.3g} and are cut off."
+        yield f"{_percent(clipped)} of all values lie beyond ±{_amount(reach)} and are cut off."
+
+
+def _amount(value: float) -> str:
+    """Write a number with three digits, and all of those before the point.
+
+    >>> _amount(3792.4), _amount(0.01234)
+    ('3,792', '0.0123')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _percent(share: float) -> str:

@@ -122,11 +122,11 @@ def format_share(share: float | None) -> str:
 def format_decibels(error: float | None) -> str:
     """Return a relative error in dB.
 
-    >>> format_decibels(0.1), format_decibels(None)
-    ('−20.0 dB', '–')
+    >>> format_decibels(0.1), format_decibels(0.9999), format_decibels(None)
+    ('−20.0 dB', '0.0 dB', '–')
     """
     found = decibels(error)
-    return "–" if found is None else f"{found:.1f} dB".replace("-", "−")
+    return "–" if found is None else f"{round(found, 1) + 0.0:.1f} dB".replace("-", "−")
 
 
 class _Shown(NamedTuple):

@@ -17,7 +17,7 @@ from calipers.errors import (
     counted,
 )
 from calipers.files.output_file import check_output_file, output_file
-from calipers.kernels.dispatch import kernels_only
+from calipers.kernels.threads import kernels_only
 from calipers.measurements import Measurements
 from calipers.reporting.checkpoints import CheckpointFolder
 from calipers.reporting.content import Content, gather

@@ -14,7 +14,8 @@
   const minus = (text) => text.replace(/-/g, "−");
   const known = (value) => value !== null && value !== undefined;
   const toDb = (error) => (error > 0 ? 20 * Math.log10(error) : null);
-  const db = (error) => (known(error) && error > 0 ? minus(toDb(error).toFixed(1)) + " dB" : dash);
+  const signed = (value, places) => minus(value.toFixed(places).replace(/^-(0\.?0*)$/, "$1"));
+  const db = (error) => (known(error) && error > 0 ? signed(toDb(error), 1) + " dB" : dash);
   const digits = (value, count = 3) => minus(String(Number(value.toPrecision(count))));
   function percent(share) {
     if (!known(share)) return dash;
@@ -141,7 +142,7 @@
     const trace = {
       type: "heatmap", x: data.kinds.map(plain), y: layers.map(String), zmin: low, zmax: high, xgap: 2, ygap: tall > 14 ? 2 : 1,
       z: grid.map((row) => row.map((cell) => (cell ? toDb(cell.error) : null))),
-      text: grid.map((row) => row.map((cell) => (cell && cell.error > 0 ? minus(toDb(cell.error).toFixed(0)) : ""))),
+      text: grid.map((row) => row.map((cell) => (cell && cell.error > 0 ? signed(toDb(cell.error), 0) : ""))),
       customdata: grid.map((row) => row.map((cell) => (cell ? plain(cell.name) + "<br>" + percent(cell.error) + (cell.count > 1 ? ", the worst of " + cell.count : "") : ""))),
       texttemplate: tall > 14 ? "%{text}" : "", hovertemplate: "%{customdata}<br>%{z:.1f} dB<extra></extra>", hoverongaps: false,
       colorscale: [0, 1, 2, 3, 4].map((step) => [step / 4, css("--heat-" + step)]),
@@ -212,7 +213,7 @@
     ["size", "Size", (row) => row.size, size],
     ["weight", "Weight error", (row) => row.weight, percent],
     ["output", "Output error", (row) => row.output, percent],
-    ["db", "in dB", (row) => (known(row.output) ? toDb(row.output) : null), (value) => (known(value) ? minus(value.toFixed(1)) : dash)],
+    ["db", "in dB", (row) => (known(row.output) ? toDb(row.output) : null), (value) => (known(value) ? signed(value, 1) : dash)],
     ["byInput", "By static input", (row) => row.byInput, percent],
     ["tokens", "Tokens seen", (row) => row.tokens, whole],
     ["verdict", "Verdict", (row) => RANK.length - RANK.indexOf(row.verdict), null],
