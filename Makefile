@@ -15,7 +15,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test test-report mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration bench-streaming sanitize clean
+.PHONY: help setup test test-report mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration bench-streaming sanitize check-arm clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -87,6 +87,10 @@ sanitize: $(READY) ## the tests of the kernels under AddressSanitizer and UBSan
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	    PYTHONPATH="build/sanitized:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	    $(BIN)/python -S -m pytest tests/kernels -q
+
+# The cross-compiler and qemu are installed where apt can do that.
+check-arm: ## the kernels beside plain loops, without Python: for ARM under qemu, and for this machine
+	scripts/check_arm.sh
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

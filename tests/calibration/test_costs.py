@@ -15,6 +15,7 @@ import pytest
 import rank_jobs
 import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize
+from compressed_tensors.quantization.lifecycle import forward as library
 from families import build, token_ids
 from reference import grid_of
 from torch import Tensor
@@ -242,13 +243,9 @@ def test_the_loss_of_a_weight(strategy: str, options: dict[str, Any], width: int
     else:
         hessian = hessian.diagonal().diag()
     streams = Streams(hessian.diagonal(), blocks, 1.0)
-    q = fake_quantize(
-        weight.float(),
-        qparams["scale"].float(),
-        qparams["zero_point"],
-        args,
-        global_scale=qparams["global_scale"],
-    )
+    scale, zero_point, whole = (qparams[key] for key in ("scale", "zero_point", "global_scale"))
+    codes = library.quantize(weight, scale, zero_point, args, global_scale=whole).float()
+    q = library.dequantize(codes, scale.float(), zero_point, args, global_scale=whole)
     change = q.double() - weight.double()
     expected = float((change @ hessian @ change.T).trace())
     for tile in (1 << 20, 500):

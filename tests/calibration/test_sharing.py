@@ -6,7 +6,7 @@ import gc
 import re
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ SUMS, TOGETHER = "square sums", "counts and square sums"
 class Diary:
     """A statistic that remembers everything, in order."""
 
+    measures_roundings: ClassVar[bool] = True
     kind: str = "diary"
     name: str = "diary"
     known: list[float] = field(default_factory=list)

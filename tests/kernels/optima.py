@@ -62,7 +62,7 @@ class Search(NamedTuple):
     @property
     def regret(self) -> float:
         """Under a global scale, scales have 24 bits: without FMA, codes times scales round."""
-        has_fma = describe().instruction_set in ("avx2", "avx512")
+        has_fma = describe().instruction_set in ("avx2", "avx512", "neon")
         return 1e-6 if has_fma or self.fmt != "nvfp4" else 1e-5
 
     @property

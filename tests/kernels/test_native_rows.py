@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engines import native_only
+from engines import NATIVE_ENGINES, native_only
 
 from calipers.numerics.formats import GRIDS
 
-pytestmark = [native_only, pytest.mark.parametrize("engine", ["generic"], indirect=True)]
+pytestmark = [native_only, pytest.mark.parametrize("engine", NATIVE_ENGINES[:1], indirect=True)]
 
 
 def optimum(grid: str, *, shifted: bool) -> None:

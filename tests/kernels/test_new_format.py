@@ -10,7 +10,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import DTYPES
-from engines import native_only, with_engines
+from engines import NATIVE_ENGINES, native_only, with_engines
 from torch import Tensor
 
 from calipers.errors import ConfigurationError
@@ -109,7 +109,7 @@ class TestNumbers:
 
 
 @native_only
-@with_engines("name", list(ROWS), engines=["generic"])
+@with_engines("name", list(ROWS), engines=NATIVE_ENGINES[:1])
 def test_a_row_that_the_native_kernels_do_not_have_is_left_to_torch(name: str) -> None:
     kernels = native_for(torch.ones(1), Format.of(arguments(name)))
     assert (kernels is not None) == (name != "e2m2")

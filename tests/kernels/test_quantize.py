@@ -4,6 +4,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization.lifecycle.forward import quantize
 from data import DISTRIBUTIONS, DTYPES, FORMATS
 from engines import with_engines
 from geometries import in_any_memory, pieces
@@ -34,6 +35,25 @@ def test_equals_compressed_tensors(distribution: str, fmt: str) -> None:
     assert torch.equal(result, expected)
     exact = (expected.double() - values).square().sum((0, -2, -1))
     torch.testing.assert_close(error, exact, rtol=1e-6, atol=1e-30)
+
+
+@with_engines("working, fmt", [torch.bfloat16, torch.float16, torch.float32], list(FORMATS))
+def test_codes_are_those_of_a_checkpoint_in_that_dtype(working: torch.dtype, fmt: str) -> None:
+    values = torch.randn(1, 3, 4, 1, 200).to(working)
+    args = QuantizationArgs(**FORMATS[fmt])
+    low, high = values.amin((0, -2, -1)) * 0.8, values.amax((0, -2, -1)) * 0.8
+    scale, zero_point = qparams_of(low, high, args)
+    scale = scale.to(working)
+    zero = None if args.symmetric else zero_point[..., None, None]
+    codes = quantize(values[0], scale[..., None, None], zero, args).float()
+    moved = codes if zero is None else codes - zero.float()
+    expected = (moved * scale.float()[..., None, None])[None]
+    given = (values.float(), scale.float(), zero_point, args)
+    result, error = quantize_with_error(*given, working=working)
+    assert torch.equal(result, expected)
+    exact = (expected.double() - values).square().sum((0, -2, -1))
+    torch.testing.assert_close(error, exact, rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(quantization_errors(*given, working=working), error)
 
 
 @in_any_memory

@@ -71,6 +71,22 @@ def test_the_sweep_finds_the_lowest_vertex(fmt: str, weighted: bool, dtype: torc
         assert float(claim) == pytest.approx(error, rel=1e-6, abs=1.01 * slack)
 
 
+@with_engines("fmt, length", ["int2", "int4", "int8", "fp4"], [7, 300])
+def test_the_five_lowest_parabolas(fmt: str, length: int) -> None:
+    search = Search(fmt)
+    x = torch.randn(1, 4, 1, 1, length, generator=torch.Generator().manual_seed(length)) ** 3
+    found = find_any(x, search.args, False, None, keep=5)
+    window = windows_of(Format.of(search.args))[0]
+    for piece, values in enumerate(by_piece(x)):
+        kept, _, errors = (part.reshape(4, 5)[piece].double() for part in found)
+        assert len(kept.unique()) == 5
+        scales, lowest = vertices(values.double(), torch.ones(length).double(), search.args, 1)
+        # Of larger scales, half is no worse.
+        most = max(float(values.max()) * window.above, -float(values.min()) * window.below)
+        for error in lowest[scales <= most].sort().values[:5]:
+            assert error >= errors[-1] * (1 - 1e-6) or torch.isclose(errors, error, rtol=1e-6).any()
+
+
 def grid_end(args: QuantizationArgs) -> float:
     return float(abs(brute.grid_of(args)).max())
 

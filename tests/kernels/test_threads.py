@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import DTYPES
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from calipers.kernels.channels import summarize_channels
 from calipers.kernels.counts import BINS, count_values
-from calipers.kernels.dispatch import kernels_only, num_threads
 from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.quantize import quantize_with_error
 from calipers.kernels.search import search_range
+from calipers.kernels.threads import in_threads, kernels_only, num_threads
 
 FACTORS = [1 - i / 50 for i in range(20)]
 INT8 = QuantizationArgs(num_bits=8, symmetric=False)
@@ -99,3 +100,40 @@ def test_kernels_alone_may_have_several() -> None:
     assert seen[0] == (3, 1)
     assert seen[1] == (1, 0)  # what is told to one thread concerns no other
     assert seen[2] == (3, 3)
+
+
+def test_processes_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calipers.kernels.threads._processors", lambda: 8)
+    threads = {}
+    with threads_in_use(6):
+        for processes in ("", "1", "2", "3", "100", "many"):
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+            threads[processes] = num_threads()
+    assert threads == {"": 6, "1": 6, "2": 4, "3": 2, "100": 1, "many": 6}
+
+
+def test_small_work_runs_beside_other_work_in_one_thread_each() -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    def work(number: int) -> tuple[int, int, bool]:
+        both.wait()  # nobody would come if they ran one after the other
+        return number, num_threads(), torch.is_grad_enabled()
+
+    with threads_in_use(2):
+        with in_threads(work, range(6)) as results:
+            assert list(results) == [(number, 1, False) for number in range(6)]
+            assert (num_threads(), torch.get_num_threads()) == (2, 1)
+        assert (num_threads(), torch.get_num_threads()) == (2, 2)
+
+
+def test_what_fails_in_a_thread_fails_here() -> None:
+    def work(number: int) -> int:
+        return 1 // number
+
+    with (
+        threads_in_use(2),
+        pytest.raises(ZeroDivisionError),
+        in_threads(work, [2, 1, 0, 3]) as results,
+    ):
+        list(results)
+    assert num_threads() == torch.get_num_threads()

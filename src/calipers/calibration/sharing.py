@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from calipers.numerics.tensors import tensor_version
 
 class Measuring(Protocol):
     """What is shown tensors: a statistic, or several that are updated together."""
+
+    measures_roundings: ClassVar[bool]
 
     def configuration(self) -> dict[str, Any]:
         """Return what two have in common that measure the same of a tensor."""
@@ -63,7 +65,9 @@ class SharedInputs:
         """
         owner = id(statistic)
         if owner not in self._readers:
-            self._readers[owner] = _Reader(statistic, dtype)
+            self._readers[owner] = _Reader(
+                statistic, dtype if statistic.measures_roundings else None
+            )
         reader = self._readers[owner]
         group = self._groups.get(owner)
         if group is None:

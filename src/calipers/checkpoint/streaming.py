@@ -19,8 +19,8 @@ from calipers.checkpoint.compression import compressed_state, name_on_disk
 from calipers.checkpoint.names import StoredNames
 from calipers.checkpoint.state import join, module_state, own_modules
 from calipers.checkpoint.stored_weights import ModelWeights
-from calipers.kernels.dispatch import kernels_only
 from calipers.kernels.memory import Freed
+from calipers.kernels.threads import kernels_only
 from calipers.modifiers.costs import ModuleCosts
 from calipers.modifiers.needs import grouped_by_input
 from calipers.modifiers.solving import StepDriver

@@ -1,14 +1,22 @@
 """The C++ kernels. Tensors come as (observations, grid rows, grid columns, rows, columns)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
 def use(name: str) -> None: ...
 def grids() -> list[str]: ...
-def extrema_chunks(values: Tensor) -> int: ...
 def extrema(
-    values: Tensor, low: Tensor, high: Tensor, any_finite: Tensor | None, threads: int
+    values: int,
+    dtype: str,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    low: int,
+    high: int,
+    missing: int,
+    threads: int,
 ) -> int: ...
 def search(
     values: Tensor,
@@ -57,6 +65,7 @@ def quantize(
     weights: Tensor | None,
     scales: Tensor,
     zero_points: Tensor | None,
+    working: str,
     grid: str,
     lowest: float,
     highest: float,

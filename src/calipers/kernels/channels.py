@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.counts import count_values
-from calipers.kernels.dispatch import native_for, num_threads
+from calipers.kernels.dispatch import native_for
 from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.threads import num_threads
 
 
 class ChannelSummary(NamedTuple):

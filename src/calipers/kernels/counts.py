@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for, num_threads
+from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.threads import num_threads
 
 BINS = 1 << 16
 NAN_BIN = 0x7FC0

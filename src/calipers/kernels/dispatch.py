@@ -4,7 +4,7 @@ The native one serves float32, float16 and bfloat16 on a CPU, if it was built, a
 it has a row for; the one in torch serves everything else, and is what the native one is tested
 against.
 ``CALIPERS_NATIVE=0`` in the environment turns the native kernels off; the name of an instruction
-set (``generic``, ``avx2``, ``avx512``) makes them use that one.
+set (``generic``, ``avx2``, ``avx512``; on ARM ``neon``) makes them use that one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -83,31 +81,6 @@ def describe() -> KernelReport:
     )
 
 
-_told = threading.local()
-
-
-def num_threads() -> int:
-    """Return how many threads a kernel uses: as many as torch, if nobody has told otherwise."""
-    return getattr(_told, "threads", None) or torch.get_num_threads()
-
-
-@contextmanager
-def kernels_only() -> Iterator[None]:
-    """Let kernels alone use several threads, and operations of torch one, within this thread.
-
-    For work that is done by kernels: threads of torch that have nothing to do spin for a while, and
-    take the processors from those that have.
-    """
-    before = torch.get_num_threads()
-    _told.threads = before
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        _told.threads = None
-
-
 def native_for(values: Tensor, fmt: Format | None = None, norm: float = 2.0) -> ModuleType | None:
     """Return the native kernels if they can work on this tensor, in this format, by this norm."""
     if values.device.type != "cpu" or values.dtype not in NATIVE_DTYPES or not values.numel():
@@ -133,6 +106,22 @@ def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
     if not ordered and rows > 1 and five.stride(-2) < five.stride(-1):
         return five.transpose(-1, -2)
     return five
+
+
+def geometry(pieces: Tensor) -> tuple[Tensor, Sequence[int], Sequence[int]]:
+    """Return what ``as_grid`` does as sizes and strides, and the tensor whose memory they are of.
+
+    No tensor is made for it, which counts where tensors are small.
+    """
+    if pieces.ndim > 5 or pieces.is_neg():
+        grid = as_grid(pieces)
+        return grid, grid.shape, grid.stride()
+    missing = (1,) * (5 - pieces.ndim)
+    shape = (pieces.shape[0], *missing, *pieces.shape[1:])
+    strides = (pieces.stride(0), *missing, *pieces.stride()[1:])
+    if shape[3] > 1 and strides[3] < strides[4]:
+        shape, strides = (*shape[:3], shape[4], shape[3]), (*strides[:3], strides[4], strides[3])
+    return pieces, shape, strides
 
 
 def _has_memory(values: Tensor) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for, num_threads
+from calipers.kernels.dispatch import NATIVE_DTYPES, geometry, native_for
+from calipers.kernels.threads import num_threads
+
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in NATIVE_DTYPES}
 
 
 class Extrema(NamedTuple):
@@ -34,29 +38,24 @@ def extrema(pieces: Tensor) -> Extrema:
 
 
 def _natively(kernels: ModuleType, pieces: Tensor) -> Extrema:
-    grid, shape = _side_by_side(as_grid(pieces)), pieces.shape[1:-2]
-    chunks, count = kernels.extrema_chunks(grid), shape.numel()
-    low, high = pieces.new_empty(2, chunks, count)
-    nonfinite = kernels.extrema(grid, low, high, None, num_threads())
+    values, shape, strides = geometry(pieces)
+    low, high = (values.new_empty(pieces.shape[1:-2]) for _ in range(2))
+    name, threads = _NAMES[values.dtype], num_threads()
+    given = values.data_ptr(), name, *_side_by_side(shape, strides), low.data_ptr(), high.data_ptr()
+    nonfinite = kernels.extrema(*given, 0, threads)
     if not nonfinite:
-        if chunks > 1:
-            low, high = low.amin(0), high.amax(0)
-        return Extrema(low.reshape(shape), high.reshape(shape))
-    any_finite = torch.ones(chunks, count, dtype=torch.uint8)
-    kernels.extrema(grid, low, high, any_finite, num_threads())
-    empty = any_finite == 0
-    missing = empty.all(0)
-    low = low.masked_fill_(empty, torch.inf).amin(0).masked_fill_(missing, 0)
-    high = high.masked_fill_(empty, -torch.inf).amax(0).masked_fill_(missing, 0)
-    return Extrema(low.reshape(shape), high.reshape(shape), nonfinite, missing.reshape(shape))
+        return Extrema(low, high)
+    missing = torch.zeros_like(low, dtype=torch.bool)
+    kernels.extrema(*given, missing.data_ptr(), threads)
+    return Extrema(low, high, nonfinite, missing)
 
 
-def _side_by_side(grid: Tensor) -> Tensor:
+def _side_by_side(shape: Sequence[int], strides: Sequence[int]) -> tuple[Sequence[int], ...]:
     """Turn pieces that are columns of a matrix in memory into observations of one row each."""
-    is_transposed = grid.stride(1) == 1 and grid.stride(4) > 1
-    if is_transposed and grid.shape[0] == grid.shape[2] == grid.shape[3] == 1:
-        return grid.permute(4, 0, 1, 2, 3)
-    return grid
+    is_transposed = strides[1] == 1 and strides[4] > 1
+    if is_transposed and shape[0] == shape[2] == shape[3] == 1:
+        return (shape[4], *shape[:4]), (strides[4], *strides[:4])
+    return shape, strides
 
 
 def _in_torch(pieces: Tensor) -> Extrema:

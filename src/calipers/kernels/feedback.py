@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import native_for, num_threads
+from calipers.kernels.dispatch import native_for
+from calipers.kernels.threads import num_threads
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 

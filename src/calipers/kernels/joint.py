@@ -15,7 +15,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 from torch.nn.functional import pad
 
-from calipers.kernels.dispatch import as_grid, native_for, num_threads
+from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import TILE
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize

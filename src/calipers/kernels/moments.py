@@ -7,7 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import native_for, num_threads
+from calipers.kernels.dispatch import native_for
+from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import runs
 
 

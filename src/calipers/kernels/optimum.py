@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import as_grid, native_for, num_threads
+from calipers.kernels.dispatch import as_grid, native_for
 from calipers.kernels.optimum_in_torch import optimum_in_torch
 from calipers.kernels.polishing import polished
 from calipers.kernels.scale_search import Optimum, ScaleSearch, by_piece, length_of, overflows
+from calipers.kernels.threads import num_threads
 from calipers.numerics.formats import Format
 from calipers.numerics.scales import Window, halvable_from, magnitudes_of, storable_scales
 

@@ -15,7 +15,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from torch import Tensor
 
-from calipers.kernels.dispatch import NATIVE_DTYPES, as_grid, native_for, num_threads
+from calipers.kernels.dispatch import NATIVE_DTYPES, as_grid, native_for
+from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import runs
 from calipers.numerics.formats import GRIDS, Grid
 from calipers.numerics.layout import indivisible_by, shared_columns, strategy_name

@@ -10,14 +10,18 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for, num_threads
+from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import TILE, runs
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 
 
 class Quantization(NamedTuple):
-    """What is quantized, by what, and how its error counts; weights have the shape of pieces."""
+    """What is quantized, by what, and how its error counts; weights have the shape of pieces.
+
+    :param working: what quotients are rounded to before they are rounded to the grid
+    """
 
     pieces: Tensor
     scale: Tensor
@@ -25,6 +29,7 @@ class Quantization(NamedTuple):
     fmt: Format
     norm: float
     weights: Tensor | None = None
+    working: torch.dtype = torch.float32
 
 
 @torch.no_grad()
@@ -34,6 +39,8 @@ def quantize_with_error(
     zero_point: Tensor | None,
     args: QuantizationArgs,
     norm: float = 2.0,
+    *,
+    working: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and dequantize pieces, (observations, *qparam_shape, rows, columns).
 
@@ -42,12 +49,15 @@ def quantize_with_error(
     out. The work is done in float32 (float64 for float64). NaN and Inf stay and add no error.
     No gradient runs through this.
 
+    :param working: what quotients are rounded to first, as when a checkpoint is written in it:
+        bfloat16 or float16; what has more digits than they need changes nothing
+
     >>> args = QuantizationArgs(num_bits=4)
     >>> x = torch.tensor([[[[1.0, 2.2, -3.5]]]])
     >>> quantize_with_error(x, torch.tensor([0.5]), None, args)
     (tensor([[[[ 1.0000, 2.0000, -3.5000]]]]), tensor([0.0400], dtype=torch.float64))
     """
-    asked = _quantization(pieces, scale, zero_point, args, norm)
+    asked = _quantization(pieces, scale, zero_point, args, norm, working=working)
     kernels = native_for(pieces, asked.fmt, norm)
     if kernels is None:
         values, errors = _in_torch(asked)
@@ -66,6 +76,8 @@ def quantization_errors(
     args: QuantizationArgs,
     norm: float = 2.0,
     weights: Tensor | None = None,
+    *,
+    working: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return Σ w·|q−x|^norm of each piece alone; ``weights`` broadcasts with the pieces.
 
@@ -74,7 +86,7 @@ def quantization_errors(
     >>> quantization_errors(x, torch.tensor([0.5]), None, args, weights=torch.tensor(2.0))
     tensor([0.0800], dtype=torch.float64)
     """
-    asked = _quantization(pieces, scale, zero_point, args, norm, weights)
+    asked = _quantization(pieces, scale, zero_point, args, norm, weights, working)
     kernels = native_for(pieces, asked.fmt, norm)
     return _errors_in_torch(asked) if kernels is None else _natively(kernels, asked)
 
@@ -86,12 +98,13 @@ def _quantization(
     args: QuantizationArgs,
     norm: float,
     weights: Tensor | None = None,
+    working: torch.dtype = torch.float32,
 ) -> Quantization:
     if weights is not None:
         weights = weights.to(pieces.device, torch.promote_types(pieces.dtype, torch.float32))
         weights = weights.expand(pieces.shape)
     zero_point = None if args.symmetric else zero_point
-    return Quantization(pieces, scale, zero_point, Format.of(args), norm, weights)
+    return Quantization(pieces, scale, zero_point, Format.of(args), norm, weights, working)
 
 
 def _natively(kernels: ModuleType, asked: Quantization, output: Tensor | None = None) -> Tensor:
@@ -104,6 +117,7 @@ def _natively(kernels: ModuleType, asked: Quantization, output: Tensor | None = 
         None if asked.weights is None else as_grid(asked.weights, ordered=True),
         asked.scale.detach().float().reshape(count).contiguous(),
         None if zero_point is None else zero_point.float().reshape(count).contiguous(),
+        str(asked.working).removeprefix("torch."),
         asked.fmt.grid.native_name,
         *asked.fmt.limits,
         asked.norm,
@@ -123,7 +137,7 @@ def _in_torch(asked: Quantization) -> tuple[Tensor, Tensor]:
         for part in (asked.scale, asked.zero_point)
     )
     assert scale is not None
-    values = quantize_dequantize(x, scale, zero_point, asked.fmt)
+    values = quantize_dequantize(x, scale, zero_point, asked.fmt, asked.working)
     error = (values - x).abs_().double().pow_(asked.norm)
     if asked.weights is not None:
         error *= asked.weights

@@ -11,7 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import as_grid, native_for, num_threads
+from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import runs, tile_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams

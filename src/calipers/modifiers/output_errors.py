@@ -99,6 +99,8 @@ def weight_loss(
 ) -> WeightLoss:
     """Return what a weight loses; 0 for a weight of zeros. Works in tiles, without a copy.
 
+    Codes are those that a checkpoint gets, whose quotients are rounded to the dtype of the weight.
+
     :param before: what the weight was before it was rounded otherwise than to the nearest
     :param sensitivity: E[(∂L/∂w)²] of each column
 
@@ -111,7 +113,7 @@ def weight_loss(
     0.0625
     """
     weight, error, output, loss = weight.detach(), 0.0, 0.0, 0.0
-    working = torch.promote_types(weight.dtype, torch.float32)
+    working, coded = torch.promote_types(weight.dtype, torch.float32), _coded_in(weight, qparams)
     meant = weight if before is None else before.detach()
     is_plain = (
         streams is None and before is None
@@ -119,9 +121,12 @@ def weight_loss(
     at_once = weight.numel() if is_plain else _AT_ONCE
     for tile, wanted, scale, zero_point in _tiles(weight, meant, args, qparams, at_once):
         if is_plain:
-            error += float(quantization_errors(tile, scale, zero_point, args).sum())
+            found = quantization_errors(tile, scale, zero_point, args, working=coded)
+            error += float(found.sum())
             continue
-        values, errors = quantize_with_error(tile.to(working), scale, zero_point, args)
+        values, errors = quantize_with_error(
+            tile.to(working), scale, zero_point, args, working=coded
+        )
         values -= wanted.to(working)
         error += float(errors.sum() if before is None else values.double().square().sum())
         rows = _as_rows(values, weight.shape[-1])
@@ -135,6 +140,14 @@ def weight_loss(
         None if streams is None else output,
         None if sensitivity is None else loss,
     )
+
+
+def _coded_in(weight: Tensor, qparams: QParamsDict) -> torch.dtype:
+    """Return what quotients of values and scales are rounded to when codes are packed."""
+    if qparams["global_scale"] is not None:
+        return torch.float32  # it is divided out in its own dtype
+    found = torch.promote_types(weight.dtype, qparams["scale"].dtype)
+    return torch.float32 if found.itemsize > 4 else found
 
 
 def _tiles(

@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from calipers.calibration.progress import Progress
 from calipers.calibration.ranks import Ranks, digest_of
 from calipers.errors import CalipersWarning, shortened
 from calipers.kernels.memory import Freed
+from calipers.kernels.threads import in_threads
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ModuleCosts
 from calipers.modifiers.judging import judge_layer
@@ -28,6 +30,7 @@ from calipers.planning.plan import Plan
 from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec
 from calipers.statistics.base import Statistic
 
+_SMALL = 1 << 20  # numbers of weights that are solved beside others
 Solved = dict[tuple[str, str], QParamsDict]
 Group = tuple[ModuleSpec, ...]
 
@@ -217,12 +220,19 @@ def solve_activations(layer: Layer) -> Solved:
 def solve_weights(layer: Layer) -> Solved:
     """Find the parameters of weights; those that share a global scale are solved together."""
     mine: Solved = {}
-    freed = Freed()
     with layer.ranks.step("working out the parameters of weights"):
         fused = fused_groups(layer.modules)
-        groups = layer.ranks.my_part(fused, lambda group: sum(map(layer.size, group)))
-        for group in counted_groups(layer, groups, "choosing scales"):
-            mine |= _solve_group(layer, group)
+        sizes = {group: sum(map(layer.size, group)) for group in fused}
+        groups = layer.ranks.my_part(fused, lambda group: sizes[group])
+        small = [group for group in groups if sizes[group] <= _SMALL]
+        large = [group for group in groups if sizes[group] > _SMALL]
+        solve = partial(_solve_group, layer)
+        with in_threads(solve, small) as solutions:
+            for _ in counted_groups(layer, small, "choosing scales"):
+                mine |= next(solutions)
+        freed = Freed()
+        for group in counted_groups(layer, large, "choosing scales"):
+            mine |= solve(group)
             freed.count(sum(layer.weight(module.name).nbytes for module in group))
     found: Solved = {}
     for theirs in layer.ranks.share(mine):

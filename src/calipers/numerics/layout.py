@@ -241,9 +241,9 @@ class Layout:
                 hint="Observe a stack of matrices one by one" if value.ndim > 2 else "",
             )
         if self.args.strategy == QuantizationStrategy.CHANNEL:
-            return value[None, ..., None, None, :]
+            return value.view(1, *value.shape[:-1], 1, 1, value.shape[-1])
         if self.args.strategy in _GROUPED:
-            return self._grouped(self._ordered(value))[None, ..., None, :]
+            return self._grouped(self._ordered(value)).unsqueeze(-2).unsqueeze(0)
         return self._blocked(value).unsqueeze(0)
 
     def _activation(self, value: Tensor) -> Tensor:

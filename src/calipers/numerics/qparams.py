@@ -95,16 +95,29 @@ def global_scale_of(absmax: Tensor) -> Tensor:
     return torch.where(fits, scale, wide)
 
 
-def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+def quantize_dequantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    fmt: Format,
+    working: torch.dtype = torch.float32,
+) -> Tensor:
     """Return what is left of ``x`` after rounding to the grid.
 
     ``scale`` and ``zero_point`` broadcast with ``x`` and have its dtype. Bit-equal to
     ``fake_quantize`` without a global scale, and without its temporaries.
+
+    :param working: what quotients are rounded to first, if it has fewer digits than ``x``
     """
     low, high = fmt.limits
+    is_narrow = working.itemsize < x.dtype.itemsize and working.itemsize < 4
     codes = x / scale
+    if is_narrow:
+        codes = codes.to(working).to(x.dtype)
     if zero_point is not None:
         codes += zero_point
+        if is_narrow:
+            codes = codes.to(working).to(x.dtype)
     fmt.round_(codes.clamp_(low, high))
     if zero_point is not None:
         codes -= zero_point

@@ -164,11 +164,11 @@ class Observer(
             seen = seen.without_missing(self.min_vals, self.max_vals)
         if not self._takes_pieces():
             seen = seen._replace(observed=seen.canonical_view())
-        self._observation = seen
+        self.__dict__["_observation"] = seen  # setting an attribute of a module costs more
         try:
             self.update_statistics_from_observed(seen.observed)
         finally:
-            self._observation = None
+            self.__dict__["_observation"] = None
         self.absorb(**seen.marks())
         return self
 

@@ -86,6 +86,8 @@ class Statistic:
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {}
+    measures_roundings: ClassVar[bool] = True
+    """Whether it matters that a model which computes in a wider dtype would round to its own."""
     owner: str = ""
     """What messages call it, if not by its class: whose tensors it measures."""
     takes_pairs: ClassVar[bool] = False
@@ -167,8 +169,17 @@ class Statistic:
     def fields(self) -> dict[str, Tensor]:
         """Return the fields that hold data."""
         with self.lock:
-            held = {name: getattr(self, name, None) for name in self.declared()}
-        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+            held = {name: self.field(name) for name in self.declared()}
+        return {name: value for name, value in held.items() if value is not None}
+
+    def field(self, name: str) -> Tensor | None:
+        """Return a field, if it holds data."""
+        value = getattr(self, name, None)
+        return value if isinstance(value, Tensor) else None
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Set a field."""
+        self.__dict__[name] = value
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Reduce two values of one field to one."""
@@ -177,20 +188,22 @@ class Statistic:
     @guarded
     def absorb(self, /, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
-        held, reductions = self.fields(), self.declared()
-        for name, value in new.items():
-            before = held.get(name, value)
-            if before.shape != value.shape and reductions[name] is not Reduction.LAST:
-                raise DataError(
-                    f"has seen tensors with {name} of shape {tuple(before.shape)}, and now one of "
-                    f"shape {tuple(value.shape)}",
-                    subject=self.label(),
-                    hint="One observer watches one tensor: use another one, or reset() this one",
-                )
-        for name, value in new.items():
-            if name in held:
-                value = self.combine(name, held[name].to(value.device), value)
-            setattr(self, name, value)
+        combined = {name: self._combined(name, value) for name, value in new.items()}
+        for name, value in combined.items():
+            self.put(name, value)
+
+    def _combined(self, name: str, value: Tensor) -> Tensor:
+        before = self.field(name)
+        if before is None:
+            return value
+        if before.shape != value.shape and self.declared()[name] is not Reduction.LAST:
+            raise DataError(
+                f"has seen tensors with {name} of shape {tuple(before.shape)}, and now one of "
+                f"shape {tuple(value.shape)}",
+                subject=self.label(),
+                hint="One observer watches one tensor: use another one, or reset() this one",
+            )
+        return self.combine(name, before.to(value.device), value)
 
     @guarded
     def reset(self) -> None:

@@ -88,17 +88,21 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     # A statistic of all of them
 
-    def fields(self) -> dict[str, Tensor]:
-        """Return the fields that hold data."""
-        found = {}
-        with self.lock:
-            for name in self._all_declared:
-                holder = self._holders.get(name)
-                held = self if holder is None else self.__dict__[holder]
-                value = getattr(held, name, None)
-                if isinstance(value, Tensor):
-                    found[name] = value
-        return found
+    def field(self, name: str) -> Tensor | None:
+        """Return a field, if it holds data."""
+        holder = self._holders.get(name)
+        if holder is None:
+            return super().field(name)
+        value = self.__dict__[holder].__dict__.get(name)
+        return value if isinstance(value, Tensor) else None
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Set a field, where it is."""
+        holder = self._holders.get(name)
+        if holder is None:
+            setattr(self, name, value)
+        else:
+            self.__dict__[holder].put(name, value)
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Reduce two values of one field to one, as the part that has it does."""

@@ -108,6 +108,8 @@ class SquareSums(TokenSums):
 class TokenSquares(TokenSums):
     """Sums ‖x‖² of whole tokens; several times faster than by channel. NaN and Inf are kept.
 
+    Roundings of single values cancel in such a sum.
+
     >>> sums = TokenSquares()
     >>> sums.update(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
     >>> float(sums.square_sum), sums.num_tokens
@@ -118,6 +120,7 @@ class TokenSquares(TokenSums):
         "square_sum": Reduction.SUM,
         "square_count": Reduction.SUM,
     }
+    measures_roundings = False
     square_sum: Tensor
     square_count: Tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class TensorStatistics:
     """
 
     takes_pairs = False
+    measures_roundings: ClassVar[bool] = True
 
     def __init__(self, statistics: Sequence[Statistic]) -> None:
         self.statistics = tuple(statistics)

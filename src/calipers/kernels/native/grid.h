@@ -21,10 +21,11 @@ template <int N = U, class F> [[gnu::always_inline]] inline void each(F f) {
 
 constexpr std::int64_t kBlock = 32;  // values of a lane after which its sum is looked at
 
-// One power of two per lane, that brings the largest magnitude between 1 and 2 (at the ends of
-// float32: between 2⁻²³ and 4).
+// One power of two per lane, that brings the largest magnitude between 2⁵ and 2⁶ (at the ends of
+// float32: between 2⁻²³ and 2⁷). Errors are at most twice that, as `Power` asks for.
+constexpr int kUnitExponent = 5;
 inline V unit_of(V largest) {
-  const I exponent = 254 - (I)((U32)largest >> 23);
+  const I exponent = 254 + kUnitExponent - (I)((U32)largest >> 23);
   const I held = exponent < 1 ? all_bits(1) : (exponent > 253 ? all_bits(253) : exponent);
   return (V)((U32)held << 23);
 }
@@ -80,6 +81,17 @@ template <class Numbers, bool shifted_> struct Grid {
   }
 };
 
+// Round to the dtype that is computed in, with the sign of zeros. Far beyond all codes float16 goes on
+// where it would be infinite.
+template <DType working> V round_in(V x) {
+  if constexpr (working == DType::bf16) return round_to_bf16(x);
+  if constexpr (working == DType::f16) {
+    const V magnitude = round_to_float<10, -14>(minimum(absolute(x), all(65536)));
+    return (V)((I)magnitude | ((I)x & ~0x7fffffff));
+  }
+  return x;
+}
+
 template <std::size_t row>
 using NumbersOf = std::conditional_t<kGrids[row].rounding == Rounding::to_integers, Integers,
                                      Floats<kGrids[row].mantissa, kGrids[row].smallest_exponent>>;
@@ -116,23 +128,39 @@ struct Cube {
   }
 };
 
-struct AnyPower {
+// 2^(e·exponent) of the exponent e of a float, which is given by its bits.
+#if defined(__AVX512F__)
+struct Octaves {
+  Table32 all;
+  explicit Octaves(const Power& power) : all(power.octaves) {}
+  V operator[](I bits) const { return all[bits >> 23]; }
+};
+#else
+struct Octaves {
+  Table8 fine, coarse;
+  explicit Octaves(const Power& power) : fine(power.fine), coarse(power.coarse) {}
+  V operator[](I bits) const { return fine[bits >> 23] * coarse[bits >> 26]; }
+};
+#endif
+
+// `large`: for norms beyond 4. Without its loop, the last product and the sum are one operation.
+template <bool large> struct AnyPower {
   V coefficients[Power::degree + 1];
-  Table32 octaves;
+  Octaves octaves;
   int squares;
-  explicit AnyPower(const Power& power) : octaves(power.octaves), squares(power.squares) {
+  explicit AnyPower(const Power& power) : octaves(power), squares(power.squares) {
     for (int i = 0; i <= Power::degree; i++) coefficients[i] = all(power.coefficients[i]);
   }
   template <int N> void apply(V (&error)[N]) const {
     V mantissa[N], power[N];
     // At the floor the table holds zero.
-    each<N>([&](int i) { error[i] = larger_magnitude(error[i], all(0x1p-29f)); });
+    each<N>([&](int i) { error[i] = larger_magnitude(error[i], all(0x1p-24f)); });
     each<N>([&](int i) { mantissa[i] = (V)(((I)error[i] & 0x007fffff) | 0x3f800000); });
     each<N>([&](int i) { power[i] = coefficients[0] * mantissa[i] + coefficients[1]; });
     for (int k = 2; k <= Power::degree; k++)
       each<N>([&](int i) { power[i] = power[i] * mantissa[i] + coefficients[k]; });
-    each<N>([&](int i) { power[i] = power[i] * octaves[(I)error[i] >> 23]; });
-    for (int k = 0; k < squares; k++)
+    each<N>([&](int i) { power[i] = power[i] * octaves[(I)error[i]]; });
+    for (int k = 0; large && k < squares; k++)
       each<N>([&](int i) { power[i] = power[i] * (error[i] * error[i]); });
     each<N>([&](int i) { error[i] = power[i]; });
   }

@@ -70,12 +70,13 @@ struct ExtremaJob {
   std::int64_t* nonfinite;      // [tasks]
 };
 
-// |x|^norm for |x| < 8: m^exponent of the mantissa m by a polynomial, 2^(e·exponent) of the exponent
-// e from a table, and squares for what is left of a large norm.
+// |x|^norm for |x| < 2⁸: m^exponent of the mantissa m by a polynomial, 2^(e·exponent) of the exponent e
+// from a table of all of them, or from two of eight; and squares for what is left of a large norm.
 struct Power {
   static constexpr int degree = 6;
   float coefficients[degree + 1];  // from the highest
   float octaves[32];               // by the last five bits of the biased exponent
+  float fine[8], coarse[8];        // by the last three bits, and by the three above them
   int squares;
 };
 
@@ -195,6 +196,7 @@ struct OptimumJob {
   const Window* windows;
   std::int64_t window_count;
   bool windows_have_floor;      // they are parts of one endless grid
+  bool in_lanes;                // pieces are short and scales are few
   bool shifted;                 // whether windows have zero points
   std::size_t grid;
   float norm;
@@ -205,9 +207,11 @@ struct OptimumJob {
   double* errors;               // [pieces][kept]
 };
 
-// Four tiles; of each scale its number, three times, and a root.
+constexpr std::int64_t kMostKeptLanes = 8;  // candidates of a piece, where pieces lie in the lanes
+
+// Six tiles; of each scale its number, three times, and a root.
 CALIPERS_INLINE constexpr std::size_t optimum_scratch_bytes(std::int64_t scales) {
-  return 4 * kTileBytes + scales * (sizeof(float) + 3 * sizeof(std::int32_t));
+  return 6 * kTileBytes + scales * (sizeof(float) + 3 * sizeof(std::int32_t));
 }
 
 struct RangesJob {
@@ -254,6 +258,7 @@ struct QuantizeJob {
   Pieces values, weights;       // weights.data is null if all errors count alike
   Cut cut;
   const float *scales, *zero_points;  // [pieces]; zero_points may be null
+  DType working;                // what quotients are rounded to before they are rounded to the grid
   std::size_t grid;
   float lowest, highest;
   float norm;

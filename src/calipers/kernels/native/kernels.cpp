@@ -7,7 +7,7 @@
 #include "feedback.h"
 #include "joint.h"
 #include "moments.h"
-#include "optimum.h"
+#include "optimum_lanes.h"
 #include "packing.h"
 #include "quantize.h"
 #include "search.h"

@@ -1,12 +1,15 @@
 // The door to Python: checks what comes in, cuts it into tasks and runs them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cmath>
+#include <array>
+#include <cstring>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
@@ -15,6 +18,7 @@
 
 #include "jobs.h"
 #include "parallel.h"
+#include "power.h"
 #include "sweep.h"
 
 namespace nb = nanobind;
@@ -22,7 +26,11 @@ using namespace nb::literals;
 
 namespace calipers {
 
+#if defined(CALIPERS_ARM)
+extern const Kernels kernels_neon;
+#else
 extern const Kernels kernels_generic;
+#endif
 #if defined(CALIPERS_X86)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
@@ -44,6 +52,9 @@ constexpr std::int64_t kRowsPerTask = 4 * kLanes;
 // Which instruction set runs
 
 std::vector<const Kernels*> usable_kernels() {
+#if defined(CALIPERS_ARM)
+  return {&kernels_neon};  // every processor of 64 bits has it
+#else
   std::vector<const Kernels*> usable{&kernels_generic};
 #if defined(CALIPERS_X86)
   __builtin_cpu_init();
@@ -55,6 +66,7 @@ std::vector<const Kernels*> usable_kernels() {
     usable.push_back(&kernels_avx512);
 #endif
   return usable;
+#endif
 }
 
 const Kernels* chosen = usable_kernels().back();
@@ -145,39 +157,6 @@ ScaleSource scale_source_of(const std::string& name) {
   throw nb::value_error("The scale must be plain, power_of_two or given.");
 }
 
-// The polynomial through x^exponent at the Chebyshev nodes of [1, 2], from the highest coefficient.
-std::vector<double> interpolate_power(double exponent) {
-  constexpr int n = Power::degree + 1;
-  double node[n], divided[n];
-  for (int i = 0; i < n; i++) {
-    node[i] = 1.5 + 0.5 * std::cos(std::acos(-1.0) * (i + 0.5) / n);
-    divided[i] = std::pow(node[i], exponent);
-  }
-  for (int order = 1; order < n; order++)
-    for (int i = n - 1; i >= order; i--)
-      divided[i] = (divided[i] - divided[i - 1]) / (node[i] - node[i - order]);
-  std::vector<double> coefficients{divided[n - 1]};
-  for (int i = n - 2; i >= 0; i--) {  // times (x − node), plus the next
-    coefficients.push_back(divided[i]);
-    for (std::size_t k = coefficients.size() - 1; k >= 1; k--)
-      coefficients[k] -= node[i] * coefficients[k - 1];
-  }
-  return coefficients;
-}
-
-Power power_of(double norm) {
-  Power power{};
-  power.squares = norm <= 4 ? 0 : static_cast<int>(std::ceil((norm - 4) / 2));
-  const double exponent = norm - 2 * power.squares;
-  const std::vector<double> coefficients = interpolate_power(exponent);
-  for (std::size_t i = 0; i < coefficients.size(); i++)
-    power.coefficients[i] = static_cast<float>(coefficients[i]);
-  // Values are below 8 = 2³, so that biased exponents run from 98 to 129; at 98 they count as zero.
-  for (int biased = 99; biased <= 129; biased++)
-    power.octaves[biased % 32] = static_cast<float>(std::exp2((biased - 127) * exponent));
-  return power;
-}
-
 // How work is cut
 
 std::int64_t divide_up(std::int64_t count, std::int64_t unit) { return (count + unit - 1) / unit; }
@@ -251,30 +230,78 @@ void run(void (*kernel)(const Job&, std::int64_t, std::byte*), const Job& job, i
 
 // Operations
 
-std::int64_t extrema_chunks(const Tensor& values) { return cut_of_extrema(pieces_of(values)).chunks; }
+// Tensors come as numbers here, because small ones are many, and taking one apart by DLPack costs more
+// than reading it.
+template <class T> T* memory_at(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-std::int64_t extrema(const Tensor& values, nb::ndarray<nb::c_contig, nb::device::cpu> low,
-                     nb::ndarray<nb::c_contig, nb::device::cpu> high,
-                     std::optional<Array<std::uint8_t>> any_finite, int threads) {
-  ExtremaJob job{};
-  job.values = pieces_of(values);
-  job.interleaved = are_interleaved(job.values);
-  job.cut = cut_of_extrema(job.values);
-  const std::int64_t wanted = job.cut.chunks * job.values.count();
-  expect(low.size(), wanted, "low");
-  expect(high.size(), wanted, "high");
-  if (low.dtype() != values.dtype() || high.dtype() != values.dtype())
-    throw nb::type_error("low and high must have the dtype of the values.");
+struct ChunkExtrema {
+  std::vector<std::byte> low, high;
+  std::vector<std::uint8_t> any_finite;
+  ChunkExtrema(const ExtremaJob& job)
+      : low(job.cut.chunks * job.values.count() * element_size(job.values.dtype)), high(low.size()),
+        any_finite(job.cut.chunks * job.values.count(), 1) {}
+};
+
+// Floats as integers in the order of floats; the same operation turns them back.
+template <class Key> Key in_order(Key bits) {
+  return bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<Key>::max());
+}
+
+// The extrema of pieces from those of their chunks. `missing` marks those without a finite value.
+template <class Key>
+void join_chunks(const ExtremaJob& job, const ChunkExtrema& chunks, std::byte* low, std::byte* high,
+                 std::uint8_t* missing) {
+  const std::int64_t count = job.values.count();
+  const auto* lows = reinterpret_cast<const Key*>(chunks.low.data());
+  const auto* highs = reinterpret_cast<const Key*>(chunks.high.data());
+  std::vector<Key> least(count, std::numeric_limits<Key>::max()), most(count, std::numeric_limits<Key>::min());
+  for (std::int64_t chunk = 0; chunk < job.cut.chunks; chunk++)
+    for (std::int64_t i = 0, at = chunk * count; i < count; i++, at++) {
+      const Key lower = in_order(lows[at]), upper = in_order(highs[at]);
+      const bool there = chunks.any_finite[at];
+      least[i] = there && lower < least[i] ? lower : least[i];
+      most[i] = there && upper > most[i] ? upper : most[i];
+    }
+  for (std::int64_t i = 0; i < count; i++) {
+    const bool found = least[i] <= most[i];
+    const Key lower = found ? in_order(least[i]) : 0, upper = found ? in_order(most[i]) : 0;
+    std::memcpy(low + i * sizeof(Key), &lower, sizeof(Key));
+    std::memcpy(high + i * sizeof(Key), &upper, sizeof(Key));
+    if (missing) missing[i] = !found;
+  }
+}
+
+std::int64_t run_extrema(ExtremaJob& job, int threads) {
   std::vector<std::int64_t> nonfinite(job.cut.tasks());
-  job.low = static_cast<std::byte*>(low.data());
-  job.high = static_cast<std::byte*>(high.data());
-  job.any_finite = data_or_null(any_finite, wanted, "any_finite");
   job.nonfinite = nonfinite.data();
   run(chosen->extrema, job, threads, job.values.count() * job.values.length(),
-      (job.cut.pieces_per_run + 2 * kLanes) * 2 * kVectorBytes);
-  std::int64_t total = 0;
-  for (const std::int64_t count : nonfinite) total += count;
-  return total;
+      (std::min(job.cut.pieces_per_run, job.values.count()) + 2 * kLanes) * 2 * kVectorBytes);
+  return std::accumulate(nonfinite.begin(), nonfinite.end(), std::int64_t{0});
+}
+
+// The extrema of each piece, for one place in `low` and `high` each; returns how many values are not
+// finite. If there are some, `missing` is needed: it marks pieces that have nothing else, and whose
+// range is zero.
+std::int64_t extrema(std::uintptr_t values, const std::string& dtype, std::array<std::int64_t, 5> shape,
+                     std::array<std::int64_t, 5> strides, std::uintptr_t low, std::uintptr_t high,
+                     std::uintptr_t missing, int threads) {
+  ExtremaJob job{};
+  job.values = {memory_at<const std::byte>(values), dtype_named(dtype), shape[0], shape[1], shape[2],
+                shape[3], shape[4], strides[0], strides[1], strides[2], strides[3], strides[4]};
+  job.interleaved = are_interleaved(job.values);
+  job.cut = cut_of_extrema(job.values);
+  job.low = memory_at<std::byte>(low);
+  job.high = memory_at<std::byte>(high);
+  if (job.cut.chunks == 1 && !missing) return run_extrema(job, threads);
+  ChunkExtrema chunks(job);
+  job.low = chunks.low.data();
+  job.high = chunks.high.data();
+  job.any_finite = missing ? chunks.any_finite.data() : nullptr;
+  const std::int64_t nonfinite = run_extrema(job, threads);
+  if (nonfinite && !missing) return nonfinite;
+  const auto join = job.values.dtype == DType::f32 ? join_chunks<std::int32_t> : join_chunks<std::int16_t>;
+  join(job, chunks, memory_at<std::byte>(low), memory_at<std::byte>(high), memory_at<std::uint8_t>(missing));
+  return nonfinite;
 }
 
 // Add up the chunks of each piece in their order, and choose.
@@ -386,6 +413,14 @@ void set_pieces(Job& job, const Tensor& values, const std::optional<Tensor>& wei
   job.errors = errors.data();
 }
 
+// Whether no octave has more scales than are tried one by one.
+bool are_few(const std::vector<float>& ascending) {
+  constexpr std::size_t most = 16;
+  for (std::size_t i = 0; i + most < ascending.size(); i++)
+    if (ascending[i + most] < 2 * ascending[i]) return false;
+  return true;
+}
+
 void optimum(const Tensor& values, std::optional<Tensor> weights, Array<const float> low,
              Array<const float> high, Array<const float> storable, float halvable,
              Array<const float> windows, bool shifted, const std::string& grid, double norm,
@@ -397,6 +432,7 @@ void optimum(const Tensor& values, std::optional<Tensor> weights, Array<const fl
   set_pieces(job, values, weights, low, high, made, best, window, errors);
   // Vectors are loaded from any scale on.
   std::vector<float> padded(storable.data(), storable.data() + storable.size());
+  const bool few = are_few(padded);
   padded.insert(padded.end(), kLanes, 0.f);
   job.storable = padded.data();
   job.scales = static_cast<std::int64_t>(storable.size());
@@ -407,6 +443,7 @@ void optimum(const Tensor& values, std::optional<Tensor> weights, Array<const fl
   if (shifted && kGrids[job.grid].rounding == Rounding::to_integers)
     throw nb::value_error("The zero points of integers move their windows.");
   job.windows_have_floor = made.size() > 1 && !shifted;
+  job.in_lanes = few && !shifted && made.size() <= 2 && job.kept <= kMostKeptLanes && job.values.is_short();
   job.norm = static_cast<float>(norm);
   job.power = power_of(norm);
   run(chosen->optimum, job, threads, 256 * job.values.count() * job.values.length(),
@@ -517,8 +554,8 @@ void count_values(const Tensor& values, Array<std::int64_t> counts, int threads)
 std::int64_t quantize_chunks(const Tensor& values) { return cut_of(pieces_of(values)).chunks; }
 
 void quantize(const Tensor& values, std::optional<Tensor> weights, Array<const float> scales,
-              std::optional<Array<const float>> zero_points, const std::string& grid, float lowest,
-              float highest, double norm,
+              std::optional<Array<const float>> zero_points, const std::string& working,
+              const std::string& grid, float lowest, float highest, double norm,
               std::optional<nb::ndarray<nb::c_contig, nb::device::cpu>> output,
               Array<double> errors, int threads) {
   QuantizeJob job{};
@@ -530,6 +567,7 @@ void quantize(const Tensor& values, std::optional<Tensor> weights, Array<const f
   expect(errors.size(), job.cut.chunks * pieces, "errors");
   job.scales = scales.data();
   job.zero_points = data_or_null(zero_points, pieces, "zero_points");
+  job.working = dtype_named(working);
   job.grid = grid_of(grid);
   job.lowest = lowest;
   job.highest = highest;
@@ -699,9 +737,8 @@ NB_MODULE(_native, m) {
   m.def("instruction_set", [] { return chosen->name; });
   m.def("use", &use, "name"_a);
   m.def("grids", &grids);
-  m.def("extrema_chunks", &extrema_chunks, "values"_a);
-  m.def("extrema", &extrema, "values"_a, "low"_a.noconvert(), "high"_a.noconvert(),
-        "any_finite"_a.noconvert().none(), "threads"_a);
+  m.def("extrema", &extrema, "values"_a, "dtype"_a, "shape"_a, "strides"_a, "low"_a, "high"_a, "missing"_a,
+        "threads"_a);
   m.def("search", &search, "values"_a, "low"_a.noconvert(), "high"_a.noconvert(),
         "factors"_a.noconvert(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a, "weights"_a.none(),
         "scale"_a, "shifted"_a, "scales"_a.noconvert().none(), "zero_points"_a.noconvert().none(), "patience"_a,
@@ -724,7 +761,7 @@ NB_MODULE(_native, m) {
   m.def("count_values", &count_values, "values"_a, "counts"_a.noconvert(), "threads"_a);
   m.def("quantize_chunks", &quantize_chunks, "values"_a);
   m.def("quantize", &quantize, "values"_a, "weights"_a.none(), "scales"_a.noconvert(),
-        "zero_points"_a.noconvert().none(), "grid"_a, "lowest"_a, "highest"_a, "norm"_a,
+        "zero_points"_a.noconvert().none(), "working"_a, "grid"_a, "lowest"_a, "highest"_a, "norm"_a,
         "output"_a.noconvert().none(),
         "errors"_a.noconvert(), "threads"_a);
   m.def("feed_back", &feed_back, "adjusted"_a.noconvert(), "target"_a.noconvert(),

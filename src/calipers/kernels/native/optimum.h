@@ -1,4 +1,4 @@
-// The best of all scales that can be stored: candidates in the lanes, one piece at a time.
+// The best of all scales that can be stored, of one piece at a time: candidates in the lanes.
 //
 // A piece looks for its best scale only where it can be. Let s be a scale.
 // - From above: if doubling every code that s uses stays within the window, s/2 reaches every number
@@ -16,35 +16,33 @@
 //   gives a largest scale for all of them.
 #pragma once
 
-#include "grid.h"
 #include "kept.h"
+#include "optimum_errors.h"
 #include "tile.h"
 
 namespace calipers {
 namespace {
 
-constexpr int kMost = 4;                  // vectors of candidates that are tried together
-constexpr std::int64_t kFlush = 512;      // values after which sums go from float to double
 constexpr double kRounding = 1 + 1e-5;    // more than sums in float32 are off
 constexpr float kEndless = 1e6f;          // a code that no value comes to
 constexpr std::int64_t kRefinement = 8;   // how much finer each level of a search is
 
 // In the order and the sizes that `optimum_scratch_bytes` reckons with.
 struct OptimumScratch {
-  float *values, *magnitudes, *limits, *weights;
+  float *rows, *weight_rows, *values, *magnitudes, *limits, *weights;
   std::int32_t *points, *more, *merged;  // scales that were tried, that are to be, and both
   float* roots;                          // by the number of the scale
   OptimumScratch(std::byte* scratch, std::int64_t scales)
-      : values((float*)scratch), magnitudes(values + kTile), limits(magnitudes + kTile),
-        weights(limits + kTile), points((std::int32_t*)(weights + kTile)), more(points + scales),
-        merged(more + scales), roots((float*)(merged + scales)) {}
+      : rows((float*)scratch), weight_rows(rows + kTile), values(weight_rows + kTile),
+        magnitudes(values + kTile), limits(magnitudes + kTile), weights(limits + kTile),
+        points((std::int32_t*)(weights + kTile)), more(points + scales), merged(more + scales),
+        roots((float*)(merged + scales)) {}
 };
 
-template <class Grid, class Norm, bool weighted> struct PieceSearch {
-  static constexpr bool shifted = Grid::shifted;
+struct PieceSearch {
   const OptimumJob& job;
-  const OptimumScratch scratch;
-  const Norm norm;
+  const OptimumErrors& errors;
+  const OptimumScratch& scratch;
   std::int64_t piece = 0;
   float unit = 1;
   bool whole = false;             // the piece fits into a tile, and is there
@@ -53,8 +51,8 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
   bool may_overflow = false;      // nothing becomes more than twice as large as it is
   Kept kept{};
 
-  PieceSearch(const OptimumJob& job, std::byte* memory)
-      : job(job), scratch(memory, job.scales), norm(job.power) {}
+  PieceSearch(const OptimumJob& job, const OptimumErrors& errors, const OptimumScratch& scratch)
+      : job(job), errors(errors), scratch(scratch) {}
 
   // Above, a sum is hopeless.
   double limit() const { return kept.worst() * kRounding; }
@@ -63,7 +61,7 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
 
   void load(std::int64_t begin, std::int64_t count) {
     load_tile(job.values, piece, 1, begin, count, scratch.values, count);
-    if (weighted) load_tile(job.weights, piece, 1, begin, count, scratch.weights, count);
+    if (job.weights.data) load_tile(job.weights, piece, 1, begin, count, scratch.weights, count);
     for (std::int64_t i = count; i < round_up(count, W); i++)
       scratch.values[i] = scratch.weights[i] = 0;
     for (std::int64_t i = 0; i < count; i += W) {
@@ -76,7 +74,7 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
     const float above = window->highest - window->zero, below = window->zero - window->lowest;
     for (std::int64_t i = 0; i < count; i += W) {
       const V x = load_as<V>(scratch.values + i);
-      store(scratch.limits + i, (x < 0 ? all(below) : all(above)) + Grid::offset);
+      store(scratch.limits + i, (x < 0 ? all(below) : all(above)) + errors.offset);
     }
   }
   template <class F> void each_tile(const Window& wanted, F f) {
@@ -96,59 +94,28 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
 
   // Sums of errors
 
-  // Of one value under several candidates.
-  template <int M>
-  static void errors_of(const Window& in, V x, V limit, const Quantizer (&by)[M], V (&error)[M]) {
-    const V end = Grid::has_limits ? limit : all(in.highest + Grid::offset);
-    Grid::template errors<M>(
-        [&](int) { return x; }, [&](int i) -> const Quantizer& { return by[i]; },
-        [&](int) { return end; }, all(in.zero), all(in.lowest + Grid::offset), error);
+  PieceTile tile(std::int64_t count) const {
+    return {scratch.values, scratch.magnitudes, scratch.limits, scratch.weights, count};
   }
+  Quantizer quantizer(V scale) const {
+    Quantizer by{};
+    by.scale = maximum(scale * unit, all(1e-30f));
+    by.inverse = reciprocal(by.scale);
+    return by;
+  }
+  // Of M vectors of candidates; `limit` ends those that are hopeless.
   template <int M> void sum_errors(const Window& in, const float* scales, double limit, double* sums) {
     Quantizer by[M];
-    each<M>([&](int k) {
-      by[k].scale = maximum(load_as<V>(scales + k * W) * unit, all(1e-30f));
-      by[k].inverse = reciprocal(by[k].scale);
-    });
+    each<M>([&](int k) { by[k] = quantizer(load_as<V>(scales + k * W)); });
     D low[M] = {}, high[M] = {};
     each_tile(in, [&](std::int64_t count) {
-      const float* values = shifted ? scratch.values : scratch.magnitudes;
-      for (std::int64_t flush = 0; flush < count; flush += kFlush) {
-        V total[M] = {};
-        const std::int64_t stop = count - flush < kFlush ? count : flush + kFlush;
-        for (std::int64_t begin = flush; begin < stop; begin += kBlock) {
-          const std::int64_t end = stop - begin < kBlock ? stop : begin + kBlock;
-          V part[M] = {};
-          for (std::int64_t i = begin; i < end; i++) {
-            V error[M];
-            errors_of<M>(in, all(values[i]), all(scratch.limits[i]), by, error);
-            norm.apply(error);
-            each<M>([&](int k) { part[k] += weighted ? all(scratch.weights[i]) * error[k] : error[k]; });
-          }
-          each<M>([&](int k) { total[k] += part[k]; });
-          if (end < count && is_hopeless(total, limit)) break;
-        }
-        each<M>([&](int k) { low[k] += lower_doubles(total[k]), high[k] += upper_doubles(total[k]); });
-        if (is_hopeless(low, high, limit)) return false;
-      }
-      return true;
+      errors.add[M / 2](job, in, tile(count), by, limit, low, high);
+      return !are_hopeless(low, high, M, limit);
     });
     each<M>([&](int k) {
       store(sums + k * W, low[k]);
       store(sums + k * W + W / 2, high[k]);
     });
-  }
-  template <int M> static bool is_hopeless(const V (&total)[M], double limit) {
-    const V most = all(limit < 1e38 ? (float)limit : 1e38f);
-    I below = total[0] < most;
-    for (int k = 1; k < M; k++) below |= total[k] < most;
-    return !any(below);
-  }
-  template <int M> static bool is_hopeless(const D (&low)[M], const D (&high)[M], double limit) {
-    for (int k = 0; k < M; k++)
-      for (int i = 0; i < W / 2; i++)
-        if (low[k][i] < limit || high[k][i] < limit) return false;
-    return true;
   }
 
   // The errors of `count` candidates, or at least `limit`; f gets each.
@@ -169,21 +136,10 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
     }
   }
 
-  // What values beyond the ends of a window err by at least.
   double clip(const Window& in, float scale) {
-    const V ends = all(scale * unit);
     double total = 0;
     each_tile(in, [&](std::int64_t count) {
-      for (std::int64_t begin = 0; begin < count; begin += kBlock * W) {
-        V part{};
-        for (std::int64_t i = begin; i < count && i < begin + kBlock * W; i += W) {
-          const V limit = load_as<V>(scratch.limits + i) - Grid::offset;
-          V beyond[1] = {maximum(load_as<V>(scratch.magnitudes + i) - limit * ends, V{})};
-          norm.apply(beyond);
-          part += weighted ? load_as<V>(scratch.weights + i) * beyond[0] : beyond[0];
-        }
-        total += sum(part);
-      }
+      total += errors.clipped(job, tile(count), all(scale * unit), errors.offset);
       return true;
     });
     return total;
@@ -192,16 +148,12 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
   // Whether an extremum, hence any value, becomes larger than allowed.
   bool overflows(const Window& in, float scale) const {
     if (!may_overflow) return false;
-    V x{}, limit{}, error[1];
-    x[0] = (shifted ? job.low[piece] : -job.low[piece]) * unit;
+    V x{}, limit{};
+    x[0] = (job.shifted ? job.low[piece] : -job.low[piece]) * unit;
     x[1] = job.high[piece] * unit;
-    limit[0] = in.zero - in.lowest + Grid::offset;
-    limit[1] = in.highest - in.zero + Grid::offset;
-    Quantizer by[1];
-    by[0].scale = maximum(all(scale * unit), all(1e-30f));
-    by[0].inverse = reciprocal(by[0].scale);
-    errors_of<1>(in, x, limit, by, error);
-    const V value = absolute(x - error[0]);
+    limit[0] = in.zero - in.lowest + errors.offset;
+    limit[1] = in.highest - in.zero + errors.offset;
+    const V value = absolute(x - errors.single(in, x, limit, quantizer(all(scale))));
     return !(value[0] <= job.most * unit && value[1] <= job.most * unit);
   }
 
@@ -391,31 +343,6 @@ template <class Grid, class Norm, bool weighted> struct PieceSearch {
     kept.fill_up();
   }
 };
-
-template <class Grid, class Norm, bool weighted>
-void search_pieces(const OptimumJob& job, const Task& task, std::byte* scratch) {
-  PieceSearch<Grid, Norm, weighted> search(job, scratch);
-  for (std::int64_t piece = task.first; piece < task.end; piece++) search.search(piece);
-}
-
-template <class Grid>
-void pick_norm(const OptimumJob& job, const Task& task, std::byte* scratch) {
-  const bool weighted = job.weights.data;
-  if (job.norm == 2)
-    return weighted ? search_pieces<Grid, Square, true>(job, task, scratch)
-                    : search_pieces<Grid, Square, false>(job, task, scratch);
-  return weighted ? search_pieces<Grid, AnyPower, true>(job, task, scratch)
-                  : search_pieces<Grid, AnyPower, false>(job, task, scratch);
-}
-
-inline void optimum_task(const OptimumJob& job, std::int64_t index, std::byte* scratch) {
-  const Task task(job.cut, index, job.values.count(), job.values.length());
-  with_grid(job.grid, job.shifted, [&](auto grid) {
-    using Grid = decltype(grid);
-    // Of a uniform grid, a zero point has moved the window.
-    if constexpr (!(Grid::shifted && Grid::uniform)) pick_norm<Grid>(job, task, scratch);
-  });
-}
 
 }  // namespace
 }  // namespace calipers

@@ -13,17 +13,6 @@ namespace {
 
 inline I nan_lanes(V x) { return ((I)x & 0x7fffffff) > kExponent; }
 
-// Round to the dtype that is computed in, with the sign of zeros. Far beyond all codes float16 goes on
-// where it would be infinite.
-template <DType working> V round_in(V x) {
-  if constexpr (working == DType::bf16) return round_to_bf16(x);
-  if constexpr (working == DType::f16) {
-    const V magnitude = round_to_float<10, -14>(minimum(absolute(x), all(65536)));
-    return (V)((I)magnitude | ((I)x & ~0x7fffffff));
-  }
-  return x;
-}
-
 // The code of the nearest number of a grid, ties to even.
 template <class Grid> struct Coder;
 

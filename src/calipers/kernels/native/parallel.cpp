@@ -24,6 +24,24 @@ Scratch claim(std::size_t bytes) {
   return Scratch(static_cast<std::byte*>(::operator new(bytes + 64, kAlignment)));
 }
 
+// Threads of all calls that run now. Calls that come from several threads share what each of them may
+// have: one that comes second gets what the first has left, and at least the thread it came in.
+class Claimed {
+ public:
+  explicit Claimed(std::int64_t wanted) {
+    std::int64_t running = running_.load();
+    do count_ = std::max<std::int64_t>(1, wanted - running);
+    while (!running_.compare_exchange_weak(running, running + count_));
+  }
+  ~Claimed() { running_ -= count_; }
+  std::int64_t helpers() const { return count_ - 1; }
+
+ private:
+  static std::atomic<std::int64_t> running_;
+  std::int64_t count_;
+};
+std::atomic<std::int64_t> Claimed::running_{0};
+
 }  // namespace
 
 bool run_tasks(std::int64_t tasks, int threads, std::size_t scratch_bytes,
@@ -34,7 +52,8 @@ bool run_tasks(std::int64_t tasks, int threads, std::size_t scratch_bytes,
   const auto work = [&](std::byte* scratch, auto&& between) {
     for (std::int64_t i; !stopped && (i = next++) < tasks; between()) task(i, scratch);
   };
-  const std::int64_t helpers = std::max<std::int64_t>(0, std::min<std::int64_t>(threads, tasks) - 1);
+  const Claimed claimed(std::min<std::int64_t>(threads, tasks));
+  const std::int64_t helpers = claimed.helpers();
   std::vector<Scratch> scratch;
   for (std::int64_t i = 0; i <= helpers; i++) scratch.push_back(claim(scratch_bytes));
 

@@ -1,5 +1,6 @@
 // What quantization makes of each value, and how far that is from it. In float32, whatever the
-// dtype; the arithmetic is that of compressed-tensors. NaN and Inf stay, and count as no error.
+// dtype; the arithmetic is that of compressed-tensors, and quotients can be rounded as it rounds them
+// for checkpoints. NaN and Inf stay, and count as no error.
 #pragma once
 
 #include "grid.h"
@@ -9,13 +10,14 @@ namespace calipers {
 namespace {
 
 // Quantize `count` vectors in place, and leave the errors in `errors`. Returns the largest |error|.
-template <class Grid>
+template <DType working, class Grid>
 V quantize_row(const QuantizeJob& job, const Quantizer& by, std::int64_t count, V* values, V* errors) {
   const V lowest = all(job.lowest), highest = all(job.highest);
   V largest{};
   for (std::int64_t i = 0; i < count; i++) {
     const V x = values[i], finite = finite_or_zero(x);
-    const V result = (Grid::round(finite / by.scale + by.zero, lowest, highest) - by.zero) * by.scale;
+    const V moved = round_in<working>(round_in<working>(finite / by.scale) + by.zero);
+    const V result = (Grid::round(moved, lowest, highest) - by.zero) * by.scale;
     errors[i] = nonfinite_lanes(x) ? V{} : absolute(result - finite);
     values[i] = nonfinite_lanes(x) ? x : result;
     largest = maximum(largest, errors[i]);
@@ -64,10 +66,10 @@ inline double sum_powers(const QuantizeJob& job, const V* errors, const V* weigh
   float most = 0;
   for (int i = 0; i < W; i++) most = largest[i] > most ? largest[i] : most;
   if (most == 0) return 0;
-  int exponent = __builtin_ilogbf(most);
+  int exponent = __builtin_ilogbf(most) - kUnitExponent;
   exponent = exponent > 126 ? 126 : exponent < -126 ? -126 : exponent;
   if (job.norm == 3) return sum_powers<Cube>(job, errors, weights, count, exponent);
-  return sum_powers<AnyPower>(job, errors, weights, count, exponent);
+  return sum_powers<AnyPower<true>>(job, errors, weights, count, exponent);
 }
 
 // One row of a tile: `count` positions of a piece from `begin` on.
@@ -77,7 +79,10 @@ double quantize_part(const QuantizeJob& job, std::int64_t piece, std::int64_t be
   const Quantizer by{all(job.scales[piece]), V{},
                      job.zero_points ? all(job.zero_points[piece]) : V{}};
   const std::int64_t vectors = pad_with_zeros((float*)values, count, unit);
-  const V largest = quantize_row<Grid>(job, by, vectors, values, errors);
+  V largest{};
+  with_constant(job.working, [&](auto working) {
+    largest = quantize_row<working(), Grid>(job, by, vectors, values, errors);
+  });
   if (weights) pad_with_zeros((float*)weights, count, unit);
   if (job.output) {
     for (std::int64_t i = 0; i < vectors; i++)

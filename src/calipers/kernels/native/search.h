@@ -5,8 +5,7 @@
 // holds zero.
 #pragma once
 
-#include "grid.h"
-#include "tile.h"
+#include "transposed.h"
 
 namespace calipers {
 namespace {
@@ -90,7 +89,7 @@ template <class Grid, class Norm> SearchGrid::SumErrors pick_weighted(const Sear
 template <class Grid> SearchGrid::SumErrors pick_norm(const SearchJob& job) {
   if (job.norm == 2) return pick_weighted<Grid, Square>(job);
   if (job.norm == 3) return pick_weighted<Grid, Cube>(job);
-  return pick_weighted<Grid, AnyPower>(job);
+  return job.norm > 4 ? pick_weighted<Grid, AnyPower<true>>(job) : pick_weighted<Grid, AnyPower<false>>(job);
 }
 
 inline SearchGrid grid_of(const SearchJob& job) {
@@ -180,14 +179,6 @@ inline void quantizer_of(const SearchJob& job, V low, V high, float factor, Quan
   by.scale = job.scale == ScaleSource::plain ? plain_scale(job, largest) : power_of_two_scale(job, largest);
 }
 
-// Lanes from consecutive numbers (at most W of them), or all from the first.
-inline V take(const float* from, std::int64_t lanes, bool spread) {
-  if (spread) return all(*from);
-  V taken{};
-  std::memcpy(&taken, from, lanes * sizeof(float));
-  return taken;
-}
-
 // The ranges of `lanes` pieces, or of one, spread over all lanes.
 struct Ranges {
   std::int64_t piece, lanes;
@@ -223,24 +214,6 @@ inline void fill_candidates(const SearchJob& job, const SearchGrid& grid, const 
   if (job.shifted && job.scale != ScaleSource::given) grid.round_zero_points(job, candidates);
 }
 
-// Turn W rows of floats into one vector per position, up to a multiple of U of them.
-template <class F>
-std::int64_t lanes_from_rows(const float* rows, std::int64_t count, std::int64_t pitch, F store) {
-  for (std::int64_t i = 0; i < count; i += W) {
-    V block[W];
-    for (int row = 0; row < W; row++) {
-      prefetch(rows + row * pitch + i, W * pitch * sizeof(float));
-      block[row] = load_as<V>(rows + row * pitch + i);
-    }
-    transpose(block);
-    const std::int64_t part = count - i < W ? count - i : W;
-    for (std::int64_t k = 0; k < part; k++) store(i + k, block[k]);
-  }
-  const std::int64_t vectors = round_up(count, U);
-  for (std::int64_t i = count; i < vectors; i++) store(i, V{});
-  return vectors;
-}
-
 // The best so far of up to W pieces, one per lane. Lanes without a piece hold zeros: they have no
 // error, and after the first candidate nothing is better.
 struct BestOfLanes {
@@ -270,32 +243,22 @@ struct BestOfLanes {
 // Short pieces: W of them side by side, one per lane.
 inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& scratch) {
   const SearchGrid grid = grid_of(job);
-  const bool packed = job.values.packed();
-  const std::int64_t count = job.values.length(), pitch = round_up(count, W);
   Candidates& candidates = scratch.candidates;
-  std::memset(scratch.rows, 0, kTileBytes);
-  std::memset(scratch.weight_rows, 0, kTileBytes);
   for (std::int64_t first = task.first; first < task.end; first += W) {
     if (done_of(job, first) >= reach(job)) continue;
     const std::int64_t lanes = task.end - first < W ? task.end - first : W;
-    if (lanes < W) std::memset(scratch.rows, 0, kTileBytes);
     Ranges ranges(job, first, lanes, false);
-    const float* rows = packed && lanes == W ? tile_in_place(job.values, first, 0, count) : nullptr;
-    if (!rows) {
-      load_tile(job.values, first, lanes, 0, count, scratch.rows, pitch);
-      rows = scratch.rows;
-    }
     V largest{};
-    const auto store = [&](std::int64_t i, V x) {
-      prepare(job, grid, x, ranges.unit, scratch, i, largest);
+    const auto load = [&] {
+      return load_lanes(job.values, first, lanes, scratch.rows, [&](std::int64_t i, V x) {
+        prepare(job, grid, x, ranges.unit, scratch, i, largest);
+      });
     };
-    const std::int64_t vectors = lanes_from_rows(rows, count, pitch, store);
-    if (ranges.make_room_for(largest)) lanes_from_rows(rows, count, pitch, store);
-    if (job.weights.data) {
-      load_tile(job.weights, first, lanes, 0, count, scratch.weight_rows, pitch);
-      lanes_from_rows(scratch.weight_rows, count, pitch,
-                      [&](std::int64_t i, V weights) { scratch.weights[i] = weights; });
-    }
+    const std::int64_t vectors = load();
+    if (ranges.make_room_for(largest)) load();
+    if (job.weights.data)
+      load_lanes(job.weights, first, lanes, scratch.weight_rows,
+                 [&](std::int64_t i, V weights) { scratch.weights[i] = weights; });
     BestOfLanes found(job, first, lanes);
     candidates.begin = done_of(job, first);
     while (candidates.begin < (candidates.end = reach(job))) {

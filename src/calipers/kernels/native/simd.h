@@ -9,6 +9,8 @@
 
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "jobs.h"
@@ -46,8 +48,29 @@ template <class T> void store(void* to, T value) { std::memcpy(to, &value, sizeo
 
 inline V all(float x) { return x - V{}; }  // V{} + x would not be x for −0, and hence an addition
 inline I all_bits(std::int32_t x) { return I{} + x; }
-inline V minimum(V a, V b) { return a < b ? a : b; }
-inline V maximum(V a, V b) { return a > b ? a : b; }
+// GCC does not always see that a comparison and a choice are one instruction.
+inline V minimum(V a, V b) {
+#if defined(__AVX512F__)
+  return (V)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (V)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__aarch64__)
+  return (V)vminq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+inline V maximum(V a, V b) {
+#if defined(__AVX512F__)
+  return (V)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (V)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__aarch64__)
+  return (V)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 inline V absolute(V a) { return (V)((I)a & 0x7fffffff); }
 
 inline V larger_magnitude(V a, V b) {
@@ -79,6 +102,8 @@ inline bool any(I mask) {
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #elif defined(__AVX2__)
   return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
   std::int32_t found = 0;
   for (int i = 0; i < W; i++) found |= mask[i];
@@ -92,6 +117,8 @@ inline std::uint32_t lane_bits(I mask) {
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
 #elif defined(__AVX2__)
   return (std::uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif defined(__aarch64__)
+  return vaddvq_u32((uint32x4_t)(mask & I{1, 2, 4, 8}));
 #else
   std::uint32_t bits = 0;
   for (int i = 0; i < W; i++) bits |= (mask[i] & 1u) << i;
@@ -150,6 +177,8 @@ inline D lower_doubles(V x) {
   return (D)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
 #elif defined(__AVX2__)
   return (D)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x));
+#elif defined(__aarch64__)
+  return (D)vcvt_f64_f32(vget_low_f32((float32x4_t)x));
 #else
   return __builtin_convertvector(load_as<Half>(&x), D);
 #endif
@@ -159,6 +188,8 @@ inline D upper_doubles(V x) {
   return (D)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1));
 #elif defined(__AVX2__)
   return (D)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1));
+#elif defined(__aarch64__)
+  return (D)vcvt_high_f64_f32((float32x4_t)x);
 #else
   return __builtin_convertvector(load_as<Half>((const std::byte*)&x + sizeof(Half)), D);
 #endif
@@ -171,23 +202,47 @@ inline double sum(V x) {
   return total;
 }
 
-// A table of 32 floats, looked up by the last five bits of each lane.
+// Entries of a table in memory.
+inline V gather(const float* table, I index) {
+#if defined(__AVX512F__)
+  return (V)_mm512_i32gather_ps((__m512i)index, table, 4);
+#elif defined(__AVX2__)
+  return (V)_mm256_i32gather_ps(table, (__m256i)index, 4);
+#else
+  V found;
+  for (int i = 0; i < W; i++) found[i] = table[index[i]];
+  return found;
+#endif
+}
+
+// Tables of floats in registers, looked up by the last bits of each lane: five of them, or three.
+#if defined(__AVX512F__)
 struct Table32 {
-  V part[32 / W];
+  V part[2];
   explicit Table32(const float* values) { std::memcpy(part, values, sizeof part); }
   V operator[](I index) const {
-#if defined(__clang__) || !(defined(__AVX512F__) || defined(__AVX2__))
-    V found;
-    for (int i = 0; i < W; i++) found[i] = reinterpret_cast<const float*>(part)[index[i] & 31];
-    return found;
-#elif defined(__AVX512F__)
-    return __builtin_shuffle(part[0], part[1], index);
+    return (V)_mm512_permutex2var_ps((__m512)part[0], (__m512i)index, (__m512)part[1]);
+  }
+};
 #else
-    return (index & 16) != 0 ? __builtin_shuffle(part[2], part[3], index)
-                             : __builtin_shuffle(part[0], part[1], index);
+struct Table8 {
+  float values[8];
+  explicit Table8(const float* from) { std::memcpy(values, from, sizeof values); }
+  V operator[](I index) const {
+#if defined(__AVX2__)
+    return (V)_mm256_permutevar8x32_ps(load_as<__m256>(values), (__m256i)index);
+#elif defined(__aarch64__)
+    // Four bytes of each lane, from 32 of them.
+    const I bytes = (index & 7) * 0x04040404 + 0x03020100;
+    return (V)vqtbl2q_u8(load_as<uint8x16x2_t>(values), (uint8x16_t)bytes);
+#else
+    V found;
+    for (int i = 0; i < W; i++) found[i] = values[index[i] & 7];
+    return found;
 #endif
   }
 };
+#endif
 
 // Between 16 and 32 bits; what GCC makes of __builtin_convertvector is slow.
 
@@ -196,6 +251,8 @@ inline U32 widen(U16 x) {
   return (U32)_mm512_cvtepu16_epi32((__m256i)x);
 #elif defined(__AVX2__)
   return (U32)_mm256_cvtepu16_epi32((__m128i)x);
+#elif defined(__aarch64__)
+  return (U32)vmovl_u16((uint16x4_t)x);
 #else
   return __builtin_convertvector(x, U32);
 #endif
@@ -207,6 +264,8 @@ inline U16 narrow(U32 x) {  // x must fit
 #elif defined(__AVX2__)
   const __m128i low = _mm256_castsi256_si128((__m256i)x), high = _mm256_extracti128_si256((__m256i)x, 1);
   return (U16)_mm_packus_epi32(low, high);
+#elif defined(__aarch64__)
+  return (U16)vmovn_u32((uint32x4_t)x);
 #else
   return __builtin_convertvector(x, U16);
 #endif
@@ -218,6 +277,10 @@ inline U8 narrow_to_bytes(U32 x) {  // only the last eight bits count
 #elif defined(__AVX2__)
   const __m128i shorts = (__m128i)narrow(x & 0xff);
   const __m128i bytes = _mm_packus_epi16(shorts, shorts);
+  return load_as<U8>(&bytes);
+#elif defined(__aarch64__)
+  const uint16x4_t shorts = vmovn_u32((uint32x4_t)x);
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(shorts, shorts));
   return load_as<U8>(&bytes);
 #else
   return __builtin_convertvector(x, U8);
@@ -234,6 +297,8 @@ inline V from_f16(U16 bits) {
   return (V)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
   return (V)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+  return (V)vcvt_f32_f16((float16x4_t)bits);
 #else
   const U32 wide = widen(bits), magnitude = wide & 0x7fff;
   const V scaled = (V)(magnitude << 13) * 0x1p112f;  // moves the bias of the exponent
@@ -247,6 +312,8 @@ inline U16 to_f16(V x) {  // x must be one
   return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__F16C__)
   return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  return (U16)vcvt_f16_f32((float32x4_t)x);
 #else
   const U32 finite = (U32)minimum(absolute(x) * 0x1p-112f, all(0x1p-96f)) >> 13;
   const U32 strange = 0x7c00 | (((U32)x >> 13) & 0x03ff);
