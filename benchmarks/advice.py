@@ -26,7 +26,7 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from stories import load_stories, shared_folder
 from tables import Column, Measured, Row, Section, number, show
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import calipers
 from calipers.advice.candidates import SOLVER
@@ -116,9 +116,8 @@ def quantized_weights(scheme: str, seen: calipers.Measurements, place: Path) -> 
     name, _, group = scheme.partition("-g")
     size: dict[str, Any] = {"group_size": int(group)} if group else {}
     calipers.quantize(stories_model(), uniform(name), seen, place, progress=False, **size)
-    from calipers.evaluation.loading import find_checkpoint
-
-    model = find_checkpoint(scheme, place).load()
+    config = CompressedTensorsConfig(run_compressed=False)
+    model = AutoModelForCausalLM.from_pretrained(place, quantization_config=config)
     linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     return {name: module.weight.detach().float() for name, module in linear.items()}
 

@@ -21,13 +21,13 @@ from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from racing import race, seconds_of_others
-from rich.console import Console
-from tables import Column, Row, number, table
+from one_table import measure_and_print
+from racing import race
+from tables import Column, Row, number
 from torch import Tensor
 
 from calipers import Observer
-from calipers.kernels import describe, feedback, joint
+from calipers.kernels import feedback, joint
 from calipers.kernels.feedback import Rounding, descend, feed_back
 from calipers.numerics.formats import Format
 from calipers.numerics.scales import storable_scales
@@ -85,16 +85,8 @@ class Layer(NamedTuple):
 def main() -> None:
     """Measure every operation, and print it."""
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    console = Console(width=100, highlight=False)
-    console.print(str(describe()))
     layer = Layer.random(options.size)
-    used = seconds_of_others()
-    rows = measure(layer, options.quick)
-    console.print(table(COLUMNS, rows))
-    console.print(
-        f"Meanwhile other programs used {seconds_of_others() - used:.1f} s of processors."
-    )
+    measure_and_print(COLUMNS, lambda: measure(layer, options.quick), options.threads)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from racing import seconds_of_others
+from one_table import measure_and_print
+from racing import seconds
 from random_llama import write_model
-from rich.console import Console
-from tables import Column, Row, number, table
+from tables import Column, Row, number
 
 import calipers
-from calipers.kernels import describe
 
 SCHEMES = ("W4A16", "FP8_DYNAMIC", "NVFP4A16")
 ROUNDS = 3
@@ -44,19 +40,7 @@ def main() -> None:
     """Measure every checkpoint, and print it."""
     options = parse_arguments()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(options.threads)
-    console = Console(width=110, highlight=False)
-    console.print(str(describe()))
-    used = seconds_of_others()
-    with tempfile.TemporaryDirectory(dir=options.place) as place:
-        source = options.source or Path(place) / "source"
-        if options.source is None:
-            write_model(source, options.layers)
-        rows = [measure(scheme, source, Path(place), options.against) for scheme in SCHEMES]
-    console.print(table(COLUMNS, rows))
-    console.print(
-        f"Meanwhile other programs used {seconds_of_others() - used:.1f} s of processors."
-    )
+    measure_and_print(COLUMNS, lambda: measure_all(options), options.threads, width=110)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,6 +52,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--against", action="store_true", help="measure errors of weights, too")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch and of Calipers")
     return parser.parse_args()
+
+
+def measure_all(options: argparse.Namespace) -> list[Row]:
+    """Quantize a model in every scheme, and time what looks at the results."""
+    with tempfile.TemporaryDirectory(dir=options.place) as place:
+        source = options.source or Path(place) / "source"
+        if options.source is None:
+            write_model(source, options.layers)
+        return [measure(scheme, source, Path(place), options.against) for scheme in SCHEMES]
 
 
 def measure(scheme: str, source: Path, place: Path, against: bool) -> Row:
@@ -89,13 +82,6 @@ def measure(scheme: str, source: Path, place: Path, against: bool) -> Row:
         "against": seconds(lambda: lint(folder, source)) if against else None,
         "findings": str(len(found.findings)),
     }
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def lint(folder: Path, against: Path | None = None) -> None:

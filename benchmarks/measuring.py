@@ -1,7 +1,8 @@
 """What ``calipers.measure`` adds to the forward pass, with the statistics it collects by default.
 
-The model runs bare and measured, in turns in one process, over the same batches of one sequence.
-Of each batch the fastest run counts, so that what other programs do meanwhile hardly does; what is
+The model runs bare, measured in one, and measured in two halves of the batches that are kept apart,
+as ``calipers.measure`` does: in turns in one process, over the same batches of one sequence. Of
+each batch the fastest run counts, so that what other programs do meanwhile hardly does; what is
 done once, at the end, is added. On a machine that is not quiet, processor time says more than time
 (only with one thread).
 
@@ -19,34 +20,20 @@ from typing import Any
 
 import torch
 from racing import seconds_of_others
+from random_llama import llama_100m
 from rich.console import Console
 from stories import load_model, load_stories
 from tables import Column, Measured, Row, Section, number, show
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.pipelines import call_model
 from calipers.calibration.precision import forward_dtype
 from calipers.kernels import describe
+from calipers.measurements.halves import with_halves
 from calipers.planning.collecting import collecting_plan
 
 DTYPES = ("float32", "bfloat16")
-
-
-def llama_100m() -> Any:
-    """Return a random model of 95 million parameters, as wide as such models are."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=10,
-        num_attention_heads=12,
-        tie_word_embeddings=True,
-    )
-    build: Any = LlamaForCausalLM
-    return build(config).eval()
 
 
 MODELS: dict[str, Callable[[], Any]] = {"stories15M": load_model, "llama100M": llama_100m}
@@ -88,18 +75,23 @@ def measured_row(name: str, dtype: torch.dtype, options: argparse.Namespace) -> 
     length = min(options.length, model.config.max_position_embeddings)
     batches = sequences(options.tokens // length, length)
     clock = time.process_time if options.processor_time else time.perf_counter
-    bare, measured = [], []
+    bare, whole, measured = [], [], []
+    halves = [index % 2 for index in range(len(batches))]
     for _ in range(options.rounds):
         bare.append(run_bare(model, batches, clock))
-        measured.append(run_measured(model, batches, clock))
+        whole.append(run_measured(model, batches, clock))
+        measured.append(run_measured(model, batches, clock, halves))
     bare_seconds, seconds = total_of_fastest(bare), total_of_fastest(measured)
+    whole_seconds = total_of_fastest(whole)
     return {
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
         "data": f"{len(batches)} × {length}",
         "bare_seconds": bare_seconds,
+        "whole_seconds": whole_seconds,
         "seconds": seconds,
         "added_percent": 100 * (seconds - bare_seconds) / bare_seconds,
+        "halves_percent": 100 * (seconds - whole_seconds) / bare_seconds,
         "instruction_set": describe().instruction_set or "torch",
         "threads": options.threads,
     }
@@ -122,11 +114,13 @@ def run_bare(model: Any, batches: list[Tensor], clock: Callable[[], float]) -> l
     return differences(times)
 
 
-def run_measured(model: Any, batches: list[Tensor], clock: Callable[[], float]) -> list[float]:
+def run_measured(
+    model: Any, batches: list[Tensor], clock: Callable[[], float], halves: list[int] | None = None
+) -> list[float]:
     """Return the same while all inputs are measured, and how long it takes to finish."""
     plan = collecting_plan(model)
     dtype = forward_dtype("auto", model, model.device)
-    with Calibration(model, plan, dtype=dtype) as calibration:
+    with Calibration(model, plan, dtype=dtype, halves=halves) as calibration:
         times = [clock()]
         for index, batch in enumerate(batches):
             given = with_mask(batch)
@@ -134,6 +128,8 @@ def run_measured(model: Any, batches: list[Tensor], clock: Callable[[], float]) 
                 call_model(model, given)
             times.append(clock())
         calibration.finish(plan.measured)
+        if halves is not None:
+            with_halves(calibration.measurements.tensors(), calibration.second_half.tensors())
         times.append(clock())
     return differences(times)
 
@@ -167,8 +163,10 @@ TABLE = Section(
         Column("dtype", "dtype"),
         Column("data", "data", str, "sequences × tokens of each."),
         Column("bare", "bare_seconds", long),
-        Column("measured", "seconds", long),
+        Column("in one", "whole_seconds", long),
+        Column("measured", "seconds", long, "in two halves."),
         Column("added %", "added_percent", "{:.1f}".format, "of the bare pass."),
+        Column("by halves %", "halves_percent", "{:.1f}".format, "the part that is due to halves."),
         Column("instructions", "instruction_set"),
         Column("threads", "threads"),
     ),

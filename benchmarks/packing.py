@@ -16,11 +16,10 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from racing import calling, race, seconds_of_others
-from rich.console import Console
-from tables import Column, Row, milliseconds, number, table
+from one_table import measure_and_print
+from racing import calling, race
+from tables import Column, Row, milliseconds, number
 
-from calipers.kernels import describe
 from calipers.kernels.packing import pack_weight
 
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -49,18 +48,11 @@ COLUMNS = (
 def main() -> None:
     """Measure every format in two dtypes, and print it."""
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    console = Console(width=100, highlight=False)
-    console.print(str(describe()))
-    used = seconds_of_others()
-    rows = [
-        measure(name, dtype, options.size, options.quick)
-        for dtype in (torch.bfloat16, torch.float32)
-        for name in CASES
-    ]
-    console.print(table(COLUMNS, rows))
-    console.print(
-        f"Meanwhile other programs used {seconds_of_others() - used:.1f} s of processors."
+    cases = [(name, dtype) for dtype in (torch.bfloat16, torch.float32) for name in CASES]
+    measure_and_print(
+        COLUMNS,
+        lambda: [measure(*case, options.size, options.quick) for case in cases],
+        options.threads,
     )
 
 

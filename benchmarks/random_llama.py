@@ -1,4 +1,4 @@
-"""A random Llama of any depth, written to disk without being in memory as a whole."""
+"""Random Llamas: of any depth, written to disk without being in memory as a whole; a small one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 SHARD = 500_000_000
 
@@ -75,3 +75,18 @@ def quantized_weights(layers: int) -> int:
         model: Any = AutoModelForCausalLM.from_config(llama(layers))  # type: ignore[no-untyped-call]
     modules = model.model.layers.modules()
     return sum(each.weight.numel() for each in modules if isinstance(each, torch.nn.Linear))
+
+
+def llama_100m() -> Any:
+    """Return a random model of 95 million parameters, as wide as such models are."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=10,
+        num_attention_heads=12,
+        tie_word_embeddings=True,
+    )
+    build: Any = LlamaForCausalLM
+    return build(config).eval()

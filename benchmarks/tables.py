@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -29,6 +29,28 @@ class Column(NamedTuple):
         return "–" if value is None else self.write(value)
 
 
+class Goal(NamedTuple):
+    """What a value of a row should be: at least (≥) or at most (≤) so much."""
+
+    key: str
+    sign: str
+    bound: float
+
+    def met_by(self, row: Row) -> bool | None:
+        """Whether a row reaches it; None if the value was not measured."""
+        value = row.get(self.key)
+        if value is None:
+            return None
+        return bool(value >= self.bound if self.sign == "≥" else value <= self.bound)
+
+
+def judged(row: Row, goals: Sequence[Goal]) -> Row:
+    """Add the goals of a row, and whether it reaches all of them, as far as that is known."""
+    met = [goal.met_by(row) for goal in goals]
+    known = False in met or (met and None not in met)
+    return {**row, "goals": list(goals), "reached": all(met) if known else None}
+
+
 class Measured(NamedTuple):
     """The rows of a section, and how many cores other programs used meanwhile."""
 
@@ -47,17 +69,29 @@ class Section(NamedTuple):
 def show(console: Console, section: Section, measured: Measured) -> None:
     """Print the title, what the columns mean, the rows, and how far to trust them."""
     console.print(section.title.format_map(measured.rows[0]), style="bold")
-    for column in section.columns:
-        if column.meaning:
-            console.print(f"  {column.header}: {column.meaning}")
+    for line in meanings(section.columns):
+        console.print(f"  {line}")
     console.print(table(section.columns, measured.rows))
-    others = measured.cores_used_by_others
-    advice = ": too much, run it again on a quiet machine" if others > BUSY else ""
-    style = "bold red" if advice else ""
-    console.print(f"Meanwhile other programs used {others:.2f} cores{advice}.\n", style=style)
+    show_trust(console, measured.cores_used_by_others)
 
 
-def table(columns: tuple[Column, ...], rows: list[Row]) -> Table:
+def meanings(columns: Sequence[Column]) -> list[str]:
+    """Say what the columns mean, those whose header does not."""
+    return [f"{column.header}: {column.meaning}" for column in columns if column.meaning]
+
+
+def show_trust(console: Console, cores: float) -> None:
+    """Print how far to trust what was measured while others used so many cores."""
+    console.print(f"{trust(cores)}\n", style="bold red" if cores > BUSY else "")
+
+
+def trust(cores: float) -> str:
+    """Say how many cores others used meanwhile, and what to do if they were too many."""
+    advice = ": too much, run it again on a quiet machine" if cores > BUSY else ""
+    return f"Meanwhile other programs used {cores:.2f} cores{advice}."
+
+
+def table(columns: Sequence[Column], rows: list[Row]) -> Table:
     """Lay out the rows; those that miss their floor are red."""
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
