@@ -43,6 +43,7 @@ template <class T> using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 
 constexpr std::int64_t kTaskValues = 1 << 16;
 constexpr std::int64_t kThreadValues = 1 << 19;   // what is worth starting a thread
+constexpr std::int64_t kBytesLikeValue = 8;       // that extrema are looked for in, while others do a value
 constexpr std::int64_t kCountedValues = 1 << 22;  // clearing and adding a table has its price
 constexpr std::int64_t kStage = 256;              // candidates of pieces that are cut, at a time
 constexpr std::int64_t kStrip = 1024;             // channels whose sums stay in the first cache
@@ -274,8 +275,9 @@ void join_chunks(const ExtremaJob& job, const ChunkExtrema& chunks, std::byte* l
 std::int64_t run_extrema(ExtremaJob& job, int threads) {
   std::vector<std::int64_t> nonfinite(job.cut.tasks());
   job.nonfinite = nonfinite.data();
-  run(chosen->extrema, job, threads, job.values.count() * job.values.length(),
-      (std::min(job.cut.pieces_per_run, job.values.count()) + 2 * kLanes) * 2 * kVectorBytes);
+  const std::int64_t bytes = job.values.count() * job.values.length() * element_size(job.values.dtype);
+  run(chosen->extrema, job, threads, bytes / kBytesLikeValue,
+      (std::min(job.cut.pieces_per_run, job.values.count()) + 2 * kLanes) * 3 * kVectorBytes);
   return std::accumulate(nonfinite.begin(), nonfinite.end(), std::int64_t{0});
 }
 

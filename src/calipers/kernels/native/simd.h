@@ -30,6 +30,7 @@ typedef float V __attribute__((vector_size(4 * W)));
 typedef std::int32_t I __attribute__((vector_size(4 * W)));
 typedef std::uint32_t U32 __attribute__((vector_size(4 * W)));
 typedef std::int16_t Short __attribute__((vector_size(4 * W)));  // twice the lanes
+typedef std::uint16_t UShort __attribute__((vector_size(4 * W)));
 typedef std::uint16_t U16 __attribute__((vector_size(2 * W)));
 typedef std::uint8_t U8 __attribute__((vector_size(W)));
 typedef float Half __attribute__((vector_size(2 * W)));
@@ -150,25 +151,43 @@ inline void transpose(V (&rows)[W]) {
   }
 }
 
-// The lanes of a and b with even (odd) numbers.
-template <int... i> I every_second(I a, I b, int odd, std::integer_sequence<int, i...>) {
+// Of a and b, every second unit of so many lanes within each span: the even or the odd ones of a, then
+// those of b. Within 16 bytes that is one instruction on every machine.
+constexpr int unit_lane(int i, int unit, int span, int odd) {
+  const int number = i % span / unit, half = span / unit / 2;
+  return (number < half ? 0 : W) + i / span * span + (2 * (number % half) + odd) * unit + i % unit;
+}
+template <int unit, int span, int odd, int... i> I units(I a, I b, std::integer_sequence<int, i...>) {
 #if defined(__clang__)
-  return odd ? __builtin_shufflevector(a, b, (2 * i + 1)...) : __builtin_shufflevector(a, b, (2 * i)...);
+  return (I)__builtin_shufflevector((V)a, (V)b, unit_lane(i, unit, span, odd)...);
 #else
-  return odd ? __builtin_shuffle(a, b, I{(2 * i + 1)...}) : __builtin_shuffle(a, b, I{(2 * i)...});
+  return (I)__builtin_shuffle((V)a, (V)b, I{unit_lane(i, unit, span, odd)...});  // of floats: one instruction
 #endif
 }
-inline I evens(I a, I b) { return every_second(a, b, 0, std::make_integer_sequence<int, W>{}); }
-inline I odds(I a, I b) { return every_second(a, b, 1, std::make_integer_sequence<int, W>{}); }
+template <I fold(I, I), int unit, int span> void fold_units(I (&rows)[W], int left) {
+  constexpr auto lanes = std::make_integer_sequence<int, W>{};
+  for (int i = 0; i < left; i++)
+    rows[i] = fold(units<unit, span, 0>(rows[2 * i], rows[2 * i + 1], lanes),
+                   units<unit, span, 1>(rows[2 * i], rows[2 * i + 1], lanes));
+}
 
-// Fold neighbouring lanes until 1 / `lanes` of them is left, in place and in order.
-template <I fold(I, I), int lanes> void fold_lanes(I (&rows)[W]) {
-  int left = W;
-  for (int done = 1; done < lanes; done *= 2) {
-    left /= 2;
-    for (int i = 0; i < left; i++)
-      rows[i] = fold(evens(rows[2 * i], rows[2 * i + 1]), odds(rows[2 * i], rows[2 * i + 1]));
-  }
+// Within eight lanes, the first four and the last four interleaved.
+template <int... i> I interleaved(I a, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, a, (i / 8 * 8 + i % 8 / 2 + i % 2 * 4)...);
+#else
+  return __builtin_shuffle(a, I{(i / 8 * 8 + i % 8 / 2 + i % 2 * 4)...});
+#endif
+}
+
+// Fold all lanes of each row into one, or each half of them (`halves`), in place and in order.
+template <I fold(I, I), bool halves> void fold_lanes(I (&rows)[W]) {
+  fold_units<fold, 1, 4>(rows, W / 2);
+  if constexpr (!halves || W > 4) fold_units<fold, 1, 4>(rows, W / 4);
+  if constexpr (W >= (halves ? 16 : 8)) fold_units<fold, 4, W>(rows, W / 8);
+  if constexpr (W >= 16 && !halves) fold_units<fold, 4, W>(rows, W / 16);
+  if constexpr (halves && W > 4)
+    for (int i = 0; i < 2; i++) rows[i] = interleaved(rows[i], std::make_integer_sequence<int, W>{});
 }
 
 // The lower and the upper half of the lanes as doubles.
