@@ -83,7 +83,7 @@ def describe() -> KernelReport:
 
 def native_for(values: Tensor, fmt: Format | None = None, norm: float = 2.0) -> ModuleType | None:
     """Return the native kernels if they can work on this tensor, in this format, by this norm."""
-    if values.device.type != "cpu" or values.dtype not in NATIVE_DTYPES or not values.numel():
+    if not values.is_cpu or values.dtype not in NATIVE_DTYPES or not values.numel():
         return None
     if norm > HIGHEST_NATIVE_NORM or not _has_memory(values):
         return None
