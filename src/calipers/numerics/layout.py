@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
 from torch import Tensor
 
 from calipers.errors import ConfigurationError, LayoutError, sizes_that_divide
@@ -294,9 +293,12 @@ class Layout:
 
     def _blocked(self, value: Tensor) -> Tensor:
         height, width = self.args.block_structure
-        padded: Tensor = maybe_pad_tensor_for_block_quant(value, (height, width))
-        rows, columns = padded.shape
-        blocks = padded.reshape(1, rows // height, height, columns // width, width)
+        rows, columns = value.shape
+        below, beside = -rows % height, -columns % width
+        if below or beside:
+            value = torch.constant_pad_nd(value, (0, beside, 0, below))
+            rows, columns = value.shape
+        blocks = value.reshape(1, rows // height, height, columns // width, width)
         return blocks.transpose(2, 3)
 
 
