@@ -83,7 +83,7 @@ def describe() -> KernelReport:
 
 def native_for(values: Tensor, fmt: Format | None = None, norm: float = 2.0) -> ModuleType | None:
     """Return the native kernels if they can work on this tensor, in this format, by this norm."""
-    if values.device.type != "cpu" or values.dtype not in NATIVE_DTYPES or not values.numel():
+    if not values.is_cpu or values.dtype not in NATIVE_DTYPES or not values.numel():
         return None
     if norm > HIGHEST_NATIVE_NORM or not _has_memory(values):
         return None
@@ -116,9 +116,9 @@ def geometry(pieces: Tensor) -> tuple[Tensor, Sequence[int], Sequence[int]]:
     if pieces.ndim > 5 or pieces.is_neg():
         grid = as_grid(pieces)
         return grid, grid.shape, grid.stride()
-    missing = (1,) * (5 - pieces.ndim)
-    shape = (pieces.shape[0], *missing, *pieces.shape[1:])
-    strides = (pieces.stride(0), *missing, *pieces.stride()[1:])
+    (observations, *sizes), (step, *steps) = pieces.shape, pieces.stride()
+    missing = (1,) * (4 - len(sizes))
+    shape, strides = (observations, *missing, *sizes), (step, *missing, *steps)
     if shape[3] > 1 and strides[3] < strides[4]:
         shape, strides = (*shape[:3], shape[4], shape[3]), (*strides[:3], strides[4], strides[3])
     return pieces, shape, strides

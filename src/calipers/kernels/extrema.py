@@ -13,6 +13,7 @@ from calipers.kernels.dispatch import NATIVE_DTYPES, geometry, native_for
 from calipers.kernels.threads import num_threads
 
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in NATIVE_DTYPES}
+_ONE_TASK = 1 << 16  # so many values are never shared by threads
 
 
 class Extrema(NamedTuple):
@@ -39,8 +40,9 @@ def extrema(pieces: Tensor) -> Extrema:
 
 def _natively(kernels: ModuleType, pieces: Tensor) -> Extrema:
     values, shape, strides = geometry(pieces)
-    low, high = (values.new_empty(pieces.shape[1:-2]) for _ in range(2))
-    name, threads = _NAMES[values.dtype], num_threads()
+    low = values.new_empty(tuple(pieces.shape)[1:-2])  # what is not torch.Size takes less time
+    high = torch.empty_like(low)
+    name, threads = _NAMES[values.dtype], num_threads() if values.numel() > _ONE_TASK else 1
     given = values.data_ptr(), name, *_side_by_side(shape, strides), low.data_ptr(), high.data_ptr()
     nonfinite = kernels.extrema(*given, 0, threads)
     if not nonfinite:

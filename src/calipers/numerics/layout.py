@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
 from torch import Tensor
 
 from calipers.errors import ConfigurationError, LayoutError, sizes_that_divide
@@ -232,7 +231,8 @@ class Layout:
 
     def _weight(self, value: Tensor) -> Tensor:
         if self.args.strategy == QuantizationStrategy.TENSOR:
-            return value[None, None] if value.ndim == 2 else value.reshape(1, 1, 1, -1)
+            rows, columns = value.shape if value.ndim == 2 else (1, value.numel())
+            return value.reshape(1, 1, rows, columns)
         is_block = self.args.strategy == QuantizationStrategy.BLOCK
         if value.ndim < 2 or (is_block and value.ndim > 2):
             raise LayoutError(
@@ -243,8 +243,10 @@ class Layout:
         if self.args.strategy == QuantizationStrategy.CHANNEL:
             return value.view(1, *value.shape[:-1], 1, 1, value.shape[-1])
         if self.args.strategy in _GROUPED:
-            return self._grouped(self._ordered(value)).unsqueeze(-2).unsqueeze(0)
-        return self._blocked(value).unsqueeze(0)
+            ordered = self._ordered(value)
+            groups, width = self._groups(ordered.shape[-1])
+            return ordered.reshape(1, *ordered.shape[:-1], groups, 1, width)
+        return self._blocked(value)
 
     def _activation(self, value: Tensor) -> Tensor:
         if self.args.strategy == QuantizationStrategy.TOKEN:
@@ -276,20 +278,28 @@ class Layout:
         return value.index_select(-1, self.order.to(value.device))
 
     def _grouped(self, value: Tensor) -> Tensor:
-        size, group_size = value.shape[-1], self.args.group_size
+        return value.reshape(*value.shape[:-1], *self._groups(value.shape[-1]))
+
+    def _groups(self, size: int) -> tuple[int, int]:
+        """Return how many groups so many columns have, and their width."""
+        group_size: int = self.args.group_size
         if indivisible_by(size, self.args):
             raise LayoutError(
                 f"Strategy '{strategy_name(self.args)}' needs group_size to divide the last "
                 f"dimension of '{self.base_name}': {size} is not divisible by {group_size}",
                 hint=sizes_that_divide(size),
             )
-        return value.reshape(*value.shape[:-1], size // group_size, group_size)
+        return size // group_size, group_size
 
     def _blocked(self, value: Tensor) -> Tensor:
         height, width = self.args.block_structure
-        padded: Tensor = maybe_pad_tensor_for_block_quant(value, (height, width))
-        rows, columns = padded.shape
-        return padded.reshape(rows // height, height, columns // width, width).transpose(1, 2)
+        rows, columns = value.shape
+        below, beside = -rows % height, -columns % width
+        if below or beside:
+            value = torch.constant_pad_nd(value, (0, beside, 0, below))
+            rows, columns = value.shape
+        blocks = value.reshape(1, rows // height, height, columns // width, width)
+        return blocks.transpose(2, 3)
 
 
 def strategy_name(args: QuantizationArgs) -> str:

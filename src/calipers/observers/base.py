@@ -169,7 +169,7 @@ class Observer(
             self.update_statistics_from_observed(seen.observed)
         finally:
             self.__dict__["_observation"] = None
-        self.absorb(**seen.marks())
+        self._absorb(seen.marks())
         return self
 
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:

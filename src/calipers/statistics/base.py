@@ -188,14 +188,17 @@ class Statistic:
     @guarded
     def absorb(self, /, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
-        combined = {name: self._combined(name, value) for name, value in new.items()}
-        for name, value in combined.items():
+        self._absorb(new)
+
+    def _absorb(self, new: dict[str, Tensor]) -> None:
+        """Absorb, for one who holds the lock already."""
+        known = [(name, mine) for name in new if (mine := self.field(name)) is not None]
+        for name, mine in known:
+            new[name] = self._combined(name, mine, new[name])
+        for name, value in new.items():
             self.put(name, value)
 
-    def _combined(self, name: str, value: Tensor) -> Tensor:
-        before = self.field(name)
-        if before is None:
-            return value
+    def _combined(self, name: str, before: Tensor, value: Tensor) -> Tensor:
         if before.shape != value.shape and self.declared()[name] is not Reduction.LAST:
             raise DataError(
                 f"has seen tensors with {name} of shape {tuple(before.shape)}, and now one of "

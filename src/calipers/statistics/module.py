@@ -102,7 +102,7 @@ class StatisticModule(Statistic, torch.nn.Module):
         if holder is None:
             setattr(self, name, value)
         else:
-            self.__dict__[holder].put(name, value)
+            self.__dict__[holder].__dict__[name] = value
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Reduce two values of one field to one, as the part that has it does."""

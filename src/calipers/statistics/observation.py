@@ -36,8 +36,8 @@ class Observation(NamedTuple):
         """Return what is remembered of any tensor: its tokens, what was left out, its dtype."""
         device = self.pieces.device
         return {
-            "observed_tokens": torch.tensor(self.tokens, device=device),
-            "observed_nonfinite": torch.tensor(self.extrema.nonfinite, device=device),
+            "observed_tokens": torch.full((), self.tokens, device=device),
+            "observed_nonfinite": torch.full((), self.extrema.nonfinite, device=device),
             "observed_like": self.pieces.new_empty(0),
         }
 
