@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import sys
@@ -14,6 +15,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import nvfp4
 
+from calipers.errors import NoStatisticsError
 from calipers.observers import Observer
 from calipers.statistics.hessian import BlockHessians
 from calipers.statistics.moments import SquareSums
@@ -108,7 +110,8 @@ def test_what_is_read_meanwhile_is_of_one_moment() -> None:
             other.load_state_dict(state)
             if other.has_statistics:
                 assert int(other.counts_bfloat16.sum()) == WIDTH * other.num_observed_tokens
-                observer.get_qparams()
+                with contextlib.suppress(NoStatisticsError):  # it may be reset by now
+                    observer.get_qparams()
 
     def write() -> None:
         show(observer)()
