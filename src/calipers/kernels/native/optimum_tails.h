@@ -68,16 +68,15 @@ class Tails {
   double error(float scale) {
     too_small_ |= scale < floor_;
     if (too_small_) return 1e300;
-    Pair sums{};
-    std::int64_t i = 0;
-    for (; i < steps_; i += W) {
+    Pair part[4] = {};
+    for (std::int64_t i = 0; i < steps_; i += W) {
       alignas(64) std::int32_t place[W];
       const I vector = places_of(load_as<V>(middles_ + i) * scale);
       if (!any(vector > 0)) break;
       store(place, vector);
-      for (int k = 0; k < W; k++) sums += scratch_.both.sums[place[k]] * added_[i + k];
+      for (int k = 0; k < W; k++) part[k % 4] += scratch_.both.sums[place[k]] * added_[i + k];
     }
-    sums += one_sided(scale);
+    const Pair sums = (part[0] + part[1]) + (part[2] + part[3]) + one_sided(scale);
     return squares_ - scale * (2 * sums[0] - (double)scale * sums[1]);
   }
 
@@ -119,7 +118,8 @@ class Tails {
     below_ = count_steps(middles_, count, -in.lowest);
     steps_ = above_ < below_ ? above_ : below_;
     // What is behind the common steps does not count in whole vectors of them.
-    for (std::int64_t i = steps_; i < count; i++) sided_middles_[i - steps_] = middles_[i], sided_[i - steps_] = added_[i];
+    for (std::int64_t i = steps_; i < count; i++)
+      sided_middles_[i - steps_] = middles_[i], sided_[i - steps_] = added_[i];
     for (std::int64_t i = steps_; i < steps_ + W; i++) middles_[i] = 1e9f, added_[i] = Pair{};
     return count > 0;
   }
