@@ -51,6 +51,14 @@ def test_lengths(fmt: str, length: int, dtype: torch.dtype) -> None:
     search.check(x, search.find(x, weights), weights)
 
 
+@with_engines("fmt, weighted", ["int4", "int8", "fp8"], [False, True], engines=NATIVE_ENGINES)
+def test_long_pieces_of_16_bits(fmt: str, weighted: bool) -> None:
+    """Their errors come from sums over the values that occur, unless those are not exact enough."""
+    search, x = Search(fmt, torch.bfloat16), eighteen(800, torch.bfloat16)
+    weights = (torch.arange(800) % 5).float() if weighted else None
+    search.check(x, search.find(x, weights), weights)
+
+
 @with_engines(
     "shape, memory, dtype, fmt",
     [(1, 2, 3, 5, 9), (3, 1, 4, 1, 16), (2, 3, 1, 1, 33)],

@@ -209,9 +209,12 @@ struct OptimumJob {
 
 constexpr std::int64_t kMostKeptLanes = 8;  // candidates of a piece, where pieces lie in the lanes
 
-// Six tiles; of each scale its number, three times, and a root.
+constexpr std::int64_t kMostTails = 1 << 14;  // values of a 16-bit dtype that are told apart
+
+// Six tiles; of each value eight sums; of each scale its number, three times, and a root.
 CALIPERS_INLINE constexpr std::size_t optimum_scratch_bytes(std::int64_t scales) {
-  return 6 * kTileBytes + scales * (sizeof(float) + 3 * sizeof(std::int32_t));
+  return 6 * kTileBytes + 8 * kMostTails * sizeof(double) +
+         scales * (sizeof(float) + 3 * sizeof(std::int32_t));
 }
 
 struct RangesJob {

@@ -17,8 +17,7 @@
 #pragma once
 
 #include "kept.h"
-#include "optimum_errors.h"
-#include "tile.h"
+#include "optimum_tails.h"
 
 namespace calipers {
 namespace {
@@ -30,12 +29,14 @@ constexpr std::int64_t kRefinement = 8;   // how much finer each level of a sear
 // In the order and the sizes that `optimum_scratch_bytes` reckons with.
 struct OptimumScratch {
   float *rows, *weight_rows, *values, *magnitudes, *limits, *weights;
+  std::byte* tails;
   std::int32_t *points, *more, *merged;  // scales that were tried, that are to be, and both
   float* roots;                          // by the number of the scale
   OptimumScratch(std::byte* scratch, std::int64_t scales)
       : rows((float*)scratch), weight_rows(rows + kTile), values(weight_rows + kTile),
         magnitudes(values + kTile), limits(magnitudes + kTile), weights(limits + kTile),
-        points((std::int32_t*)(weights + kTile)), more(points + scales), merged(more + scales),
+        tails((std::byte*)(weights + kTile)),
+        points((std::int32_t*)(tails + 8 * kMostTails * sizeof(double))), more(points + scales), merged(more + scales),
         roots((float*)(merged + scales)) {}
 };
 
@@ -43,6 +44,8 @@ struct PieceSearch {
   const OptimumJob& job;
   const OptimumErrors& errors;
   const OptimumScratch& scratch;
+  Tails tails;
+  bool by_tails = false;          // errors come from there
   std::int64_t piece = 0;
   float unit = 1;
   bool whole = false;             // the piece fits into a tile, and is there
@@ -52,7 +55,7 @@ struct PieceSearch {
   Kept kept{};
 
   PieceSearch(const OptimumJob& job, const OptimumErrors& errors, const OptimumScratch& scratch)
-      : job(job), errors(errors), scratch(scratch) {}
+      : job(job), errors(errors), scratch(scratch), tails(job, scratch.tails) {}
 
   // Above, a sum is hopeless.
   double limit() const { return kept.worst() * kRounding; }
@@ -121,6 +124,10 @@ struct PieceSearch {
   // The errors of `count` candidates, or at least `limit`; f gets each.
   template <class F>
   void try_each(const Window& in, const std::int32_t* indices, std::int64_t count, double limit, F f) {
+    if (by_tails) {
+      for (std::int64_t i = 0; i < count; i++) f(indices[i], tails.error(job.storable[indices[i]] * unit));
+      return;
+    }
     alignas(64) float scales[kMost * W];
     alignas(64) double sums[kMost * W];
     for (std::int64_t begin = 0; begin < count;) {
@@ -137,6 +144,7 @@ struct PieceSearch {
   }
 
   double clip(const Window& in, float scale) {
+    if (by_tails) return tails.clip(scale * unit);
     double total = 0;
     each_tile(in, [&](std::int64_t count) {
       total += errors.clipped(job, tile(count), all(scale * unit), errors.offset);
@@ -233,7 +241,7 @@ struct PieceSearch {
     for (std::int64_t next = top - 1; next >= 0;) {
       std::int32_t indices[W];
       std::int64_t size = 0;
-      for (; size < W && next >= 0; next -= stride) indices[size++] = (std::int32_t)next;
+      for (; size < (by_tails ? 4 : W) && next >= 0; next -= stride) indices[size++] = (std::int32_t)next;
       try_each(in, indices, size, limit(), [&](std::int32_t index, double error) {
         scratch.roots[index] = (float)root_of(error);
         f(index, error);
@@ -309,6 +317,20 @@ struct PieceSearch {
     return 1;
   }
 
+  void search_windows() {
+    std::int32_t first = 0;
+    for (std::int32_t i = 1; i < job.window_count; i++)
+      if (covering_scale(job.windows[i]) < covering_scale(job.windows[first])) first = i;
+    length = root_of(by_tails ? tails.squares() : clip(job.windows[first], 0));
+    search_window(first, top_of(job.windows[first]));
+    const std::int64_t most = job.windows_have_floor ? ceiling() : job.scales;
+    for (std::int32_t i = 0; i < job.window_count; i++) {
+      const Window& in = job.windows[i];
+      const std::int64_t top = top_of(in) < most ? top_of(in) : most;
+      if (i != first && clip(in, job.storable[top - 1]) < limit()) search_window(i, top);
+    }
+  }
+
   void search(std::int64_t number) {
     piece = number;
     const V largest = larger_magnitude(all(job.low[piece]), all(job.high[piece]));
@@ -321,16 +343,14 @@ struct PieceSearch {
     if (largest[0] == 0) {
       kept.take(0, 0, 0);
     } else {
-      std::int32_t first = 0;
-      for (std::int32_t i = 1; i < job.window_count; i++)
-        if (covering_scale(job.windows[i]) < covering_scale(job.windows[first])) first = i;
-      length = root_of(clip(job.windows[first], 0));
-      search_window(first, top_of(job.windows[first]));
-      const std::int64_t most = job.windows_have_floor ? ceiling() : job.scales;
-      for (std::int32_t i = 0; i < job.window_count; i++) {
-        const Window& in = job.windows[i];
-        const std::int64_t top = top_of(in) < most ? top_of(in) : most;
-        if (i != first && clip(in, job.storable[top - 1]) < limit()) search_window(i, top);
+      const float covering = covering_scale(job.windows[0]);
+      by_tails = !may_overflow && tails.make(piece, largest[0], covering, unit, scratch.values,
+                                             scratch.weights, scratch.limits);
+      search_windows();
+      if (by_tails && !tails.are_trusted(kept.errors[0])) {
+        by_tails = false;
+        kept.count = 0;
+        search_windows();
       }
     }
     bring_back();
