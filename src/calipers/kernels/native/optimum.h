@@ -36,8 +36,8 @@ struct OptimumScratch {
       : rows((float*)scratch), weight_rows(rows + kTile), values(weight_rows + kTile),
         magnitudes(values + kTile), limits(magnitudes + kTile), weights(limits + kTile),
         tails((std::byte*)(weights + kTile)),
-        points((std::int32_t*)(tails + 8 * kMostTails * sizeof(double))), more(points + scales), merged(more + scales),
-        roots((float*)(merged + scales)) {}
+        points((std::int32_t*)(tails + 8 * kMostTails * sizeof(double))), more(points + scales),
+        merged(more + scales), roots((float*)(merged + scales)) {}
 };
 
 struct PieceSearch {
@@ -241,7 +241,8 @@ struct PieceSearch {
     for (std::int64_t next = top - 1; next >= 0;) {
       std::int32_t indices[W];
       std::int64_t size = 0;
-      for (; size < (by_tails ? 4 : W) && next >= 0; next -= stride) indices[size++] = (std::int32_t)next;
+      const int together = by_tails ? 4 : W;  // one by one, there are no lanes to fill
+      for (; size < together && next >= 0; next -= stride) indices[size++] = (std::int32_t)next;
       try_each(in, indices, size, limit(), [&](std::int32_t index, double error) {
         scratch.roots[index] = (float)root_of(error);
         f(index, error);
