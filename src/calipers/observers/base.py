@@ -134,7 +134,6 @@ class Observer(
 
     # Observing
 
-    @torch.no_grad()
     @guarded
     def forward(
         self, observed: Tensor, g_idx: Tensor | None = None, mask: Tensor | None = None
@@ -158,7 +157,7 @@ class Observer(
         if seen is None:
             return self
         if seen.extrema.nonfinite and seen.is_finite_nowhere:
-            self.absorb(observed_nonfinite=seen.marks()["observed_nonfinite"])
+            self._absorb(seen.left_out())
             return self
         if seen.extrema.nonfinite and self.has_statistics:
             seen = seen.without_missing(self.min_vals, self.max_vals)

@@ -23,7 +23,7 @@ class MemorylessMinMaxObserver(Observer):
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         """Keep the extrema as the statistic does."""
         low, high = self.extrema(observed)
-        self.absorb(min_vals=low, max_vals=high)
+        self._absorb({"min_vals": low, "max_vals": high})
 
 
 @Observer.register("static_minmax")

@@ -14,20 +14,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Lock:
+class Lock(type(threading.RLock())):  # type: ignore[misc]
     """A lock that one thread may take again, and that a copy does not share with its original.
 
     Copies of objects that have one lock in common have one in common too.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
         return Lock, ()

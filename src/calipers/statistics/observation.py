@@ -33,13 +33,17 @@ class Observation(NamedTuple):
         return self.extrema.nonfinite == self.pieces.numel()
 
     def marks(self) -> dict[str, Tensor]:
-        """Return what is remembered of any tensor: its tokens, what was left out, its dtype."""
-        device = self.pieces.device
-        return {
-            "observed_tokens": torch.full((), self.tokens, device=device),
-            "observed_nonfinite": torch.full((), self.extrema.nonfinite, device=device),
-            "observed_like": self.pieces.new_empty(0),
-        }
+        """Return what is remembered of any tensor: its dtype, tokens, and what was left out."""
+        like = {"observed_like": self.pieces.new_empty(0)}
+        if not self.tokens and not self.extrema.nonfinite:  # as of most weights
+            return like
+        tokens = torch.full((), self.tokens, device=self.pieces.device)
+        return {"observed_tokens": tokens, **self.left_out(), **like}
+
+    def left_out(self) -> dict[str, Tensor]:
+        """Return how many values were not finite."""
+        count, device = self.extrema.nonfinite, self.pieces.device
+        return {"observed_nonfinite": torch.full((), count, device=device)}
 
     def canonical_view(self) -> Tensor:
         """Return the pieces as (observations, *qparam_shape, group); what is not finite is zero.
@@ -85,6 +89,7 @@ def observation_of(
             subject=label(),
             hint="Observe its real and imaginary parts separately, or exclude the module",
         )
+    value = value.detach()  # takes less time than to switch gradients off
     try:
         layout = Layout.of(base_name, args, g_idx)
         if mask is not None:

@@ -71,7 +71,6 @@ class LastRange(Statistic):
         """How many tokens were taken in."""
         return int(getattr(self, "observed_tokens", 0))
 
-    @torch.no_grad()
     @guarded
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
@@ -80,13 +79,12 @@ class LastRange(Statistic):
         )
         if seen is None:
             return
-        marks = seen.marks()
         if seen.is_finite_nowhere:
-            self.absorb(observed_nonfinite=marks["observed_nonfinite"])
+            self.absorb(**seen.left_out())
             return
         if "min_vals" in self.fields():
             seen = seen.without_missing(self.min_vals, self.max_vals)
-        self.absorb(min_vals=seen.extrema.min_vals, max_vals=seen.extrema.max_vals, **marks)
+        self.absorb(min_vals=seen.extrema.min_vals, max_vals=seen.extrema.max_vals, **seen.marks())
 
 
 class Extrema(LastRange):

@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "jobs.h"
@@ -43,7 +44,7 @@ template <class T> using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 
 constexpr std::int64_t kTaskValues = 1 << 16;
 constexpr std::int64_t kThreadValues = 1 << 19;   // what is worth starting a thread
-constexpr std::int64_t kBytesLikeValue = 8;       // that extrema are looked for in, while others do a value
+constexpr std::int64_t kBytesLikeValue = 2;       // that extrema are looked for in, while others do a value
 constexpr std::int64_t kCountedValues = 1 << 22;  // clearing and adding a table has its price
 constexpr std::int64_t kStage = 256;              // candidates of pieces that are cut, at a time
 constexpr std::int64_t kStrip = 1024;             // channels whose sums stay in the first cache
@@ -272,6 +273,15 @@ void join_chunks(const ExtremaJob& job, const ChunkExtrema& chunks, std::byte* l
   }
 }
 
+// Rows that follow each other in memory are one long row; so are observations of one row.
+void join_rows(Pieces& pieces) {
+  if (pieces.columns == 1) pieces.column_stride = 1;
+  if (pieces.column_stride != 1) return;
+  if (pieces.row_stride == pieces.columns) pieces.columns *= std::exchange(pieces.rows, 1);
+  if (pieces.rows == 1 && pieces.observation_stride == pieces.columns)
+    pieces.columns *= std::exchange(pieces.observations, 1);
+}
+
 std::int64_t run_extrema(ExtremaJob& job, int threads) {
   std::vector<std::int64_t> nonfinite(job.cut.tasks());
   job.nonfinite = nonfinite.data();
@@ -290,6 +300,7 @@ std::int64_t extrema(std::uintptr_t values, const std::string& dtype, std::array
   ExtremaJob job{};
   job.values = {memory_at<const std::byte>(values), dtype_named(dtype), shape[0], shape[1], shape[2],
                 shape[3], shape[4], strides[0], strides[1], strides[2], strides[3], strides[4]};
+  join_rows(job.values);
   job.interleaved = are_interleaved(job.values);
   job.cut = cut_of_extrema(job.values);
   job.low = memory_at<std::byte>(low);
