@@ -38,7 +38,7 @@ constexpr double kPart = 1.0 / 3;         // of a scale that is walked through a
 constexpr double kMostStretches = 2048;   // that such a part is cut into
 constexpr double kCoarse = 0.85;          // from one of the first samples to the next
 constexpr std::int64_t kFirst = 4;        // samples that tell what an error must be below
-constexpr double kFewChanges = 0.1;       // of each value, that are put in order rather than sampled further
+constexpr double kFewChanges = 0.025;      // of each value, that are put in order rather than sampled further
 constexpr double kNarrowest = 1e-5;       // of a scale, between two samples
 
 constexpr int kCodeShift = 20;            // bits of a float that codes are not looked up by
@@ -177,11 +177,13 @@ class PieceSweep {
   }
   double error_at(double scale, Pair sums) const { return squares_ - scale * (2 * sums[0] - scale * sums[1]); }
 
-  // See the head of this file. Where there is no limit yet, roots are NaN, and nothing is excluded.
+  // See the head of this file; squared twice, which takes no roots.
   bool exclude_between(const Sample& a, const Sample& b, double limit) const {
-    return a.error >= limit && b.error >= limit &&
-           b.scale * std::sqrt(a.error - limit) + a.scale * std::sqrt(b.error - limit) >=
-               std::sqrt(squares_ - limit) * (a.scale - b.scale);
+    if (!(a.error >= limit && b.error >= limit)) return false;
+    const double of_a = b.scale * b.scale * (a.error - limit), of_b = a.scale * a.scale * (b.error - limit);
+    const double apart = (squares_ - limit) * (a.scale - b.scale) * (a.scale - b.scale);
+    const double left = apart - of_a - of_b;
+    return left <= 0 || left * left <= 4 * of_a * of_b;
   }
   bool excludes_below(const Sample& a, double limit) const {
     const double most = squares_ - limit;
@@ -195,6 +197,7 @@ class PieceSweep {
   }
   // How many middles a value is not below.
   std::int32_t code_of(double value) const {
+    if (whole_) return static_cast<std::int32_t>(std::min(value, 1e6) + 0.5);  // there are fewer codes
     const float rough = static_cast<float>(std::min(value, 1e38)) * (1 - 0x1p-23f);  // not above
     std::uint32_t bits;
     std::memcpy(&bits, &rough, sizeof bits);
@@ -213,7 +216,8 @@ class PieceSweep {
   }
   void enter(const Window& in) {
     above_ = last_code(in.highest), below_ = last_code(-in.lowest);
-    steepest_ = job_.kernels->set_ends(piece_, static_cast<float>(grid_[below_]), static_cast<float>(grid_[above_])).linear;
+    const auto below = static_cast<float>(grid_[below_]), above = static_cast<float>(grid_[above_]);
+    steepest_ = job_.kernels->set_ends(piece_, below, above).linear;
   }
 
   // Samples
@@ -443,15 +447,14 @@ class PieceSweep {
   void store(std::int64_t piece) {
     const std::int64_t at = piece * job_.kept;
     Kept result{job_.best + at, job_.window + at, job_.errors + at, job_.kept, 0};
-    const double enough = errors_[std::max<std::int64_t>(std::min(job_.kept, kept_.count), 1) - 1] + 2 * kRounding * squares_;
-    const double measure = unit_ * unit_ * weight_unit_;
-    for (std::int64_t i = 0; i < kept_.count && !(errors_[i] > enough); i++) {
-      const bool alone = (i == 0 || errors_[i] - errors_[i - 1] > 2 * kRounding * squares_) &&
-                         (i + 1 == kept_.count || errors_[i + 1] - errors_[i] > 2 * kRounding * squares_);
-      const double error = scales_[i] == 0 ? 0
-                           : alone && errors_[i] > kExactEnough * squares_
-                               ? errors_[i]
-                               : exact_error(windows_[i], scales_[i] * unit_);
+    const double near = 2 * kRounding * squares_, measure = unit_ * unit_ * weight_unit_;
+    const std::int64_t last = std::max<std::int64_t>(std::min(job_.kept, kept_.count), 1) - 1;
+    for (std::int64_t i = 0; i < kept_.count && !(errors_[i] > errors_[last] + near); i++) {
+      const bool alone = (i == 0 || errors_[i] - errors_[i - 1] > near) &&
+                         (i + 1 == kept_.count || errors_[i + 1] - errors_[i] > near);
+      double error = errors_[i];
+      if (scales_[i] > 0 && !(alone && error > kExactEnough * squares_))
+        error = exact_error(windows_[i], scales_[i] * unit_);
       result.take(scales_[i], windows_[i], error / measure);
     }
     result.fill_up();
