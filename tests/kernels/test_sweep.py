@@ -108,7 +108,7 @@ LONG = {
     "far apart": lambda: random(61) * torch.logspace(0, -30, 61),
 }
 LONG_WEIGHTS = {
-    "none": lambda x: None,
+    "none": lambda _: None,
     "wide": lambda x: random(len(x)).mul(3).exp(),
     "zeros": lambda x: random(len(x)).clamp(min=0),
     "zero of the largest": lambda x: (x.abs() < x.abs().max() / 2).float(),
