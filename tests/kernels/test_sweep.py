@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import brute
@@ -85,6 +86,70 @@ def test_the_five_lowest_parabolas(fmt: str, length: int) -> None:
         most = max(float(values.max()) * window.above, -float(values.min()) * window.below)
         for error in lowest[scales <= most].sort().values[:5]:
             assert error >= errors[-1] * (1 - 1e-6) or torch.isclose(errors, error, rtol=1e-6).any()
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# Where sampled errors say much, little, nothing, or what they must not say.
+LONG = {
+    "normal": lambda: random(61),
+    "heavy tails": lambda: random(61) ** 5,
+    "an outlier": lambda: torch.cat([random(60), torch.tensor([-300.0])]),
+    "no error": lambda: (random(67) * 40).round() * 0.37,
+    "nearly no error": lambda: (random(67) * 40).round() * 0.37 + random(67) * 1e-5,
+    "the same value": lambda: torch.full((53,), -0.7),
+    "two values": lambda: torch.tensor([1.0, 0.3]).repeat(30),
+    "zeros": lambda: torch.where(torch.arange(71) % 9 < 8, 0.0, random(71)),
+    "one side": lambda: random(62).abs(),
+    "huge": lambda: random(61).clamp(-3.0, 3.0) * 1e38,
+    "tiny": lambda: random(61) * 1e-38,
+    "far apart": lambda: random(61) * torch.logspace(0, -30, 61),
+}
+LONG_WEIGHTS = {
+    "none": lambda _: None,
+    "wide": lambda x: random(len(x)).mul(3).exp(),
+    "zeros": lambda x: random(len(x)).clamp(min=0),
+    "zero of the largest": lambda x: (x.abs() < x.abs().max() / 2).float(),
+    "huge": lambda x: random(len(x)).abs() * 1e37,
+    "tiny": lambda x: random(len(x)).abs() * 1e-37,
+}
+
+
+@with_engines("fmt, kind", ["int4_signed", "int8", "fp4", "fp8"], list(LONG))
+def test_no_vertex_of_a_long_piece_is_lower(fmt: str, kind: str) -> None:
+    search, x = Search(fmt), LONG[kind]()
+    for weights in (make(x) for make in LONG_WEIGHTS.values()):
+        found = find_any(x.reshape(1, 1, 1, 1, -1), search.args, search.signed, weights)
+        scale, window = found.scales.flatten()[0].double(), found.windows.flatten()[0]
+        w = torch.ones(len(x)).double() if weights is None else weights.double()
+        total = float((w * x.double().square()).sum())
+        if total == 0:
+            continue
+        # In units in which float64 squares nothing away.
+        unit = 2.0 ** -round(math.log2(float(x.abs().max())))
+        w, values = w / w.max(), x.double() * unit
+        total = float((w * values.square()).sum())
+        least = least_of_vertices(fmt, kind, values, w)
+        error = search.error(values, scale * unit, window, w)
+        step = max(float(scale) * 2.0**-24, 2.0**-150) * unit
+        codes = (values / (scale * unit)).abs().clamp(max=grid_end(search.args))
+        slack = step**2 * float((w * codes.square()).sum())
+        slack += 2 * step * math.sqrt(least * float((w * codes.square()).sum())) * 1e-6
+        assert error <= least * (1 + 1e-9) + 1.01 * slack + 1e-14 * total, (error, least)
+
+
+_LEAST: dict[object, float] = {}
+
+
+def least_of_vertices(fmt: str, kind: str, x: Tensor, w: Tensor) -> float:
+    """Brute force, remembered: the engines are asked about the same values."""
+    search, key = Search(fmt), (fmt, kind, tuple(w.tolist()))
+    if key not in _LEAST:
+        signs = (1, -1) if search.signed else (1,)
+        _LEAST[key] = min(float(vertices(x, w, search.args, sign)[1].min()) for sign in signs)
+    return _LEAST[key]
 
 
 def grid_end(args: QuantizationArgs) -> float:

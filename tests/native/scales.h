@@ -283,6 +283,7 @@ inline void check_sweep() {
   AllScales search(numbers, windows, one_of<Shape>({{1, 1, 4, 1, 23}, {2, 3, 1, 1, 9}}), 2, one_of({1, 4}));
   const std::vector<float> magnitudes(numbers.magnitudes.begin(), numbers.magnitudes.end());
   SweepJob job{};
+  job.kernels = &kernels.sweep;
   search.tell(job);
   job.magnitudes = magnitudes.data(), job.magnitude_count = static_cast<std::int64_t>(magnitudes.size());
   run(sweep_task, job, 64);

@@ -352,6 +352,43 @@ struct PackJob {
 constexpr std::int64_t kPackTile = 1024;
 constexpr std::size_t kPackScratchBytes = kPackTile * (sizeof(float) + 1) + 2 * kVectorBytes;
 
+// A piece that is swept: values and weights in the unit of the sweep, [length], with zeros up to a whole
+// vector; values without their sign, and the last number on their side.
+struct SweepPiece {
+  float *values, *weights, *magnitudes, *ends;
+  std::int64_t length;
+  // Numbers are whole where `smallest` is zero. Else they are floats, `smallest` is the first normal one,
+  // and a code is rounded by adding `large` times its power of two.
+  float smallest, large;
+};
+
+// Σ w·|x|·g and Σ w·g².
+struct SweepSums {
+  double linear, quadratic;
+};
+
+// A power of two, as a product: it need not be a float.
+struct SweepUnit {
+  float first, second;
+};
+
+// A value whose number changes between two scales.
+struct Changed {
+  std::int32_t index;
+  float number, next;
+};
+
+struct SweepKernels {
+  float (*load)(const Pieces&, std::int64_t piece, float* to);  // returns the largest
+  // Bring values and weights into their units. Returns Σ |x| and Σ w·x².
+  SweepSums (*measure)(const SweepPiece&, SweepUnit of_values, SweepUnit of_weights);
+  // Of the ends.
+  SweepSums (*set_ends)(const SweepPiece&, float below, float above);
+  void (*errors)(const SweepPiece&, const float* scales, std::int64_t count, double* errors);
+  // Of the first scale; the two may be told apart wrongly from a change within 3·10⁻⁷ of either.
+  SweepSums (*changed)(const SweepPiece&, float high, float low, Changed* changed, std::int64_t* count);
+};
+
 // One set of kernels per instruction set.
 struct Kernels {
   const char* name;
@@ -367,6 +404,7 @@ struct Kernels {
   void (*descent)(const DescentJob&, std::int64_t task, std::byte* scratch);
   void (*joint)(const JointJob&, std::int64_t task, std::byte* scratch);
   void (*pack)(const PackJob&, std::int64_t task, std::byte* scratch);
+  SweepKernels sweep;
 };
 
 }  // namespace calipers

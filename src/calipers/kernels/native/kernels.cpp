@@ -11,6 +11,7 @@
 #include "packing.h"
 #include "quantize.h"
 #include "search.h"
+#include "sweep_values.h"
 
 #define CALIPERS_JOIN_(a, b) a##b
 #define CALIPERS_JOIN(a, b) CALIPERS_JOIN_(a, b)
@@ -23,6 +24,7 @@ extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
 const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
     CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, optimum_task, ranges_task, moments_task,
     counts_task, channels_task, quantize_task, feedback_task, descent_task, joint_task, pack_task,
+    {load_piece, measure_values, set_ends, sweep_errors, sweep_changed},
 };
 
 }  // namespace calipers

@@ -467,6 +467,7 @@ void sweep(const Tensor& values, std::optional<Tensor> weights, Array<const floa
            Array<const float> high, Array<const float> windows, Array<const float> magnitudes,
            Array<float> best, Array<std::int32_t> window, Array<double> errors, int threads) {
   SweepJob job{};
+  job.kernels = &chosen->sweep;
   const std::vector<Window> made = windows_of(windows);
   set_pieces(job, values, weights, low, high, made, best, window, errors);
   job.magnitudes = magnitudes.data();

@@ -214,12 +214,12 @@ inline D upper_doubles(V x) {
 #endif
 }
 
-inline double sum(V x) {
-  const D pairs = lower_doubles(x) + upper_doubles(x);
+inline double sum(D x) {
   double total = 0;
-  for (int i = 0; i < W / 2; i++) total += pairs[i];
+  for (int i = 0; i < W / 2; i++) total += x[i];
   return total;
 }
+inline double sum(V x) { return sum(lower_doubles(x) + upper_doubles(x)); }
 
 // Entries of a table in memory.
 inline V gather(const float* table, I index) {

@@ -6,6 +6,7 @@
 namespace calipers {
 
 struct SweepJob {
+  const SweepKernels* kernels;
   Pieces values;
   Pieces weights;               // data is null where all values count alike
   Cut cut;                      // pieces are never cut
