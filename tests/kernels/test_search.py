@@ -71,6 +71,17 @@ def test_scales_of_two_are_those_of_compressed_tensors(dtype: torch.dtype) -> No
     assert [end.item() for end in found] == [0.5, 6.0]
 
 
+@with_engines("groups", [16, 32, 48, 40])
+def test_weights_that_every_row_shares(groups: int) -> None:
+    """They are brought into the lanes once, not for every row; odd last rows come on their own."""
+    weight, importance = torch.randn(13, 8 * groups), np.random.default_rng(0).random(8 * groups)
+    weights = torch.from_numpy(importance).reshape(groups, 8) ** 4
+    chosen = run(grouped(weight), weights=weights).flatten()
+    errors = float64_errors(weight, 2.0, importance=importance**4)
+    best = errors.min(0) * (1 + 1e-5)
+    assert (errors[chosen, np.arange(13 * groups)] <= best).all()
+
+
 def test_weights_count() -> None:
     weight = torch.randn(6, 16)
     importance = np.array([100.0, *[0.01] * 7, *[1.0] * 8])

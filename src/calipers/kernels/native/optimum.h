@@ -12,6 +12,12 @@
 //   |x − q·t/s| ≤ |x − q| + |t/s − 1|·|q|, and |q| ≤ |x| + |x − q|. If t errs by e and s is to err by
 //   less than b, then e < b + |t/s − 1|·(|x| + b): a scale that errs much rules out its neighbours.
 //   (A norm below 1 is none, and rules out nothing.)
+// - Of squares, where only the best scale is wanted, far more is ruled out. Let s be the best, x = q + r,
+//   and n a neighbour of s in the table. The codes of s err at n by |r − (n/s − 1)·q|², a parabola in n
+//   that is not below |r|² at either neighbour, since s is the best; so its vertex lies at most half
+//   way to one: 2·|⟨r, q⟩| ≤ g·|q|², where g is the largest gap relative to its scale. Hence t errs
+//   by at most |r − (t/s − 1)·q|² ≤ |r|² + (g·d + d²)·|q|², d = |t/s − 1|, and |q|²·(1 − g) ≤ |x|². If t
+//   errs by more, s is not the best. (Where scales may overflow, a neighbour may be none to take.)
 // - If there are several windows of integers, none errs less than one without ends, which thus
 //   gives a largest scale for all of them.
 #pragma once
@@ -25,6 +31,7 @@ namespace {
 constexpr double kRounding = 1 + 1e-5;    // more than sums in float32 are off
 constexpr float kEndless = 1e6f;          // a code that no value comes to
 constexpr std::int64_t kRefinement = 8;   // how much finer each level of a search is
+constexpr double kNoGap = 1;              // too large for anything to follow from it
 
 // In the order and the sizes that `optimum_scratch_bytes` reckons with.
 struct OptimumScratch {
@@ -51,6 +58,7 @@ struct PieceSearch {
   bool whole = false;             // the piece fits into a tile, and is there
   const Window* window = nullptr; // that the limits in the tile are of
   double length = 0;              // |x|
+  double gap = kNoGap;            // the largest between scales that are searched, relative to them
   bool may_overflow = false;      // nothing becomes more than twice as large as it is
   Kept kept{};
 
@@ -198,19 +206,42 @@ struct PieceSearch {
   double root_of(double sum) const {
     return job.norm == 2 ? __builtin_sqrt(sum) : __builtin_pow(sum, 1 / (double)job.norm);
   }
-  // |t/s − 1| up to which the scale of a root rules out others.
-  double radius(std::int32_t index, double best) const {
-    const double more = scratch.roots[index] * (1 - 4e-6) - best;
-    return job.norm < 1 || more <= 0 ? 0 : more / (length + best);
+  // |t/s − 1| up to which the scale t of a root rules out others, if the best errs by less than `best`.
+  struct Radius {
+    double best, by_norm, by_square, gap;
+    Radius(const PieceSearch& of, double best)
+        : best(best), by_norm(of.job.norm < 1 ? 0 : 1 / (of.length + best)),
+          by_square(of.gap < kNoGap ? (1 - of.gap) / (of.length * of.length) : 0), gap(of.gap) {}
+    double operator()(float found) const {
+      const double root = found * (1 - 4e-6);
+      if (root <= best) return 0;
+      const double more = (root * root - best * best) * by_square;
+      const double square = (__builtin_sqrt(gap * gap + 4 * more) - gap) / 2, norm = (root - best) * by_norm;
+      return norm > square ? norm : square;
+    }
+  };
+  // The largest gap between scales from one point to another: those between them have neighbours.
+  double gap_between(std::int64_t first, std::int64_t last) const {
+    if (job.norm != 2 || job.kept > 1 || may_overflow || last < W) return kNoGap;
+    V largest{};
+    for (std::int64_t i = first; i < last; i += W) {
+      const std::int64_t at = i < last - W ? i : last - W;
+      const V here = load_as<V>(job.storable + at) * unit, next = load_as<V>(job.storable + at + 1) * unit;
+      largest = maximum(largest, (next - here) / here);
+    }
+    float found = 0;
+    for (int i = 0; i < W; i++) found = largest[i] > found ? largest[i] : found;
+    return found * (1 + 1e-6);
   }
-  // The scales between two points, `stride` apart, that neither of them rules out. Returns how many
-  // are noted by then.
-  std::int64_t note_open(std::int32_t from, std::int32_t to, std::int64_t stride, double best,
-                         std::int64_t noted) {
+  // The scales between two points, `stride` apart, that are out of reach of both radii. Returns how
+  // many are noted by then.
+  std::int64_t note_open(std::int32_t from, double below, std::int32_t to, double above,
+                         std::int64_t stride, std::int64_t noted) {
     // In the unit of the piece: 1 / a denormal scale is no float.
     const double first = (double)job.storable[from] * unit, last = (double)job.storable[to] * unit;
-    const float after = (float)((1 - radius(from, best)) / first) * (1 + 1e-6f);
-    const float before = (float)((1 + radius(to, best)) / last) * (1 - 1e-6f);
+    if (first * (1 + above) >= last * (1 - below) * (1 + 1e-6)) return noted;
+    const float after = (float)((1 - below) / first) * (1 + 1e-6f);
+    const float before = (float)((1 + above) / last) * (1 - 1e-6f);
     for (std::int64_t i = from + 1; i < to; i += W) {
       const V scale = load_as<V>(job.storable + i) * unit;
       std::uint32_t open = lane_bits((scale * after > 1) & (scale * before < 1));
@@ -261,10 +292,15 @@ struct PieceSearch {
 
   // Which of the scales between points, `stride` apart, are not ruled out. Returns how many.
   std::int64_t open_scales(std::int64_t count, std::int64_t stride) {
-    const double best = root_of(limit());
+    const Radius radius(*this, root_of(limit()));
     std::int64_t found = 0;
-    for (std::int64_t i = 0; i + 1 < count; i++)
-      found = note_open(scratch.points[i], scratch.points[i + 1], stride, best, found);
+    double below = radius(scratch.roots[scratch.points[0]]);
+    for (std::int64_t i = 0; i + 1 < count; i++) {
+      const std::int32_t from = scratch.points[i], to = scratch.points[i + 1];
+      const double above = radius(scratch.roots[to]);
+      found = note_open(from, below, to, above, stride, found);
+      below = above;
+    }
     return found;
   }
   std::int64_t merge_points(std::int64_t count, std::int64_t found) {
@@ -284,6 +320,7 @@ struct PieceSearch {
     };
     std::int64_t stride = coarse_stride(top);
     std::int64_t count = descend(in, top, stride, take);
+    gap = gap_between(scratch.points[0], scratch.points[count - 1]);
     while (stride > 1) {
       stride /= kRefinement;
       const std::int64_t found = open_scales(count, stride), step = kMost * W;

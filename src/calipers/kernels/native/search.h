@@ -240,10 +240,38 @@ struct BestOfLanes {
   }
 };
 
+// Weights that are the same in every row of the grid, as importance is, are transposed once for all
+// rows of a task, if they fit into a tile.
+struct LaneWeights {
+  const SearchJob& job;
+  const SearchScratch& scratch;
+  std::int64_t size, row;  // vectors of W pieces; pieces of a row, or 0: each is loaded when it is needed
+  std::uint64_t loaded = 0;
+
+  LaneWeights(const SearchJob& job, const SearchScratch& scratch)
+      : job(job), scratch(scratch), size(round_up(job.values.length(), U)), row(0) {
+    const Pieces& from = job.weights;
+    const bool repeat = from.grid_row_stride == 0 && from.grid_columns % W == 0;
+    const bool fit = size * from.grid_columns <= (std::int64_t)kTile && from.grid_columns <= 64 * W;
+    if (repeat && fit) row = from.grid_columns;
+  }
+  const V* of(std::int64_t first, std::int64_t lanes) {
+    if (!job.weights.data) return nullptr;
+    const bool whole = row && first % W == 0 && lanes == W;
+    const std::int64_t number = whole ? first % row / W : 0;
+    V* to = scratch.weights + number * size;
+    if (whole && (loaded >> number & 1)) return to;
+    load_lanes(job.weights, first, lanes, scratch.weight_rows, [&](std::int64_t i, V x) { to[i] = x; });
+    loaded = whole ? loaded | std::uint64_t{1} << number : 0;
+    return to;
+  }
+};
+
 // Short pieces: W of them side by side, one per lane.
 inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& scratch) {
   const SearchGrid grid = grid_of(job);
   Candidates& candidates = scratch.candidates;
+  LaneWeights weights(job, scratch);
   for (std::int64_t first = task.first; first < task.end; first += W) {
     if (done_of(job, first) >= reach(job)) continue;
     const std::int64_t lanes = task.end - first < W ? task.end - first : W;
@@ -256,16 +284,13 @@ inline void search_lanes(const SearchJob& job, const Task& task, SearchScratch& 
     };
     const std::int64_t vectors = load();
     if (ranges.make_room_for(largest)) load();
-    if (job.weights.data)
-      load_lanes(job.weights, first, lanes, scratch.weight_rows,
-                 [&](std::int64_t i, V weights) { scratch.weights[i] = weights; });
+    const V* of_lanes = weights.of(first, lanes);
     BestOfLanes found(job, first, lanes);
     candidates.begin = done_of(job, first);
     while (candidates.begin < (candidates.end = reach(job))) {
       fill_candidates(job, grid, ranges, candidates);
       grid.sum_errors(job, candidates,
-                      {scratch.values, scratch.limits, scratch.weights, vectors, true, false,
-                       found.least, 0});
+                      {scratch.values, scratch.limits, of_lanes, vectors, true, false, found.least, 0});
       found.consider(job, candidates);
       candidates.begin = candidates.end;
     }
