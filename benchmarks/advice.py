@@ -152,45 +152,31 @@ class Judged:
     def __init__(self, stories: list[Tensor]) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(stories_model(), dtype=torch.float32)
         self.model = model.eval()
-        self.batches = [self._batch(stories[i : i + 20]) for i in range(0, len(stories), 20)]
-        self.base = [self._predictions(*batch).half() for batch in self.batches]
+        self.stories = stories
+        self.base = [self._predictions(story).half() for story in stories]
 
     def harm(self, name: str, weight: Tensor) -> tuple[float, float]:
         """Return what a module with another weight adds to the loss, and the divergence."""
         module = self.model.get_submodule(name)
         before, module.weight.data = module.weight.data, weight
         try:
-            sums = [self._compared(*batch, base) for batch, base in zip(*self._all, strict=True)]
+            sums = [self._compared(*each) for each in zip(self.stories, self.base, strict=True)]
         finally:
             module.weight.data = before
-        loss, divergence, count = map(math.fsum, zip(*sums, strict=True))
+        loss, divergence = map(math.fsum, zip(*sums, strict=True))
+        count = sum(story.shape[1] - 1 for story in self.stories)
         return loss / count, divergence / count
 
-    @property
-    def _all(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-        return self.batches, self.base
-
-    @staticmethod
-    def _batch(stories: list[Tensor]) -> tuple[Tensor, Tensor]:
-        longest = max(each.shape[1] for each in stories)
-        tokens = torch.zeros(len(stories), longest, dtype=torch.long)
-        mask = torch.zeros_like(tokens)
-        for row, story in enumerate(stories):
-            tokens[row, : story.shape[1]] = story[0]
-            mask[row, : story.shape[1]] = 1
-        return tokens, mask
-
     @torch.no_grad()
-    def _predictions(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        logits = self.model(input_ids=tokens, attention_mask=mask).logits[:, :-1]
-        found: Tensor = logits.log_softmax(-1)
+    def _predictions(self, story: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids=story).logits[0, :-1].log_softmax(-1)
         return found
 
-    def _compared(self, tokens: Tensor, mask: Tensor, base: Tensor) -> tuple[float, float, float]:
-        new, old, counts = self._predictions(tokens, mask), base.float(), mask[:, 1:].bool()
-        gain = (old - new).gather(-1, tokens[:, 1:, None])[..., 0]
-        divergence = (old.exp() * (old - new)).sum(-1)
-        return float(gain[counts].sum()), float(divergence[counts].sum()), float(counts.sum())
+    def _compared(self, story: Tensor, base: Tensor) -> tuple[float, float]:
+        old = base.float()
+        lost = old - self._predictions(story)
+        gain = lost.gather(-1, story[0, 1:, None])
+        return float(gain.sum()), float(lost.mul_(old.exp_()).sum())
 
 
 # Budgets

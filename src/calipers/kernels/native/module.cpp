@@ -43,7 +43,7 @@ using Tensor = nb::ndarray<nb::ro, nb::device::cpu>;
 template <class T> using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 
 constexpr std::int64_t kTaskValues = 1 << 16;
-constexpr std::int64_t kThreadValues = 1 << 19;   // what is worth starting a thread
+constexpr std::int64_t kThreadValues = 1 << 19;   // what is worth another thread
 constexpr std::int64_t kBytesLikeValue = 2;       // that extrema are looked for in, while others do a value
 constexpr std::int64_t kCountedValues = 1 << 22;  // clearing and adding a table has its price
 constexpr std::int64_t kStage = 256;              // candidates of pieces that are cut, at a time
