@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 DEMO ?= calipers-demo
 CASES ?= 1000
-# One more than most machines have cores at least: many tests wait for something.
-JOBS ?= 3
+# Twice as many as small machines have cores: many tests wait for something.
+JOBS ?= 4
 NATIVE := $(wildcard src/calipers/kernels/native/*)
 
 # For what is installed and for what builds it; the second name is that of newer versions of pip.
@@ -32,8 +32,8 @@ $(BENCH_READY): $(READY)
 	$(BIN)/pip install --quiet --editable '.[dev,bench]'
 	touch $@
 
-test: lint ## lint, types, tests and doctests; JOBS=4 runs tests in four processes
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+test: lint ## lint, types, tests and doctests; JOBS=2 runs tests in two processes
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # A Chromium is installed where apt can do that; without one, and without npm, these tests are skipped.
 test-report: $(READY) ## the page of `calipers report` in a real browser

@@ -179,6 +179,36 @@ def test_an_interrupted_search_leaves_no_thread_behind() -> None:
     assert process.returncode == 0
 
 
+THREADS_OF_A_PROCESS = """
+import os, signal, torch
+from calipers.kernels.extrema import extrema
+
+torch.set_num_threads(4)
+values = torch.randn(1, 1, 1, 1 << 22)
+wanted = [float(each) for each in values.aminmax()]
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def right():
+    return [float(each) for each in extrema(values)[:2]] == wanted
+
+before = threads()
+print(all(right() for _ in range(20)), threads() - before, flush=True)
+if os.fork() == 0:
+    signal.alarm(60)  # for one that waits for threads it does not have
+    print(right(), threads(), flush=True)
+    os._exit(0)
+os.wait()
+print(right())
+"""
+
+
+@native_only
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_threads_wait_for_the_next_call_and_a_forked_process_has_its_own() -> None:
+    assert python(THREADS_OF_A_PROCESS).stdout == "True 3\nTrue 4\nTrue\n"
+
+
 @native_only
 def test_other_python_threads_go_on() -> None:
     """The GIL is free while a kernel works: a counter in Python keeps counting."""

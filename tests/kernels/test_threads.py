@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -140,49 +138,6 @@ def test_what_fails_in_a_thread_fails_here() -> None:
     ):
         list(results)
     assert num_threads() == torch.get_num_threads()
-
-
-THREADS = """
-import os, signal, torch
-from calipers.kernels.extrema import extrema
-torch.set_num_threads(4)
-values = torch.randn(1, 1, 1, 1 << 22)
-wanted = values.aminmax()
-
-def right():
-    low, high, *_ = extrema(values)
-    return float(low) == float(wanted.min) and float(high) == float(wanted.max)
-
-def threads():
-    return len(os.listdir("/proc/self/task"))
-
-before = threads()
-assert all(right() for _ in range(20))
-"""
-
-
-def told(code: str) -> str:
-    command = [sys.executable, "-c", THREADS + code]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_threads_wait_for_the_next_call() -> None:
-    assert told("print(threads() - before)") == "3"
-
-
-FORKING = """
-reading, writing = os.pipe()
-if os.fork() == 0:
-    signal.alarm(60)
-    os.write(writing, f"{right()} {threads()}".encode())
-    os._exit(0)
-os.close(writing)
-print(os.read(reading, 100).decode(), right())
-"""
-
-
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    assert told(FORKING) == "True 4 True"
 
 
 def test_calls_at_the_same_time_are_all_right() -> None:
