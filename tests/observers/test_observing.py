@@ -148,6 +148,8 @@ class TestObserving:
         weight = torch.nn.Parameter(torch.randn(4, 8))
         observer = build("static_minmax", args=INT4)(weight)
         assert not observer.min_vals.requires_grad
+        in_torch = build("minmax", args=INT4)(torch.nn.Parameter(torch.randn(4, 8).double()))
+        assert not in_torch.min_vals.requires_grad
         with torch.inference_mode():
             observer(torch.randn(4, 8))
         observer(torch.randn(4, 8))
