@@ -180,6 +180,10 @@ class Calibration:
         """Whether a module must see data before it can be solved."""
         return bool(self.measurements.needed(name))
 
+    def measures_outputs(self, names: Iterable[str]) -> bool:
+        """Whether anything is measured of what some modules compute."""
+        return any((name, "output") in self.measurements.tensors() for name in names)
+
     def tokens(self, name: str) -> int:
         """Return what a module has seen so far: the needed statistic that saw least counts."""
         return min((self._tokens(each) for each in self.measurements.needed(name)), default=0)

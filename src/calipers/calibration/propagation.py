@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,9 +102,18 @@ def without_expert_number(name: str) -> str:
 
 
 @contextmanager
-def until_called(modules: Iterable[torch.nn.Module], calls: int | None) -> Iterator[None]:
-    """Leave the ``with`` as soon as modules have been called so many times in all; None: never."""
-    left = calls or 0
+def until_called(
+    modules: Iterable[torch.nn.Module], calls: int | None, *, with_outputs: bool = False
+) -> Iterator[None]:
+    """Leave the ``with`` as soon as modules have been called so many times in all; None: never.
+
+    :param with_outputs: whether their outputs are measured, too; if not, they compute nothing, and
+        zeros stand for their outputs
+    """
+    if calls is None:
+        yield
+        return
+    left = calls
 
     def count(*_: object) -> None:
         nonlocal left
@@ -111,14 +121,33 @@ def until_called(modules: Iterable[torch.nn.Module], calls: int | None) -> Itera
         if left == 0:
             raise _Enough
 
-    handles = [module.register_forward_hook(count) for module in modules]
-    try:
-        yield
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for module in modules:
+            if with_outputs:
+                handle = module.register_forward_hook(count)
+            else:
+                # Behind all other hooks, which are to see the last input.
+                handle = module.register_forward_pre_hook(count)
+                replace_forward(stack, module, partial(_zeros, module))
+            stack.callback(handle.remove)
+        with suppress(_Enough):
+            yield
+
+
+def _zeros(module: torch.nn.Module, x: Tensor) -> Tensor:
+    """Return zeros of the shape of an output."""
+    rows = module.get_parameter("weight").shape[0]
+    return x.new_zeros(*x.shape[:-1], rows)
+
+
+def replace_forward(stack: ExitStack, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    """Let a module compute something else until the stack is closed."""
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    if own is None:
+        stack.callback(vars(module).pop, "forward")
+    else:
+        stack.callback(vars(module).__setitem__, "forward", own)
 
 
 class _Enough(BaseException):

@@ -9,15 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.numerics.tensors import first_tensor
+from calipers.numerics.tensors import first_tensor, tensor_version
 
 
 class TracedTensor(NamedTuple):
-    """A tensor that went into a module, or came out of it."""
+    """A tensor that went into a module, or came out of it.
+
+    :param value: the whole of the arguments or the result, of which it is the first tensor
+    :param version: how often the tensor had been changed in place by then
+    """
 
     module: str
     tensor: Tensor
     is_output: bool
+    value: object = None
+    version: int = 0
 
 
 @contextmanager
@@ -28,7 +34,8 @@ def traced(prefix: str, layer: torch.nn.Module) -> Iterator[list[TracedTensor]]:
     def note(module: str, value: object, is_output: bool) -> None:
         tensor = first_tensor(value)
         if tensor is not None:
-            found.append(TracedTensor(module, tensor, is_output))
+            version = tensor_version(tensor)
+            found.append(TracedTensor(module, tensor, is_output, value, version))
 
     handles = []
     for name, module in layer.named_modules(prefix=prefix):
@@ -73,7 +80,7 @@ def residuals_of(trace: Sequence[TracedTensor], names: Collection[str]) -> dict[
     {'0.down': '0'}
     """
     found: dict[str, str] = {}
-    for at, (name, output, is_output) in enumerate(trace):
+    for at, (name, output, is_output, *_) in enumerate(trace):
         if not is_output or name not in names or name in found:
             continue
         later = [each for each in trace[at + 1 : -1] if not each.is_output] + [trace[-1]]

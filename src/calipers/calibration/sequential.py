@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from calipers.calibration.activation_cache import ActivationCache, Budget, ResumePoints
 from calipers.calibration.data import Batch, Batches
-from calipers.calibration.pipelines import Run, call_model, errors_of_forward, moved, onloaded
+from calipers.calibration.pipelines import (
+    Run,
+    call_model,
+    errors_of_forward,
+    free_memory,
+    moved,
+    onloaded,
+)
 from calipers.calibration.precision import computing_in
 from calipers.calibration.propagation import (
     SolvedWeights,
@@ -18,10 +26,12 @@ from calipers.calibration.propagation import (
     stages_of,
     until_called,
 )
-from calipers.calibration.residuals import calls_of, residuals_of, traced
+from calipers.calibration.residuals import TracedTensor, calls_of, residuals_of, traced
 from calipers.errors import ConfigurationError, Option
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_SPARED = 8  # of free memory, an eighth is for activations that are needed again
 
 
 def run_sequential(run: Run, batches: Batches) -> None:
@@ -67,10 +77,13 @@ def _run_in_stages(
     with stack.at_work(prefix, layer):
         found = [(s.names, s.calls, s.residuals) for s in stack.stages(number, prefix, names)]
     # Routers may send the first batches of processes to different experts: one decides for all.
-    for stage in (Stage(*each) for each in next(filter(None, run.ranks.share(found)), ())):
+    stages = [Stage(*each) for each in next(filter(None, run.ranks.share(found)), ())]
+    unsolved = [name for stage in stages for name in stage.names]
+    for stage in stages:
         with stack.at_work(prefix, layer):
-            stack.measure(number, stage, solved)
+            stack.measure(number, stage, solved, unsolved)
         solved.add(run.finish(stage.names))
+        unsolved = unsolved[len(stage.names) :]
     with stack.at_work(prefix, layer):
         stack.advance(number, solved, add)
 
@@ -110,6 +123,7 @@ class LayerStack:
         self._masks: list[Tensor] = []
         self._calls: list[list[Call]] = []
         self._beside: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
+        self._caches: dict[bool, ActivationCache] = {}  # of the layer at work: is reference → its
 
     def enter(self, batches: Batches) -> None:
         """Run what comes before the layers, and note what each layer is called with."""
@@ -160,15 +174,36 @@ class LayerStack:
         ):
             self._through(number, 0, self._hidden[0])
         found = residuals_of(trace, modules) if self._reference else {}
+        self._start_caches(prefix, self.layers[number], trace, found.values())
         return [
             stage._replace(residuals={name: found[name] for name in stage.names if name in found})
             for stage in stages_of(calls_of(trace, modules), names)
         ]
 
-    def measure(self, number: int, stage: Stage, solved: SolvedWeights) -> None:
-        """Run all batches through a layer for the sake of some of its modules."""
+    def _start_caches(
+        self,
+        prefix: str,
+        layer: torch.nn.Module,
+        trace: Sequence[TracedTensor],
+        watched: Collection[str],
+    ) -> None:
+        """Begin to keep activations of a layer, in as much memory as can be spared."""
+        inside = {f"{prefix}.{name}": module for name, module in layer.named_modules() if name}
+        points = ResumePoints.of(trace, inside, watched)
+        budget = Budget(free_memory(self.run.device) // _SPARED)
+        streams = (False, True) if self._reference else (False,)
+        self._caches = {is_reference: ActivationCache(points, budget) for is_reference in streams}
+
+    def measure(
+        self, number: int, stage: Stage, solved: SolvedWeights, unsolved: Sequence[str]
+    ) -> None:
+        """Run all batches through a layer for the sake of some of its modules.
+
+        :param unsolved: the modules of the layer that are still to be solved, these among them
+        """
         calibration = self.run.calibration
         modules = [calibration.module(name) for name in stage.names]
+        with_outputs = calibration.measures_outputs(stage.names)
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()
             with (
@@ -177,9 +212,17 @@ class LayerStack:
                 calibration.with_residuals(stage.residuals),
             ):
                 if self._reference:
-                    with calibration.as_reference(), until_called(modules, stage.calls):
+                    with (
+                        calibration.as_reference(),
+                        self._resuming(index, unsolved, is_reference=True),
+                        until_called(modules, stage.calls),
+                    ):
                         self._through(number, index, self._reference[index])
-                with solved.in_place(), until_called(modules, stage.calls):
+                with (
+                    solved.in_place(),
+                    self._resuming(index, unsolved),
+                    until_called(modules, stage.calls, with_outputs=with_outputs),
+                ):
                     self._through(number, index, hidden)
             self._tell(index, stage.names)
 
@@ -189,10 +232,20 @@ class LayerStack:
             self.run.ranks.check()
             with torch.no_grad(), self.run.calibration.paused():
                 if self._reference:
-                    self._reference[index] = self._through(number, index, self._reference[index])
-                with solved.in_place():
+                    with self._resuming(index, (), is_reference=True):
+                        reference = self._through(number, index, self._reference[index])
+                    self._reference[index] = reference
+                with solved.in_place(), self._resuming(index, ()):
                     self._hidden[index] = self._through(number, index, hidden)
             self._tell(index, [], add)
+        self._caches.clear()
+
+    def _resuming(
+        self, index: int, unsolved: Sequence[str], *, is_reference: bool = False
+    ) -> AbstractContextManager[None]:
+        """Let a batch run through a layer from where earlier runs have come to."""
+        modules = [self.run.calibration.module(name) for name in unsolved]
+        return self._caches[is_reference].run(index, modules, is_changing=not is_reference)
 
     def _through(self, number: int, index: int, hidden: Tensor) -> Tensor:
         """Run a batch through a layer."""

@@ -14,7 +14,7 @@ from calipers.errors import CalipersError, RecipeError, tensor_of, unfit
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, granularity_name, has_few_scales, strategy_name
 from calipers.observers.spec import ObserverSpec
-from calipers.solvers.importance import Importance
+from calipers.solvers.importance import FullHessian, Importance
 from calipers.statistics.base import Statistic
 from calipers.statistics.moments import SquareSums, TokenSquares
 from calipers.statistics.value_counts import ValueCounts
@@ -204,12 +204,19 @@ class ModuleSpec:
         if self.kind == "linear" and self.columns is not None:
             if not self._gathers_inputs:
                 yield Requirement("input", SQUARES, _square_sums, is_optional=True)
-            yield Requirement("output", SQUARES, _token_squares, is_optional=True)
+            if not self._knows_outputs:
+                yield Requirement("output", SQUARES, _token_squares, is_optional=True)
 
     @cached_property
     def _gathers_inputs(self) -> bool:
         weight = self.tensor("weight")
         return weight is not None and bool(weight.importance.fields)
+
+    @cached_property
+    def _knows_outputs(self) -> bool:
+        """Whether E‖W x‖² follows from what is gathered of the inputs: W E[x xᵀ] Wᵀ."""
+        weight = self.tensor("weight")
+        return weight is not None and isinstance(weight.importance, FullHessian)
 
 
 def _importance_statistic(tensor: TensorSpec, columns: int, name: str) -> Statistic:

@@ -1,0 +1,239 @@
+"""Activations of a layer that later runs of the same batches need not compute again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from calipers.calibration.propagation import replace_forward
+from calipers.calibration.residuals import TracedTensor
+from calipers.numerics.tensors import tensor_version
+
+Modules = Collection[torch.nn.Module]
+
+
+@dataclass
+class Budget:
+    """Memory that caches may still take, in bytes."""
+
+    left: int
+
+
+class ResumePoints(NamedTuple):
+    """Where a later run of a layer can go on.
+
+    :param modules: submodules whose output can be kept
+    :param tails: submodule → the module inside it whose output it returns; with the input of that
+        module kept, nothing else inside has to run again
+    """
+
+    modules: list[torch.nn.Module]
+    tails: Mapping[torch.nn.Module, Tail]
+
+    @classmethod
+    def of(
+        cls,
+        trace: Sequence[TracedTensor],
+        modules: Mapping[str, torch.nn.Module],
+        watched: Collection[str],
+    ) -> ResumePoints:
+        """Find them in the trace of a layer.
+
+        :param trace: of one call of the layer
+        :param modules: the submodules of the layer by name, parents first
+        :param watched: modules whose inputs must be seen in every run: no module around one of
+            them is skipped
+        """
+        calls = Counter(each.module for each in trace if each.is_output)
+        outputs = {each.module: each for each in trace if each.is_output}
+        usable = [
+            name
+            for name in modules
+            if calls[name] == 1 and not any(each.startswith(name + ".") for each in watched)
+        ]
+        tails: dict[str, str] = {}
+        for name in usable:
+            inside = (o for o in usable if o.startswith(name + ".") and o not in tails.values())
+            last = [o for o in inside if _returns(outputs[name], outputs[o])]
+            if last:
+                tails[name] = last[-1]  # parents come first: the innermost
+        kept = [name for name in usable if not any(name.startswith(o + ".") for o in tails)]
+        return cls(
+            [modules[name] for name in kept],
+            {
+                modules[name]: Tail(modules[tail], outputs[name].value)
+                for name, tail in tails.items()
+            },
+        )
+
+
+class Tail(NamedTuple):
+    """The module inside another one that computes the output of both.
+
+    :param returned: an output of the outer one: a tensor, or a tuple of a tensor and Nones
+    """
+
+    module: torch.nn.Module
+    returned: Tensor | tuple[Tensor | None, ...]
+
+    def output(self, x: Any) -> Any:
+        """Return what the outer module returns, given the input of the inner one."""
+        value = self.module(x)
+        return value if isinstance(self.returned, Tensor) else (value, *self.returned[1:])
+
+
+def _returns(outer: TracedTensor, inner: TracedTensor) -> bool:
+    """Whether a module returns the very output of another one, and nothing else."""
+    is_same = outer.tensor is inner.tensor and outer.version == inner.version
+    if isinstance(outer.value, tuple):
+        first, *others = outer.value
+        return is_same and first is outer.tensor and all(each is None for each in others)
+    return is_same and outer.value is outer.tensor
+
+
+class _Kept(NamedTuple):
+    """A value, and the versions that its tensors had when it was computed."""
+
+    value: Any
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> _Kept | None:
+        """Keep a value; None where a later change in place would go unnoticed."""
+        tensors = _tensors(value)
+        if any(tensor.is_inference() for tensor in tensors):
+            return None
+        return cls(value, tuple(map(tensor_version, tensors)))
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.versions == tuple(map(tensor_version, _tensors(self.value)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in _tensors(self.value))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@dataclass
+class _Batch:
+    """What is kept of one batch."""
+
+    outputs: dict[torch.nn.Module, _Kept] = field(default_factory=dict)
+    inputs: dict[torch.nn.Module, _Kept] = field(default_factory=dict)
+
+
+class ActivationCache:
+    """Activations of one layer in one stream, by batch.
+
+    Solving a layer in stages runs every batch through it once per stage, and a run differs from
+    the one before only behind the modules that were solved in between. Submodules whose output is
+    final are therefore run once: their output is kept and returned in later runs. Whatever does not
+    fit into the budget, or was changed in place, is computed again, with the same result.
+    """
+
+    def __init__(self, points: ResumePoints, budget: Budget) -> None:
+        self._points, self._budget = points, budget
+        self._batches: dict[int, _Batch] = {}
+
+    @contextmanager
+    def run(self, index: int, unsolved: Modules, *, is_changing: bool) -> Iterator[None]:
+        """Let a batch run through the layer.
+
+        :param unsolved: modules that are still to be measured or solved
+        :param is_changing: whether solving them changes what they compute in this stream: then
+            nothing behind them is final
+        """
+        batch = self._batches.setdefault(index, _Batch())
+        pending = set(unsolved)
+        final = _Final(bool(pending))  # with nothing left to solve, no run follows
+        with ExitStack() as stack:
+            for module in self._points.modules:
+                if pending.isdisjoint(module.modules()):
+                    replace_forward(stack, module, self._resuming(module, batch, final))
+            for tail in self._points.tails.values():
+                handle = tail.module.register_forward_pre_hook(self._keeping_input(batch, final))
+                stack.callback(handle.remove)
+            # Registered last: the input of an unsolved module is final, its output is not.
+            for module in pending if is_changing else ():
+                stack.callback(module.register_forward_pre_hook(final.end).remove)
+            yield
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for batch in self._batches.values():
+            for kept in (*batch.outputs.values(), *batch.inputs.values()):
+                self._budget.left += kept.nbytes
+        self._batches.clear()
+
+    def _resuming(
+        self, module: torch.nn.Module, batch: _Batch, final: _Final
+    ) -> Callable[..., Any]:
+        compute = module.forward
+        tail = self._points.tails.get(module)
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:  # unlike the traced batch; what is kept is of the first call
+                return compute(*args, **kwargs)
+            kept = batch.outputs.get(module)
+            if kept is not None and kept.is_unchanged:
+                return kept.value
+            start = None if tail is None else batch.inputs.get(tail.module)
+            if tail is not None and start is not None and start.is_unchanged:
+                value = tail.output(start.value)
+            else:
+                value = compute(*args, **kwargs)
+            if final.holds:
+                self._keep(batch.outputs, module, value)
+                if tail is not None:
+                    self._drop(batch.inputs, tail.module)
+            return value
+
+        return forward
+
+    def _keeping_input(
+        self, batch: _Batch, final: _Final
+    ) -> Callable[[torch.nn.Module, tuple[Any, ...]], None]:
+        def see(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if final.holds and len(args) == 1:
+                self._keep(batch.inputs, module, args[0])
+
+        return see
+
+    def _keep(
+        self, where: dict[torch.nn.Module, _Kept], module: torch.nn.Module, value: Any
+    ) -> None:
+        self._drop(where, module)
+        kept = _Kept.of(value)
+        if kept is not None and kept.nbytes <= self._budget.left:
+            where[module] = kept
+            self._budget.left -= kept.nbytes
+
+    def _drop(self, where: dict[torch.nn.Module, _Kept], module: torch.nn.Module) -> None:
+        kept = where.pop(module, None)
+        if kept is not None:
+            self._budget.left += kept.nbytes
+
+
+class _Final:
+    """Whether what a run computes is final so far."""
+
+    def __init__(self, holds: bool) -> None:
+        self.holds = holds
+
+    def end(self, *_: object) -> None:
+        """Note that an unsolved module is called."""
+        self.holds = False
