@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.products import sum_of_products
 from calipers.kernels.quantize import quantization_errors, quantize_with_error
 from calipers.kernels.tiles import runs
 from calipers.modifiers.costs import ActivationCost, ModuleCosts, relative
@@ -53,11 +54,10 @@ class Streams(NamedTuple):
         """Return E‖M x‖² of a matrix M: errors of channels, or blocks, are independent."""
         if self.blocks is None:
             return float((sum_of_squares(matrix).cpu() * self.energies).sum())
-        count, width = self.blocks.shape[:2]
-        working = torch.promote_types(matrix.dtype, torch.float32)
-        blocks = matrix.to(working).reshape(len(matrix), count, width).transpose(0, 1)
-        products = torch.bmm(blocks, self.blocks.to(blocks))
-        return float((products * blocks).sum(dtype=torch.float64))
+        # tr(M H Mᵀ) = Σ H ∘ MᵀM, which takes half the products
+        parts = torch.split(matrix, self.blocks.shape[-1], dim=1)
+        pairs = zip(self.blocks, parts, strict=True)
+        return sum(float((sum_of_products(part).cpu() * block).sum()) for block, part in pairs)
 
 
 def _moments(seen: Statistic | None) -> tuple[Tensor, Tensor | None] | None:

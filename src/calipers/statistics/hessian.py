@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from calipers.kernels.products import sum_of_products
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.moments import NonFinite, TokenSums
 
 WIDEST = 512
-_TOKENS = 256  # multiplied in float32 at a time, and added up in float64; more in wide blocks
 
 
 def block_width(columns: int, piece: int) -> int:
@@ -102,11 +102,13 @@ class BlockHessians(HessianSums):
         return self._width is not None and wide is not None and wide % self._width == 0
 
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
-        width, channels = self.width, tokens.shape[-1]
+        width = self.width
         assert width is not None, "the width of blocks is not known"
         tokens = tokens if marks is None else tokens[marks]
-        blocks = tokens.reshape(len(tokens), channels // width, width)
-        return _products(blocks, blocks), torch.tensor(len(tokens), device=tokens.device)
+        blocks = torch.split(tokens, width, dim=1)
+        sums = [sum_of_products(block)[None] for block in blocks]
+        total = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return total, torch.tensor(len(tokens), device=tokens.device)
 
     def _witness(self, *sums: Tensor) -> Tensor:
         return sums[0].diagonal(dim1=-2, dim2=-1)
@@ -154,11 +156,12 @@ class PairedHessians(HessianSums):
         return {**super().configuration(), "channels": self._channels}
 
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
-        tokens = (tokens if marks is None else tokens[marks])[:, None]
+        tokens = tokens if marks is None else tokens[marks]
         rest = tokens.shape[-1] - 2 * self._channels
         before, now, change = torch.split(tokens, [self._channels, self._channels, rest], dim=-1)
-        count = torch.tensor(len(tokens), device=tokens.device)
-        return _products(now, now), _products(before, now), _products(change, now), count
+        hessian = sum_of_products(now)
+        crosses = (sum_of_products(each, now)[None] for each in (before, change))
+        return hessian[None], *crosses, torch.tensor(len(tokens), device=tokens.device)
 
     def _witness(self, *sums: Tensor) -> Tensor:
         crosses = sums[1][..., 0], sums[2][..., 0]
@@ -174,17 +177,6 @@ def _on_diagonal(blocks: Tensor, width: int) -> Tensor:
     count, wide = blocks.shape[0], blocks.shape[1] // width
     cut = blocks.reshape(count, wide, width, wide, width)
     return cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, width, width)
-
-
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Return Σ left rightᵀ over the tokens of each block, (tokens, blocks, width), in float64."""
-    blocks, width = right.shape[1:]
-    total = right.new_zeros(blocks, left.shape[-1], width, dtype=torch.float64)
-    working = torch.promote_types(left.dtype, torch.float32)
-    step = max(_TOKENS, width // 4)
-    for x, y in zip(torch.split(left, step), torch.split(right, step), strict=True):
-        total += torch.bmm(x.to(working).permute(1, 2, 0), y.to(working).transpose(0, 1))
-    return total
 
 
 def shrunk(hessian: Tensor, tokens: int, damping: float = 0.01) -> Tensor:

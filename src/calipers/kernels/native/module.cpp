@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
@@ -17,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "gram.h"
 #include "jobs.h"
 #include "parallel.h"
 #include "power.h"
@@ -528,6 +531,75 @@ void sum_of_squares(const Tensor& values, std::optional<Array<const std::uint8_t
   run(chosen->moments, job, threads, job.values.length(), kStrip * sizeof(double));
 }
 
+// A matrix of tokens in bfloat16 whose columns lie side by side.
+GramSide gram_side(const Tensor& values, std::size_t tokens) {
+  if (values.ndim() != 2 || dtype_of(values) != DType::bf16)
+    throw nb::value_error("The values must be a matrix in bfloat16.");
+  if (values.shape(0) != tokens) throw nb::value_error("Both sides must have the same tokens.");
+  if (values.shape(1) > 1 && values.stride(1) != 1)
+    throw nb::value_error("The columns must lie side by side.");
+  return {static_cast<const std::uint16_t*>(values.data()),
+          static_cast<std::int64_t>(values.shape(1)), values.stride(0)};
+}
+
+// Run tasks without a job of their own.
+void run_gram(std::int64_t tasks, int threads, std::int64_t work,
+              const std::function<void(std::int64_t)>& task) {
+  bool finished;
+  {
+    nb::gil_scoped_release released;
+    finished = run_tasks(
+        tasks, useful_threads(threads, work), 0,
+        [&](std::int64_t index, std::byte*) { task(index); }, signals_pending);
+  }
+  if (!finished) throw nb::python_error();
+}
+
+// Dot products of bfloat16 belong to the widest instruction set.
+bool can_add_products() { return has_gram() && std::string(chosen->name) == "avx512"; }
+
+// total += leftᵀ right
+void add_products(const Tensor& left, const Tensor& right, Array<double> total, bool symmetric,
+                  int threads) {
+  if (!can_add_products()) throw nb::value_error("This machine has no dot products of bfloat16.");
+  GramJob job{};
+  const std::int64_t tokens = static_cast<std::int64_t>(left.shape(0));
+  job.left = gram_side(left, left.shape(0));
+  job.right = gram_side(right, left.shape(0));
+  job.symmetric = symmetric;
+  job.total = total.data();
+  expect(total.size(), job.left.columns * job.right.columns, "total");
+  if (symmetric && job.left.columns != job.right.columns)
+    throw nb::value_error("A symmetric product has one side.");
+  const std::int64_t lefts = job.left.panels(), rights = job.right.panels();
+  std::vector<std::pair<std::int64_t, std::int64_t>> blocks;
+  for (std::int64_t i = 0; i < lefts; i++)
+    for (std::int64_t j = symmetric ? i : 0; j < rights; j++) blocks.emplace_back(i, j);
+  // Chunks of about the same size, each of whole pairs.
+  const std::int64_t chunks = divide_up(tokens, kGramTokens);
+  const std::int64_t each = chunks ? divide_up(divide_up(tokens, chunks), 2) * 2 : 0;
+  const std::int64_t words = each / 2 * kGramPanel;
+  std::unique_ptr<std::uint32_t[]> memory(
+      new std::uint32_t[words * (lefts + (symmetric ? 0 : rights))]);
+  job.left_packed = memory.get();
+  job.right_packed = symmetric ? memory.get() : memory.get() + words * lefts;
+  for (std::int64_t start = 0; start < tokens; start += each) {
+    job.tokens = std::min(each, tokens - start);
+    GramSide sides[] = {job.left, job.right};
+    for (GramSide& side : sides) side.data += start * side.stride;
+    run_gram(symmetric ? lefts : lefts + rights, threads, job.tokens * job.left.columns,
+             [&](std::int64_t panel) {
+               const bool is_left = panel < lefts;
+               const std::int64_t at = is_left ? panel : panel - lefts;
+               pack_gram_panel(sides[!is_left], job.tokens, at,
+                               (is_left ? job.left_packed : job.right_packed) + at * job.panel_words());
+             });
+    run_gram(static_cast<std::int64_t>(blocks.size()), threads,
+             job.tokens * job.left.columns * job.right.columns / 16,
+             [&](std::int64_t block) { add_gram_block(job, blocks[block].first, blocks[block].second); });
+  }
+}
+
 // Returns whether all values that count are finite.
 bool summarize_channels(const Tensor& values, std::optional<Array<const std::uint8_t>> mask,
                         Array<double> sums, nb::ndarray<nb::c_contig, nb::device::cpu> ranges,
@@ -770,6 +842,9 @@ NB_MODULE(_native, m) {
   m.def("sum_of_squares_chunks", &sum_of_squares_chunks, "tokens"_a);
   m.def("sum_of_squares", &sum_of_squares, "values"_a, "mask"_a.noconvert().none(),
         "sums"_a.noconvert(), "threads"_a);
+  m.def("can_add_products", &can_add_products);
+  m.def("add_products", &add_products, "left"_a, "right"_a, "total"_a.noconvert(), "symmetric"_a,
+        "threads"_a);
   m.def("summarize_channels", &summarize_channels, "values"_a, "mask"_a.noconvert().none(),
         "sums"_a.noconvert(), "ranges"_a.noconvert(), "counts"_a.noconvert().none(), "threads"_a);
   m.def("count_values", &count_values, "values"_a, "counts"_a.noconvert(), "threads"_a);

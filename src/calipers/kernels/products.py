@@ -1,0 +1,53 @@
+"""Σ x yᵀ over tokens: products of channels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from calipers.kernels.dispatch import native_for
+from calipers.kernels.threads import num_threads
+
+_TOKENS = 1024  # added up in float32; the native kernel does the same
+_STRIP = 192  # rows of a symmetric product that are computed together, up to the diagonal
+
+
+@torch.no_grad()
+def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
+    """Return leftᵀ right of two matrices (tokens, channels) in float64; of ``left`` alone if one.
+
+    Products are exact and added up in float32 over at most 1,024 tokens, then in float64. A product
+    of a matrix with itself is computed on one side of its diagonal, hence exactly symmetric.
+
+    >>> sum_of_products(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    tensor([[10.,  2.],
+            [ 2.,  4.]], dtype=torch.float64)
+    """
+    other = left if right is None else right
+    total = left.new_zeros(left.shape[1], other.shape[1], dtype=torch.float64)
+    if not total.numel() or not len(left):
+        return total
+    both_bf16 = left.dtype == other.dtype == torch.bfloat16
+    kernels = native_for(left) if both_bf16 and native_for(other) else None
+    if kernels is not None and kernels.can_add_products():
+        sides = (each.detach().resolve_neg() for each in (left, other))
+        sides = (each if each.stride(1) == 1 else each.contiguous() for each in sides)
+        kernels.add_products(*sides, total, right is None, num_threads())
+        return total
+    working = torch.promote_types(left.dtype, torch.float32)
+    for x, y in zip(torch.split(left, _TOKENS), torch.split(other, _TOKENS), strict=True):
+        x = x.to(working)
+        if right is not None:
+            total += x.T @ y.to(working)
+            continue
+        for rows in _strips(total):
+            total[rows, : rows.stop] += x[:, rows].T @ x[:, : rows.stop]
+    if right is None:
+        for rows in _strips(total):
+            total[: rows.start, rows] = total[rows, : rows.start].T
+    return total
+
+
+def _strips(total: Tensor) -> list[slice]:
+    starts = range(0, len(total), _STRIP)
+    return [slice(start, min(start + _STRIP, len(total))) for start in starts]
