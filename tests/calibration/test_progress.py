@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from models import small_llama
 
-from calipers import oneshot
-from calipers.calibration.progress import Progress
+from calipers import GPTQModifier, oneshot
+from calipers.calibration.progress import Add, Progress
 
 
 def test_a_bar_shows_the_rate_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +64,33 @@ def test_every_pipeline_counts_all_tokens(
     assert "4800/4800 tokens" in shown
     assert "tokens/s" in shown
     assert ("14/14 weights" in shown) == (pipeline == "basic")  # else they come with each layer
+
+
+class Recorded(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(shown=False)
+        self.told: list[tuple[str, float, str, list[tuple[float, str]]]] = []
+
+    @contextmanager
+    def counting(self, what: str, total: float, unit: str) -> Iterator[Add]:
+        news: list[tuple[float, str]] = []
+        self.told.append((what, total, unit, news))
+        yield lambda number, note="": news.append((number, note))
+
+
+def test_layers_that_are_solved_in_stages_are_counted_with_the_stage() -> None:
+    progress = Recorded()
+    samples = torch.randint(96, (40, 120))
+    modifier = GPTQModifier(weights={"num_bits": 8, "strategy": "channel"}, ignore="lm_head")
+    oneshot(small_llama(), modifier, samples, num_calibration_samples=40, progress=progress)
+    [(_, total, unit, news)] = [told for told in progress.told if told[2] != "modules"]
+    assert (total, unit) == (2, "layers")
+    assert sum(number for number, _ in news) == pytest.approx(2)
+    stages = ("q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj")
+    notes = [note for _, note in news if note]
+    assert notes == [f"layer {layer}, {stage}" for layer in (1, 2) for stage in stages]
 
 
 def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.early import EarlyLook
 from calipers.calibration.precision import computing_in
-from calipers.calibration.progress import Progress
+from calipers.calibration.progress import Add, Progress
 from calipers.calibration.ranks import Ranks
 from calipers.errors import ConfigurationError, ModelRunError, Option, first_line, library_errors
 
@@ -46,9 +46,13 @@ class Run:
     after_batch: Callable[[int], None] | None = None
     what: str = "calibrating"
 
-    def counting_tokens(self, batches: Batches) -> AbstractContextManager[Callable[[float], None]]:
+    def counting_tokens(self, batches: Batches) -> AbstractContextManager[Add]:
         """Show how many tokens have run."""
         return self.progress.counting(self.what, batches.num_tokens, "tokens")
+
+    def counting_layers(self, layers: Sized) -> AbstractContextManager[Add]:
+        """Show how many layers are solved."""
+        return self.progress.counting(self.what, len(layers), "layers")
 
     def finish(self, names: Iterable[str]) -> Mapping[str, Tensor]:
         """End the measuring of some modules, solve them, and return the weights they get."""

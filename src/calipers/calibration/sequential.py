@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from calipers.calibration.pipelines import (
     onloaded,
 )
 from calipers.calibration.precision import computing_in
+from calipers.calibration.progress import Add
 from calipers.calibration.propagation import (
     SolvedWeights,
     Stage,
@@ -51,10 +53,11 @@ def run_sequential(run: Run, batches: Batches) -> None:
     shared = run.ranks.share({name for name in outside if run.calibration.tokens(name)})
     before = [name for name in outside if name in set().union(*shared)]
     run.finish(before)
-    with run.counting_tokens(batches) as add:
+    in_stages = run.calibration.plan.propagation != "float"
+    with run.counting_layers(layers) if in_stages else run.counting_tokens(batches) as add:
         for number, (prefix, layer) in enumerate(layers.items()):
             with onloaded([layer], run.device):
-                if run.calibration.plan.propagation == "float":
+                if not in_stages:
                     with stack.at_work(prefix, layer):
                         stack.run_layer(number, inside[prefix], add)
                     run.finish(inside[prefix])
@@ -68,9 +71,7 @@ def run_sequential(run: Run, batches: Batches) -> None:
     run.finish(behind)
 
 
-def _run_in_stages(
-    stack: LayerStack, number: int, prefix: str, names: list[str], add: Callable[[float], None]
-) -> None:
+def _run_in_stages(stack: LayerStack, number: int, prefix: str, names: list[str], add: Add) -> None:
     """Solve the modules of a layer one after another, each on what the others have become."""
     run, layer = stack.run, stack.layers[number]
     solved = SolvedWeights(run.calibration.model, run.device, run.dtype)
@@ -79,13 +80,24 @@ def _run_in_stages(
     # Routers may send the first batches of processes to different experts: one decides for all.
     stages = [Stage(*each) for each in next(filter(None, run.ranks.share(found)), ())]
     unsolved = [name for stage in stages for name in stage.names]
+    share = 1 / (len(stages) + 1)  # of the layer; the last one is for what comes out of it
     for stage in stages:
+        add(0, f"layer {number + 1}, {_last_parts(stage.names)}")
         with stack.at_work(prefix, layer):
-            stack.measure(number, stage, solved, unsolved)
+            stack.measure(number, stage, solved, unsolved, partial(add, share / len(stack)))
         solved.add(run.finish(stage.names))
         unsolved = unsolved[len(stage.names) :]
     with stack.at_work(prefix, layer):
-        stack.advance(number, solved, add)
+        stack.advance(number, solved, partial(add, share / len(stack)))
+
+
+def _last_parts(names: Sequence[str]) -> str:
+    """Return what modules are called within their parents.
+
+    >>> _last_parts(["0.q_proj", "0.k_proj", "0.experts.0.up_proj", "0.experts.1.up_proj"])
+    'q_proj, k_proj, up_proj'
+    """
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -125,6 +137,10 @@ class LayerStack:
         self._beside: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
         self._caches: dict[bool, ActivationCache] = {}  # of the layer at work: is reference → its
 
+    def __len__(self) -> int:
+        """How many batches there are, at least one."""
+        return max(1, len(self._hidden))
+
     def enter(self, batches: Batches) -> None:
         """Run what comes before the layers, and note what each layer is called with."""
         with self._rest_onloaded(), _own_forwards(self.layers):
@@ -141,7 +157,7 @@ class LayerStack:
         if self.run.calibration.plan.propagation == "both":
             self._reference = list(self._hidden)
 
-    def run_layer(self, number: int, names: list[str], add: Callable[[float], None]) -> None:
+    def run_layer(self, number: int, names: list[str], add: Add) -> None:
         """Run all batches through a layer, and tell the progress of each.
 
         :param names: the modules of the layer that are to see data
@@ -150,7 +166,8 @@ class LayerStack:
             self.run.ranks.check()
             with self.run.calibration.batch(index, self._masks[index]):
                 self._hidden[index] = self._through(number, index, hidden)
-            self._tell(index, names, add)
+            add(int(self._masks[index].sum()) / len(self.layers))
+            self._look_early(index, names)
 
     @contextmanager
     def at_work(self, prefix: str, layer: torch.nn.Module) -> Iterator[None]:
@@ -195,11 +212,17 @@ class LayerStack:
         self._caches = {is_reference: ActivationCache(points, budget) for is_reference in streams}
 
     def measure(
-        self, number: int, stage: Stage, solved: SolvedWeights, unsolved: Sequence[str]
+        self,
+        number: int,
+        stage: Stage,
+        solved: SolvedWeights,
+        unsolved: Sequence[str],
+        told: Callable[[], None],
     ) -> None:
         """Run all batches through a layer for the sake of some of its modules.
 
         :param unsolved: the modules of the layer that are still to be solved, these among them
+        :param told: is called after each batch
         """
         calibration = self.run.calibration
         modules = [calibration.module(name) for name in stage.names]
@@ -224,10 +247,11 @@ class LayerStack:
                     until_called(modules, stage.calls, with_outputs=with_outputs),
                 ):
                     self._through(number, index, hidden)
-            self._tell(index, stage.names)
+            self._look_early(index, stage.names)
+            told()
 
-    def advance(self, number: int, solved: SolvedWeights, add: Callable[[float], None]) -> None:
-        """Run all batches through a layer as it has become, and tell the progress of each."""
+    def advance(self, number: int, solved: SolvedWeights, told: Callable[[], None]) -> None:
+        """Run all batches through a layer as it has become; ``told`` is called after each."""
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()
             with torch.no_grad(), self.run.calibration.paused():
@@ -237,7 +261,7 @@ class LayerStack:
                     self._reference[index] = reference
                 with solved.in_place(), self._resuming(index, ()):
                     self._hidden[index] = self._through(number, index, hidden)
-            self._tell(index, [], add)
+            told()
         self._caches.clear()
 
     def _resuming(
@@ -256,11 +280,7 @@ class LayerStack:
         found: Tensor = result[0] if isinstance(result, tuple) else result
         return found.to(hidden.device)
 
-    def _tell(
-        self, index: int, names: list[str], add: Callable[[float], None] | None = None
-    ) -> None:
-        if add is not None:
-            add(int(self._masks[index].sum()) / len(self.layers))
+    def _look_early(self, index: int, names: list[str]) -> None:
         if self.run.early is not None and names:
             self.run.early.after(index, len(self._hidden), names)
 

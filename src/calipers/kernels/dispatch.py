@@ -32,6 +32,7 @@ OPERATIONS = (
     "search",
     "optimum",
     "sum_of_squares",
+    "sum_of_products",
     "count_values",
     "summarize_channels",
     "quantize",

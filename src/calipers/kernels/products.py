@@ -8,7 +8,7 @@ from torch import Tensor
 from calipers.kernels.dispatch import native_for
 from calipers.kernels.threads import num_threads
 
-_TOKENS = 1024  # added up in float32; the native kernel does the same
+_TOKENS = 256  # added up in float32, as the native kernel does; more in wide products
 _STRIP = 192  # rows of a symmetric product that are computed together, up to the diagonal
 
 
@@ -16,8 +16,8 @@ _STRIP = 192  # rows of a symmetric product that are computed together, up to th
 def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
     """Return leftᵀ right of two matrices (tokens, channels) in float64; of ``left`` alone if one.
 
-    Products are exact and added up in float32 over at most 1,024 tokens, then in float64. A product
-    of a matrix with itself is computed on one side of its diagonal, hence exactly symmetric.
+    Sums of some hundred tokens are made in float32, and added up in float64. The product of a
+    matrix with itself is computed on one side of its diagonal, hence exactly symmetric.
 
     >>> sum_of_products(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
     tensor([[10.,  2.],
@@ -35,7 +35,8 @@ def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
         kernels.add_products(*sides, total, right is None, num_threads())
         return total
     working = torch.promote_types(left.dtype, torch.float32)
-    for x, y in zip(torch.split(left, _TOKENS), torch.split(other, _TOKENS), strict=True):
+    step = max(_TOKENS, total.shape[1] // 4)
+    for x, y in zip(torch.split(left, step), torch.split(other, step), strict=True):
         x = x.to(working)
         if right is not None:
             total += x.T @ y.to(working)
@@ -45,6 +46,7 @@ def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
     if right is None:
         for rows in _strips(total):
             total[: rows.start, rows] = total[rows, : rows.start].T
+            total[rows, rows] = total[rows, rows].tril() + total[rows, rows].tril(-1).T
     return total
 
 

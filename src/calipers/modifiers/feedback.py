@@ -23,6 +23,7 @@ from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import HessianSums, shrunk
 
 _CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are
+_FEW = 4  # weights of a stage, which whoever runs it shows
 NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
 
 
@@ -69,7 +70,9 @@ def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
     what = "feeding errors back"
     with layer.ranks.step(what):
         groups = layer.ranks.my_part(fused_groups(layer.modules), lambda group: _work(layer, group))
-        for group in counted_groups(layer, groups, what):
+        few = len(groups) <= _FEW
+        for group in groups if few else counted_groups(layer, groups, what):
+            layer.ranks.check()
             mine = mine.joined(_solve_group(layer, group, settings, cache))
     found = Changes()
     for qparams, weights, notes in layer.ranks.share((mine.qparams, mine.weights, mine.notes)):

@@ -7,7 +7,7 @@
 namespace calipers {
 
 constexpr std::int64_t kGramPanel = 48;     // columns that are packed together: three vectors
-constexpr std::int64_t kGramTokens = 1024;  // at most, summed in float32; then in float64
+constexpr std::int64_t kGramTokens = 1024;  // at most, packed at a time
 
 // A matrix of tokens, (tokens, columns); columns lie side by side, `stride` is from token to token.
 struct GramSide {
