@@ -25,7 +25,6 @@ from calipers.cli.options import (
 from calipers.cli.sources import model_source, recipe_source
 from calipers.cli.tables import table
 from calipers.errors import counted
-from calipers.modifiers.targets import targets_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -87,6 +86,8 @@ def _view(found: DryRun, every: bool) -> RenderableType:
 
 def _where_it_runs(found: DryRun) -> Iterable[str]:
     """Say where each scheme runs; a column of it would leave narrow terminals none for names."""
+    from calipers.modifiers.targets import targets_text
+
     seen = {
         (f"{row.format} per {row.strategy}", targets_text(row.runs_on))
         for row in found.rows

@@ -9,7 +9,6 @@ import typer
 
 from calipers.cli.command import CommandOutput
 from calipers.cli.tables import facts_table, table
-from calipers.modifiers.targets import targets_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,6 +81,8 @@ def _single(preset: PresetInfo) -> RenderableType:
 
 
 def _facts(preset: PresetInfo) -> dict[str, str]:
+    from calipers.modifiers.targets import targets_text
+
     return {
         "name": preset.name,
         "weights": preset.weights,
