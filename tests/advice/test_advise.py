@@ -99,6 +99,8 @@ class TestChoice:
         found = advise(
             llama, seen, "W4A16-g32", "5bpw", solvers=["memoryless_minmax", "memoryless_mse"]
         )
+        weighed = [{"name": "optimal", "importance": kind} for kind in ("none", "imatrix")]
+        assert len(advise(llama, seen, "W4A16-g32", solvers=weighed).uniform) == 2
         assert {each.solver for each in found.predictions} == {
             "memoryless_minmax",
             "memoryless_mse",
@@ -212,6 +214,8 @@ class TestGroupSizes:
         assert {sizes[name] for name in sizes if "down" not in name} == {64}
         given = advise(model, seen, "W4A16,W8A8", group_size=32)
         assert {each.scheme for each in given.predictions} == {"W4A16-g32", "W8A8"}
+        with pytest.raises(ConfigurationError, match=r"group_size.* has no meaning for W8A8"):
+            advise(model, seen, "W8A8", group_size=32)
 
     def test_experts_have_one_size(self) -> None:
         (candidate,) = read_candidates(["W4A16"], ("rtn",), None, [])

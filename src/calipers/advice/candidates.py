@@ -11,10 +11,17 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationScheme
 
 from calipers.advice.groups import alike_groups, patterns_for
-from calipers.errors import ConfigurationError, Option, group_sizes_for, listing, not_allowed
+from calipers.errors import (
+    ConfigurationError,
+    Option,
+    group_sizes_for,
+    listing,
+    no_meaning,
+    not_allowed,
+)
 from calipers.modifiers import QuantizationModifier
 from calipers.modifiers.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
-from calipers.modifiers.targets import RUNS, check_target, split_by_target
+from calipers.modifiers.targets import RUNS, check_target, runs_on
 from calipers.planning.schemes import has_free_groups, regrouped
 from calipers.recipes import Recipe, load_changed_recipe, load_recipe
 from calipers.recipes.changing import METHODS
@@ -107,15 +114,17 @@ def read_schemes(
     >>> read_schemes("W4A16, W8A16", "vllm-cpu", None)
     (['W4A16'], ['W8A16'])
     """
-    half = _HALF_SIZE if target is None else split_by_target(_HALF_SIZE, check_target(target))[0]
-    words = schemes.split(",") if isinstance(schemes, str) else schemes
-    given = ("W4A16", *half[:1], UNQUANTIZED) if words is None else words
-    names = list(dict.fromkeys(_name(str(word)) for word in given))
-    left_out: list[str] = []
     if target is not None:
-        runs, _ = split_by_target((_preset(name) for name in names), target)
-        left_out = [name for name in names if _preset(name) not in runs]
-        names = [name for name in names if name not in left_out]
+        check_target(target)
+
+    def runs(name: str) -> bool:
+        return target is None or target in runs_on(_preset(name))
+
+    words = schemes.split(",") if isinstance(schemes, str) else schemes
+    half = list(filter(runs, _HALF_SIZE))[:1]
+    given = ("W4A16", *half, UNQUANTIZED) if words is None else words
+    asked = list(dict.fromkeys(_name(str(word)) for word in given))
+    names, left_out = list(filter(runs, asked)), [name for name in asked if not runs(name)]
     if not set(names) - {UNQUANTIZED}:
         raise _nothing_to_choose(left_out, target)
     return (names if group_size is None else _regrouped(names, group_size)), left_out
@@ -133,11 +142,16 @@ def _nothing_to_choose(left_out: Sequence[str], target: str | None) -> Configura
     )
 
 
-def _regrouped(names: Iterable[str], size: int) -> list[str]:
+def _regrouped(names: Sequence[str], size: int) -> list[str]:
     """Give schemes whose groups are free and that do not say otherwise groups of a size."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise not_allowed("group_size", size, "a whole number, 1 or more")
-    return [f"{name}-g{size}" if _has_free_groups(name) else name for name in names]
+    found = [f"{name}-g{size}" if _has_free_groups(name) else name for name in names]
+    if found == list(names):
+        raise no_meaning(
+            "group_size", size, f"{listing(names)}: groups are fixed, or there are none"
+        )
+    return found
 
 
 def _has_free_groups(name: str) -> bool:
@@ -187,12 +201,12 @@ def read_candidates(
             continue
         for method in methods:
             for choice in _default_solvers(method) if chosen is None else chosen:
-                told = [name, method] if len(methods) > 1 else [name]
-                told += [choice.name] if chosen is not None and len(chosen) > 1 else []
                 options = "".join(f",{key}={value}" for key, value in choice.options.items())
+                solver = choice.name + options
+                told = [name, method] if len(methods) > 1 else [name]
+                told += [solver] if chosen is not None and len(chosen) > 1 else []
                 recipe = _recipe(name, method, choice, ignore)
                 (scheme,) = _schemes(recipe)
-                solver = choice.name + options
                 found.append(Candidate(" ".join(told), name, solver, method, recipe, scheme))
     return tuple(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,8 @@ _WEIGHTS_ONLY = tuple(f"W{bits}A16" for bits in range(2, 9))
 # vllm-cuda: vLLM 0.33.0, get_min_capability of the schemes in
 #   model_executor/layers/quantization/compressed_tensors. fp8 computes in fp8 from 8.9 on, and
 #   with fp8 weights alone before. W4AFP8 expects packed weights, which compressed-tensors does not
-#   write, and W*A8 and W*A4 without packed weights are refused.
+#   write; W*A8 and W*A4 without packed weights are refused, but for W4A8, whose int4 weights no
+#   kernel for CUDA lists.
 # transformers: 5.17, with compressed-tensors 0.19: what that can write, it decompresses.
 RUNS: Mapping[str, Mapping[str, str]] = {
     "transformers": dict.fromkeys(PRESETS, ""),
@@ -78,14 +79,6 @@ def targets_text(targets: Mapping[str, str]) -> str:
     'transformers, vllm-cpu (AMX), vllm-cuda (7.5)'
     """
     return ", ".join(name + (f" ({need})" if need else "") for name, need in targets.items())
-
-
-def split_by_target(names: Iterable[str], target: str) -> tuple[list[str], list[str]]:
-    """Return the presets that run on a target, and those that do not."""
-    runs, rest = list[str](), list[str]()
-    for name in names:
-        (runs if target in runs_on(name) else rest).append(name)
-    return runs, rest
 
 
 @cache
