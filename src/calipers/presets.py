@@ -11,6 +11,7 @@ from compressed_tensors.quantization import initialize_module_for_quantization a
 
 from calipers.checkpoint.sizes import sizes_of_module
 from calipers.modifiers.choices import PRESETS, args_to_data, preset, preset_name, scheme_to_data
+from calipers.modifiers.targets import runs_on
 from calipers.planning.specs import TensorSpec, tensor_specs
 from calipers.recipes import load_recipe
 
@@ -50,6 +51,7 @@ class PresetInfo:
 
     :param bits: per weight in the checkpoint, scales included
     :param needs_data: whether activations must be measured
+    :param runs_on: where it runs, with what it takes there
     :param scheme: the whole of it as plain data
     :param recipe: a recipe that does the same
     """
@@ -60,6 +62,7 @@ class PresetInfo:
     bits: float
     needs_data: bool
     when: str
+    runs_on: dict[str, str]
     scheme: dict[str, Any]
     recipe: str
 
@@ -76,6 +79,7 @@ class PresetInfo:
             bits=_bits_per_weight(scheme),
             needs_data=any(tensor.needs_data for tensor in tensors.values()),
             when=_WHEN.get(name, ""),
+            runs_on=runs_on(name),
             scheme=scheme_to_data(scheme),
             recipe=_recipe(scheme),
         )

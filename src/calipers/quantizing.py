@@ -45,6 +45,7 @@ from calipers.html import facts_table
 from calipers.jobs import check_on_unseen, tensors_without_data
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ModuleCosts, report_costs
+from calipers.modifiers.feedback import CurvatureCache
 from calipers.modifiers.losses import losses_as_html
 from calipers.modifiers.solving import Solution, StepDriver, report_coverage, report_notes
 from calipers.options import (
@@ -163,6 +164,11 @@ class PreparedModel:
     weights: ModelWeights
     fingerprint: str
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules that are quantized."""
+        return tuple(self.driver.solution.plan.names)
+
     def solved_tensors(
         self, device: torch.device | str | None, progress: Progress
     ) -> SolvedTensors:
@@ -180,12 +186,14 @@ def prepare_model(
     on_unseen: UnseenPolicy = "error",
     trust_remote_code: bool = False,
     output_dir: str | Path | None = None,
+    curvatures: CurvatureCache | None = None,
 ) -> PreparedModel:
     """Plan for a model as its files have it; load it where they have it otherwise.
 
     :param output_dir: where a checkpoint is to go, which must not be where the model is
+    :param curvatures: factorised Hessians, shared by models that are solved side by side
     """
-    skeleton = _skeleton(name, recipe, trust_remote_code)
+    skeleton = skeleton_for(name, recipe, trust_remote_code)
     if output_dir is not None:
         check_apart(output_dir, skeleton)
     stored, ties = _stored(name, skeleton), tied_names(skeleton)
@@ -193,19 +201,23 @@ def prepare_model(
     if own is not None:
         fingerprint = own.fingerprint()
         _check_same_model(fingerprint, seen)
-        driver, names = _planned(skeleton, recipe, seen, on_unseen)
+        driver, names = _planned(skeleton, recipe, seen, on_unseen, curvatures)
         weights = StoredWeights.of(skeleton, stored, ties, names)
         if weights is not None:
             return PreparedModel(skeleton, driver, weights, fingerprint)
     model = load_model(name, trust_remote_code=trust_remote_code)
     fingerprint = LoadedWeights(model, frozenset()).fingerprint()
     _check_same_model(fingerprint, seen)
-    driver, names = _planned(model, recipe, seen, on_unseen)
+    driver, names = _planned(model, recipe, seen, on_unseen, curvatures)
     return PreparedModel(model, driver, LoadedWeights(model, names), fingerprint)
 
 
 def _planned(
-    model: PreTrainedModel, recipe: Recipe, seen: Measurements | None, on_unseen: UnseenPolicy
+    model: PreTrainedModel,
+    recipe: Recipe,
+    seen: Measurements | None,
+    on_unseen: UnseenPolicy,
+    curvatures: CurvatureCache | None,
 ) -> tuple[StepDriver, frozenset[str]]:
     """Plan, and give modules their schemes; also return the names of all tensors before."""
     plan = plan_for(model, recipe)
@@ -214,7 +226,7 @@ def _planned(
         raise _no_measurements(needing)
     known = Measurements() if seen is None else derived_measurements(plan, seen)
     solution = Solution(plan, Coverage(on_unseen))
-    driver = StepDriver(model, known, solution, Ranks(), Progress(False))
+    driver = StepDriver(model, known, solution, Ranks(), Progress(False), curvatures)
     driver.prepare(tuple(plan.names))
     names = frozenset(offloaded_tensors(model))
     freeze(model, solution.plan, Changes())
@@ -315,7 +327,7 @@ class _QuantizeJob:
         }
 
 
-def _skeleton(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedModel:
+def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedModel:
     """Build a model without values, as transformers has it; else as the names in its files say."""
     check_location(str(name))
     unknown = unknown_model(Path(name)) if Path(name).is_dir() else None

@@ -16,9 +16,13 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import calipers
 from calipers import Measurements
+from calipers.advice.advise import _recipe_of
+from calipers.advice.candidates import read_candidates
 from calipers.advice.groups import alike_groups, patterns_for
 from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.streaming import SolvedTensors
 from calipers.errors import ConfigurationError, MeasurementsError
+from calipers.solvers.gptq import curvature
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 SCHEMES = "W4A16-g32,W8A16-g32,UNQUANTIZED"
@@ -33,6 +37,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(llama: Path) -> Measurements:
     return calipers.measure(
         llama, IDS, num_samples=6, collect="sensitivity,outputs", progress=False
+    )
+
+
+@pytest.fixture(scope="module")
+def hessians(llama: Path) -> Measurements:
+    return calipers.measure(
+        llama, IDS, num_samples=6, collect="hessian,sensitivity", progress=False
     )
 
 
@@ -88,6 +99,8 @@ class TestChoice:
         found = advise(
             llama, seen, "W4A16-g32", "5bpw", solvers=["memoryless_minmax", "memoryless_mse"]
         )
+        weighed = [{"name": "optimal", "importance": kind} for kind in ("none", "imatrix")]
+        assert len(advise(llama, seen, "W4A16-g32", solvers=weighed).uniform) == 2
         assert {each.solver for each in found.predictions} == {
             "memoryless_minmax",
             "memoryless_mse",
@@ -112,6 +125,121 @@ class TestChoice:
         assert len(data["predictions"]) == 3 * len(found.chosen)
 
 
+class TestMethods:
+    def test_what_hessians_allow_is_compared_and_chosen(
+        self, llama: Path, hessians: Measurements, tmp_path: Path
+    ) -> None:
+        found = advise(llama, hessians, budget="5bpw")
+        assert found.methods == ("rtn", "gptq")
+        by_name = {name: point.harm for name, point in found.uniform.items()}
+        assert by_name["W4A16-g32 gptq"] < 0.8 * by_name["W4A16-g32 rtn"]
+        assert "W4A16-g32 gptq" in found.counts()
+        recipe = calipers.load_recipe(found.recipe.to_yaml())  # as a file has it
+        done = calipers.quantize(llama, recipe, hessians, tmp_path / "out", progress=False)
+        predicted = sum(each.loss for each in found.chosen.values())
+        assert sum(each.loss for each in done.costs.values()) == pytest.approx(predicted)
+        stored = stored_tensors(tmp_path / "out").items()
+        sizes = [each.size for name, each in stored if name.rpartition(".")[0] in found.chosen]
+        assert sum(sizes) == found.total.size
+
+    def test_loss_counts_that_errors_make_up_for_each_other(
+        self, llama: Path, hessians: Measurements, tmp_path: Path
+    ) -> None:
+        """Against ½ Σ Δᵀ F Δ in float64, F_ij = √(s_i s_j)·corr(x_i, x_j), of the checkpoint."""
+        found = advise(llama, hessians, "W4A16-g32", methods="gptq")
+        recipe = calipers.GPTQModifier(scheme="W4A16", ignore=["lm_head"])
+        options: dict[str, Any] = {"progress": False, "group_size": 32}
+        calipers.quantize(llama, recipe, hessians, tmp_path / "out", **options)
+        model, other = _loaded(llama), _weights(tmp_path / "out")
+        for each in found.predictions[:7]:
+            assert (each.method, each.choice) == ("gptq", "W4A16-g32 gptq")
+            module = model.get_submodule(each.module)
+            x = _input_of(model, module).double().flatten(0, -2)
+            products = x.T @ x
+            energies = products.diagonal().sqrt()
+            known = hessians.get(each.module, "weight", "sensitivity").fields()
+            per_token = known["_sensitivity_sum"] / int(known["_sensitivity_count"])
+            gains = per_token.sqrt() / energies
+            lost = (other[each.module].double() - module.weight.detach().double()) * gains
+            truth = float(torch.einsum("ri,ij,rj->", lost, products, lost)) / 2
+            assert each.loss == pytest.approx(truth, rel=0.03)
+
+    def test_without_hessians_weights_are_rounded_to_nearest(
+        self, llama: Path, seen: Measurements
+    ) -> None:
+        assert advise(llama, seen).methods == ("rtn",)
+        with pytest.raises(ConfigurationError, match="--collect hessian"):
+            advise(llama, seen, methods="gptq")
+        with pytest.raises(ConfigurationError, match="Did you mean 'gptq'"):
+            advise(llama, seen, methods="gptg")
+
+    def test_each_hessian_is_factorised_once_for_all_schemes(
+        self, llama: Path, hessians: Measurements, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done: list[torch.Tensor] = []
+
+        def counted(hessian: torch.Tensor, *rest: Any) -> Any:
+            done.append(hessian)
+            return curvature(hessian, *rest)
+
+        monkeypatch.setattr("calipers.modifiers.feedback.curvature", counted)
+        advise(llama, hessians, "W3A16-g32,W4A16-g32,W8A16-g32", methods="gptq")
+        assert len(done) == 2 * 4  # layers, and the inputs of qkv, o, gate and up, and down
+
+    def test_a_recipe_may_mix_methods(
+        self, llama: Path, hessians: Measurements, tmp_path: Path
+    ) -> None:
+        names = [f"model.layers.{n}.mlp.{part}_proj" for n in (0, 1) for part in ("up", "down")]
+        candidates = read_candidates(["W4A16-g32"], ("rtn", "gptq"), None, ["lm_head"])
+        recipe = _recipe_of(candidates, dict(zip(names, (0, 1, 1, 0), strict=True)))
+        assert recipe is not None
+        done = calipers.quantize(llama, recipe, hessians, tmp_path / "out", progress=False)
+        by_feedback = {m.name for m, tensor in done.plan if tensor.gathered is not None}
+        assert by_feedback == {names[1], names[2]}
+        assert set(done.plan.names) == set(names)
+
+
+class TestGroupSizes:
+    def test_groups_are_made_to_fit_each_weight(self, tmp_path: Path) -> None:
+        """128 divides 256 columns, and not 192."""
+        model = model_folder(tmp_path / "model", hidden_size=192)
+        seen = calipers.measure(model, IDS, num_samples=2, progress=False)
+        found = advise(model, seen, None, "6bpw")
+        columns = {True: "W4A16", False: "W4A16-g64"}
+        of_four_bits = [each for each in found.predictions if each.scheme.startswith("W4")]
+        assert all(each.scheme == columns["down" in each.module] for each in of_four_bits)
+        done = calipers.quantize(model, found.recipe, seen, tmp_path / "out", progress=False)
+        sizes = {m.name: m.scheme.weights.group_size for m in done.plan.modules}
+        assert {sizes[name] for name in sizes if "down" in name} == {128}
+        assert {sizes[name] for name in sizes if "down" not in name} == {64}
+        given = advise(model, seen, "W4A16,W8A8", group_size=32)
+        assert {each.scheme for each in given.predictions} == {"W4A16-g32", "W8A8"}
+        with pytest.raises(ConfigurationError, match=r"group_size.* has no meaning for W8A8"):
+            advise(model, seen, "W8A8", group_size=32)
+
+    def test_experts_have_one_size(self) -> None:
+        (candidate,) = read_candidates(["W4A16"], ("rtn",), None, [])
+        parts = {"gate": 192, "up": 192, "down": 256}
+        columns = {f"0.experts.{n}.{part}_proj": parts[part] for n in (0, 1) for part in parts}
+        fitted = candidate.fitted({**columns, "0.o_proj": 256})
+        assert {fitted.scheme_of(name) for name in columns} == {"W4A16-g64"}
+        assert fitted.scheme_of("0.o_proj") == "W4A16"
+
+
+class TestTargets:
+    def test_schemes_that_do_not_run_there_are_left_out(
+        self, llama: Path, plain: Measurements
+    ) -> None:
+        found = advise(llama, plain, None, target="vllm-cpu")
+        assert list(found.uniform) == ["W4A16", "W8A8", "UNQUANTIZED"]
+        found = advise(llama, plain, "W4A16-g32,W8A16", target="vllm-cpu")
+        assert (list(found.uniform), found.left_out) == (["W4A16-g32"], ("W8A16",))
+        with pytest.raises(ConfigurationError, match=r"runs none of .*NVFP4A16.*W4A16"):
+            advise(llama, plain, "NVFP4A16,UNQUANTIZED", target="vllm-cpu")
+        with pytest.raises(ConfigurationError, match="vllm-cpu"):
+            advise(llama, plain, target="vllm")
+
+
 class TestPredictions:
     def test_output_errors_are_real(self, llama: Path, seen: Measurements, tmp_path: Path) -> None:
         """Predicted from E[x²]; measured by running the inputs through both weights."""
@@ -119,15 +247,8 @@ class TestPredictions:
         calipers.quantize(llama, *_uniform(), seen, tmp_path / "out", progress=False, group_size=32)
         model, other = _loaded(llama), _weights(tmp_path / "out")
         for each in found.predictions[:7]:
-            inputs: list[torch.Tensor] = []
             module = model.get_submodule(each.module)
-            hook = module.register_forward_pre_hook(
-                lambda _, args, kept=inputs: kept.append(args[0])
-            )
-            with torch.no_grad():
-                model(input_ids=IDS)
-            hook.remove()
-            x, weight = inputs[0].double(), module.weight.detach().double()
+            x, weight = _input_of(model, module).double(), module.weight.detach().double()
             lost = other[each.module].double() - weight
             real = float((x @ lost.T).norm() / (x @ weight.T).norm())
             assert each.error == pytest.approx(real, rel=0.35)
@@ -234,6 +355,14 @@ class TestBadInput:
     ) -> None:
         with pytest.raises(calipers.CalipersError, match=words):
             advise(llama, seen, schemes, budget)
+
+    def test_a_size_is_refused_before_anything_is_solved(
+        self, llama: Path, seen: Measurements, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(SolvedTensors, "solved_beside", lambda *_: pytest.fail("solved"))
+        for schemes in ("W4A16-g32,W8A8", "W8A8,UNQUANTIZED"):
+            with pytest.raises(ConfigurationError, match="cannot be met: the nearest"):
+                advise(llama, seen, schemes, "4bpw")
 
     def test_measurements_that_do_not_do(
         self, llama: Path, plain: Measurements, tmp_path: Path

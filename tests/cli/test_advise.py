@@ -52,7 +52,8 @@ def test_the_recipe_quantizes(model: Path, seen: Path, tmp_path: Path) -> None:
     )
     assert told.returncode == 0, told.stderr
     assert "Chosen for 6 bpw: " in told.stdout
-    assert "no choice is better" in told.stdout
+    assert "(of W4A16-g32, W8A16-g32 by rtn: no choice is better)" in told.stdout.replace("\n", " ")
+    assert "--collect hessian' lets GPTQ be compared" in told.stdout
     assert f"calipers quantize {model} --recipe r.yaml" in told.stdout
     done = run(
         *("quantize", str(model), "--recipe", "r.yaml", "--measurements", str(seen), "-o", "out"),
@@ -79,5 +80,6 @@ def test_refused(model: Path, seen: Path, tmp_path: Path) -> None:
     command = ("advise", model, "--measurements", seen, *SCHEMES, "--budget")
     refused([*command, "lots"], "is no budget", cwd=tmp_path)
     refused([*command, "1bpw"], "cannot be met", cwd=tmp_path)
+    refused([*command, "6bpw", "--target", "vllm-gpu"], "vllm-cpu", cwd=tmp_path)
     refused([*command, "6bpw", "-o", "there.yaml"], "exists already", code=7, cwd=tmp_path)
     assert (tmp_path / "there.yaml").read_text() == "mine"

@@ -160,6 +160,7 @@ def test_alike_modules_are_one_row_for_people_and_all_rows_for_machines(model: P
     assert "14 tensors quantized; the checkpoint: 658 kB → 220 kB (33%)." in lines
     options = "--data or --measurements of calipers quantize"
     assert f"It needs data, for 14 tensors: {options}." in lines
+    assert "int4 per group 128: runs on transformers, vllm-cpu, vllm-cuda (7.5)." in lines
 
     data = json.loads(run_here(*arguments, "--json").stdout)
     assert len(data["rows"]) == 14
@@ -173,6 +174,7 @@ def test_alike_modules_are_one_row_for_people_and_all_rows_for_machines(model: P
         "data": "yes",
         "before": 128 * 128 * 2,
         "after": 128 * 128 // 2 + 128 * 2 + 16,
+        "runs_on": {"transformers": "", "vllm-cpu": "", "vllm-cuda": "7.5"},
     }
     every = run_here(*arguments, "--all").stdout
     assert "model.layers.1.self_attn.q_proj " in every

@@ -69,6 +69,16 @@ def test_data_that_nothing_needs_is_told_of(model: Path, text: Path, tmp_path: P
     assert "No data was needed, and --data was not read.\n" in told
 
 
+def test_what_would_lose_less_is_told_of_few_bits(model: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("quantize", str(model), "-o", str(tmp_path / "out"), "--overwrite", "-s")
+    told = run_here(*arguments, "W4A16").stdout
+    assert "14 weights rounded to nearest with memoryless_minmax: --method gptq, or" in told
+    few = ("--data", str(text), "--samples", "4", "--seq-len", "64")
+    gptq = ("W4A16", "--method", "gptq", "--observer", "memoryless_minmax", *few)
+    for others in (("W8A16",), ("W4A16", "--observer", "memoryless_mse"), gptq):
+        assert json.loads(run_here(*arguments, *others, "--json").stdout)["better"] == ""
+
+
 def test_a_recipe_with_several_formats(model: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "modifiers:\n"

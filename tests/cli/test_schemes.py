@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -10,6 +11,8 @@ from shell import run, run_here
 
 import calipers
 from calipers.modifiers.choices import PRESETS, preset
+from calipers.modifiers.targets import RUNS, runs_on, scheme_runs_on
+from calipers.planning.schemes import regrouped
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,20 @@ def test_what_is_said_comes_from_the_scheme(presets: dict[str, dict[str, object]
     told = presets["FP8_BLOCK"]
     assert told["weights"] == "float8, block 128x128"
     assert told["activations"] == "float8, group 128, dynamic"
+
+
+def test_where_a_scheme_runs(presets: dict[str, dict[str, Any]]) -> None:
+    assert all(schemes.keys() <= PRESETS.keys() for schemes in RUNS.values())
+    assert "vllm-cpu" not in presets["W8A16"]["runs_on"] | presets["NVFP4A16"]["runs_on"]
+    assert presets["W4A16"]["runs_on"].keys() == RUNS.keys()
+    for name, each in presets.items():  # whatever its groups and observers are
+        scheme = preset(name, ("Linear",))
+        if name != "UNQUANTIZED":
+            scheme.weights.observer = "mse"
+            assert scheme_runs_on(scheme) == each["runs_on"]
+    assert scheme_runs_on(regrouped(preset("W8A16", ("Linear",)), 32)) == runs_on("W8A16")
+    scheme.weights.symmetric = False
+    assert scheme_runs_on(scheme) == {}
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"UNQUANTIZED"}))

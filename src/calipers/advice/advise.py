@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from compressed_tensors.utils.match import match_named_modules
+
 from calipers.advice.budget import Budget
 from calipers.advice.candidates import (
-    SCHEMES,
-    SOLVER,
     UNQUANTIZED,
     Candidate,
     read_candidates,
+    read_methods,
+    read_schemes,
 )
 from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, front
-from calipers.advice.groups import alike_groups, patterns_for
-from calipers.advice.predicting import Prediction, predict
+from calipers.advice.groups import alike_groups
+from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
 from calipers.calibration.progress import Progress
 from calipers.errors import ConfigurationError, Option
 from calipers.html import facts_table, html_table
 from calipers.measurements import Measurements
-from calipers.modifiers import QuantizationModifier
-from calipers.modifiers.choices import scheme_to_data
-from calipers.quantizing import check_complete
+from calipers.planning.collecting import HESSIAN
+from calipers.quantizing import check_complete, skeleton_for
 from calipers.recipes import Recipe, load_recipe
+from calipers.recipes.changing import METHODS
 
 Harm = Literal["loss", "error"]
 
@@ -54,7 +57,9 @@ class Advice:
     :param front: the choices that no other beats in both size and harm, from the smallest on
     :param chosen: module → its prediction in the scheme that it should have; empty without a budget
     :param gap: how much less, relatively, a choice could lose that was not ruled out; 0: none
-    :param recipe: quantizes as chosen; None without a budget
+    :param recipe: quantizes as chosen, by the methods that were chosen; None without a budget
+    :param methods: how weights were rounded in the predictions
+    :param left_out: schemes that were asked for, and do not run on the target
     """
 
     predictions: tuple[Prediction, ...]
@@ -66,13 +71,12 @@ class Advice:
     total: Point | None = None
     gap: float = 0.0
     recipe: Recipe | None = None
+    methods: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
-        """Return how many modules should have each scheme."""
-        found: dict[str, int] = {}
-        for each in (self.chosen or {}).values():
-            found[each.scheme] = found.get(each.scheme, 0) + 1
-        return found
+        """Return how many modules should have each scheme, and be rounded by each method."""
+        return dict(Counter(each.choice for each in (self.chosen or {}).values()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data; errors in dB, too."""
@@ -82,6 +86,8 @@ class Advice:
             "total": None if self.total is None else asdict(self.total),
             "gap": self.gap,
             "chosen": {name: each.scheme for name, each in (self.chosen or {}).items()},
+            "methods": {name: each.method for name, each in (self.chosen or {}).items()},
+            "compared": {"methods": list(self.methods), "left_out": list(self.left_out)},
             "uniform": {name: asdict(each) for name, each in self.uniform.items()},
             "front": [asdict(each) for each in self.front],
             "predictions": [_plain(each) for each in self.predictions],
@@ -98,7 +104,7 @@ class Advice:
         return facts_table(self._facts()) + html_table(rows, "Modules that lose most", most=10)
 
     def _facts(self) -> dict[str, object]:
-        facts: dict[str, object] = {"schemes": ", ".join(self.uniform)}
+        facts: dict[str, object] = {"compared": ", ".join(self.uniform)}
         if self.total is not None:
             facts["chosen"] = ", ".join(f"{name} × {n}" for name, n in self.counts().items())
             facts["bits per weight"] = f"{self.total.bits:.3f}"
@@ -109,42 +115,90 @@ class Advice:
 def advise(
     model: str | Path,
     measurements: Measurements | str | Path,
-    schemes: str | Iterable[str] = SCHEMES,
+    schemes: str | Iterable[str] | None = None,
     budget: str | float | Budget | None = None,
     *,
-    solvers: Iterable[Any] = (SOLVER,),
+    methods: str | Iterable[str] | None = None,
+    solvers: Iterable[Any] | None = None,
+    group_size: int | None = None,
+    target: str | None = None,
     ignore: Sequence[str] = ("lm_head",),
     trust_remote_code: bool = False,
     progress: bool | Progress | None = None,
 ) -> Advice:
     """Predict what each module loses in each scheme, and choose what loses least in a budget.
 
+    Predictions are of every method that the measurements allow: where they have Hessians, weights
+    are also solved with error feedback (GPTQ), and the recipe names the method that loses less.
     Modules that engines run as one (q, k and v; gate and up; the experts of a layer) get the same
     scheme. The model does not run: weights are read from disk, one after the other.
 
     :param model: the folder of the model, or its name on the hub
     :param measurements: what :func:`calipers.measure` has found of it, or the file of that. With
-        ``collect="sensitivity"`` predictions are of the loss of the model, and much better
-    :param schemes: presets; ``W4A16-g32`` has groups of 32, ``UNQUANTIZED`` leaves a module alone
+        ``collect="sensitivity"`` predictions are of the loss of the model, and much better; with
+        ``collect="hessian"`` GPTQ is compared, too
+    :param schemes: presets; ``W4A16-g32`` has groups of 32, ``UNQUANTIZED`` leaves a module alone.
+        Groups of a preset that do not divide a weight are made smaller. None: W4A16, W8A16 (or W8A8
+        where the target does not run it) and UNQUANTIZED
     :param budget: ``"4.5bpw"`` (bits per weight, scales included, of the modules that are advised
         on), ``"900MB"``, ``"0.02nats"`` or ``"-25dB"``; None only predicts
-    :param solvers: the observers of weights that are tried: names, or mappings with options
+    :param methods: how weights may be rounded, ``rtn`` or ``gptq``; None: as the measurements allow
+    :param solvers: the observers of weights that are tried: names, or mappings with options; None:
+        ``optimal``, by E[x²] or, with GPTQ, by the Hessian
+    :param group_size: of schemes that leave it open; None: 128, or what divides each weight
+    :param target: compare only schemes that run there: ``transformers``, ``vllm-cpu`` or
+        ``vllm-cuda``
     :param ignore: modules that are not quantized, and do not count
     """
     limit = None if budget is None else Budget.parse(budget)
-    candidates = read_candidates(schemes, solvers, ignore)
+    names, left_out = read_schemes(schemes, target, group_size)
+    asked = None if methods is None else read_methods(methods)
     seen = (
         measurements if isinstance(measurements, Measurements) else Measurements.load(measurements)
     )
     check_complete(seen)
-    rows = predict(
-        model,
-        candidates,
-        seen,
-        trust_remote_code=trust_remote_code,
-        progress=Progress.of(progress),
+    compared = asked or (("rtn", "gptq") if _has_hessians(seen) else ("rtn",))
+    candidates = read_candidates(names, compared, solvers, ignore)
+    columns = _columns(model, candidates, ignore, trust_remote_code)
+    candidates = tuple(each.fitted(columns) for each in candidates)
+    trials = prepare_trials(model, candidates, seen, trust_remote_code=trust_remote_code)
+    if limit is not None and limit.limits_size:
+        _check_size(limit, trials, any(each.recipe is None for each in candidates))
+    rows = predict(trials, candidates, seen, Progress.of(progress))
+    found = _advice(candidates, rows, limit)
+    return replace(found, methods=compared, left_out=tuple(left_out))
+
+
+def _has_hessians(seen: Measurements) -> bool:
+    return any(
+        base_name == "input" and HESSIAN in statistics
+        for (_, base_name), statistics in seen.tensors().items()
     )
-    return _advice(candidates, rows, limit)
+
+
+def _columns(
+    model: str | Path, candidates: Sequence[Candidate], ignore: Sequence[str], trusted: bool
+) -> dict[str, int]:
+    """Return the columns of the weights that would be quantized, by module."""
+    recipe = next(each.recipe for each in candidates if each.recipe is not None)
+    skeleton = skeleton_for(model, recipe, trusted)
+    matched = match_named_modules(skeleton, ["Linear"], list(ignore))
+    return {name: module.in_features for name, module in matched}
+
+
+def _check_size(budget: Budget, trials: Sequence[Trial], with_unquantized: bool) -> None:
+    """Refuse a size that no choice stays within: it is known before anything is solved."""
+    shapes = [each.shapes for each in trials]
+    least = sum(
+        min(
+            *(sum(each[name].size for name in group) for each in shapes),
+            sum(shapes[0][name].as_is for name in group) if with_unquantized else math.inf,
+        )
+        for group in alike_groups(shapes[0])
+    )
+    weights = sum(each.weights for each in shapes[0].values())
+    if least > budget.as_bytes(weights):
+        raise _unreachable(budget, least, weights)
 
 
 def _advice(
@@ -172,16 +226,13 @@ def _advice(
     }
     index = {name: number for number, name in enumerate(names)}
     chosen = {name: rows[column][index[name]] for name, column in by_module.items()}
-    return Advice(
-        known.predictions,
-        harm,
-        known.front,
-        known.uniform,
-        budget,
-        {name: chosen[name] for name in names},
-        _point(found, weights),
-        found.gap,
-        _recipe_of(candidates, by_module),
+    return replace(
+        known,
+        budget=budget,
+        chosen={name: chosen[name] for name in names},
+        total=_point(found, weights),
+        gap=found.gap,
+        recipe=_recipe_of(candidates, by_module),
     )
 
 
@@ -222,11 +273,15 @@ def _choice(options: Options, budget: Budget, weights: int) -> Chosen:
             return choose(options, size=budget.as_bytes(weights))
         return choose(options, harm=budget.as_harm())
     except UnreachableError as error:
-        raise ConfigurationError(
-            "cannot be met: the nearest that can is " + _nearest(error.least, budget, weights),
-            subject=Option("budget", str(budget)),
-            hint="Give that, or offer smaller (or better) schemes.",
-        ) from error
+        raise _unreachable(budget, error.least, weights) from error
+
+
+def _unreachable(budget: Budget, least: float, weights: int) -> ConfigurationError:
+    return ConfigurationError(
+        "cannot be met: the nearest that can is " + _nearest(least, budget, weights),
+        subject=Option("budget", str(budget)),
+        hint="Give that, or offer smaller (or better) schemes.",
+    )
 
 
 def _nearest(least: float, budget: Budget, weights: int) -> str:
@@ -251,13 +306,14 @@ def _point(chosen: Chosen, weights: int) -> Point:
 
 def _recipe_of(candidates: Sequence[Candidate], chosen: Mapping[str, int]) -> Recipe | None:
     """Return a recipe that quantizes as chosen; None where everything stays as it is."""
-    groups = {}
+    groups: dict[str, dict[str, Any]] = {}
     for column, candidate in enumerate(candidates):
         names = [name for name, each in chosen.items() if each == column]
         if names and candidate.recipe is not None:
-            data = scheme_to_data(candidate.quantization)
-            groups[candidate.name] = {**data, "targets": patterns_for(names)}
-    return load_recipe(QuantizationModifier(config_groups=groups)) if groups else None
+            groups.setdefault(candidate.method, {}).update(candidate.config_groups(names))
+    made = [METHODS[method](config_groups=each) for method, each in groups.items()]
+    # What was predicted, and what quantize can do with the same measurements.
+    return load_recipe(made).on_float_inputs() if made else None
 
 
 def _plain(each: Prediction) -> dict[str, Any]:
@@ -268,7 +324,7 @@ def _plain(each: Prediction) -> dict[str, Any]:
 def _row(each: Prediction) -> dict[str, object]:
     return {
         "module": each.module,
-        "scheme": each.scheme,
+        "scheme": each.choice,
         "error": f"{each.error:.2%}",
         "dB": f"{each.decibels:.1f}",
         "loss": "–" if each.loss is None else f"{each.loss:.2g}",

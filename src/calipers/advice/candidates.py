@@ -1,102 +1,249 @@
-"""What a module may become: a scheme, and what finds its scales."""
+"""What a module may become: a scheme, how its weight is rounded, and what finds its scales."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
 
-from calipers.errors import ConfigurationError, Option
+from calipers.advice.groups import alike_groups, patterns_for
+from calipers.errors import (
+    ConfigurationError,
+    Option,
+    group_sizes_for,
+    listing,
+    no_meaning,
+    not_allowed,
+)
 from calipers.modifiers import QuantizationModifier
-from calipers.modifiers.choices import preset_name, read_choice
-from calipers.recipes import Recipe, load_changed_recipe
+from calipers.modifiers.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
+from calipers.modifiers.targets import RUNS, check_target, runs_on
+from calipers.planning.schemes import has_free_groups, regrouped
+from calipers.recipes import Recipe, load_changed_recipe, load_recipe
+from calipers.recipes.changing import METHODS
 
 UNQUANTIZED = "UNQUANTIZED"
-SCHEMES = ("W4A16", "W8A16", UNQUANTIZED)
-"""What modules may become if nobody says otherwise."""
 SOLVER: Mapping[str, Any] = {"name": "optimal", "importance": "imatrix"}
-"""What finds the scales of weights if nobody says otherwise."""
+"""What finds the scales of weights that are rounded to nearest, if nobody says otherwise."""
+_HALF_SIZE = ("W8A16", "W8A8")  # the first that runs on a target is offered
 _ACTIVATIONS = "histogram_mse"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheme and an observer of weights; without a recipe a module stays as it is.
+    """A scheme, a method and an observer of weights; without a recipe a module stays as it is.
 
-    :param name: the scheme, and the solver where there are several
+    :param name: the scheme, and the method and the solver where there are several
     :param scheme: a preset; ``-g32`` behind it are groups of 32
+    :param method: how weights are rounded: ``rtn`` or ``gptq``
+    :param quantization: the scheme with its observers
+    :param group_sizes: module → the size of its groups, where the one of the scheme does not fit
     """
 
     name: str
     scheme: str
     solver: str = ""
+    method: str = ""
     recipe: Recipe | None = None
+    quantization: QuantizationScheme | None = None
+    group_sizes: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def quantization(self) -> QuantizationScheme:
-        """The scheme with its observers."""
-        assert self.recipe is not None
-        (modifier,) = self.recipe.modifiers
-        assert isinstance(modifier, QuantizationModifier)
-        (scheme,) = modifier.schemes.values()
-        return scheme
+    def scheme_of(self, module: str) -> str:
+        """Return the scheme that a module has in this candidate."""
+        size = self.group_sizes.get(module)
+        return self.scheme if size is None else f"{self.scheme}-g{size}"
+
+    def config_groups(self, modules: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return the groups of a recipe that give modules their schemes of this candidate."""
+        by_size: dict[int | None, list[str]] = {}
+        for module in modules:
+            by_size.setdefault(self.group_sizes.get(module), []).append(module)
+        groups = {}
+        assert self.quantization is not None
+        for size, names in by_size.items():
+            scheme = self.quantization if size is None else regrouped(self.quantization, size)
+            name = self.name.replace(self.scheme, self.scheme_of(names[0]), 1)
+            groups[name] = {**scheme_to_data(scheme), "targets": patterns_for(names)}
+        return groups
+
+    def fitted(self, columns: Mapping[str, int]) -> Candidate:
+        """Return the same with groups that divide every weight.
+
+        :param columns: of the weights that are quantized, by module
+        """
+        args = None if self.quantization is None else self.quantization.weights
+        if args is None or not has_free_groups(args) or _group_size(self.scheme) is not None:
+            return self
+        assert args.group_size is not None
+        found: dict[str, int] = {}
+        for names in alike_groups(columns):
+            common = math.gcd(*(columns[name] for name in names))
+            size = _fitting(common, args.group_size)
+            if size != args.group_size:
+                found |= dict.fromkeys(names, size)
+        if not found:
+            return self
+        made = replace(self, group_sizes=found)
+        modifier = METHODS[self.method](config_groups=made.config_groups(columns))
+        return replace(made, recipe=load_recipe(modifier))
+
+
+def _fitting(columns: int, size: int) -> int:
+    """Return a size of groups that divides the columns; the given one where none does.
+
+    Powers of two first: those are the sizes that the kernels of vLLM are written for.
+
+    >>> _fitting(576, 128), _fitting(1536, 128), _fitting(96, 128), _fitting(7, 128)
+    (64, 128, 32, 128)
+    """
+    found = [each for each in group_sizes_for(columns) if each <= size]
+    return max(found, key=lambda each: (each & (each - 1) == 0, each), default=size)
+
+
+def read_schemes(
+    schemes: str | Iterable[str] | None, target: str | None, group_size: int | None
+) -> tuple[list[str], list[str]]:
+    """Return the schemes that are compared, and those that were asked for and do not run.
+
+    >>> read_schemes(None, "vllm-cpu", 64)
+    (['W4A16-g64', 'W8A8', 'UNQUANTIZED'], [])
+    >>> read_schemes("W4A16, W8A16", "vllm-cpu", None)
+    (['W4A16'], ['W8A16'])
+    """
+    if target is not None:
+        check_target(target)
+
+    def runs(name: str) -> bool:
+        return target is None or target in runs_on(_preset(name))
+
+    words = schemes.split(",") if isinstance(schemes, str) else schemes
+    half = list(filter(runs, _HALF_SIZE))[:1]
+    given = ("W4A16", *half, UNQUANTIZED) if words is None else words
+    asked = list(dict.fromkeys(_name(str(word)) for word in given))
+    names, left_out = list(filter(runs, asked)), [name for name in asked if not runs(name)]
+    if not set(names) - {UNQUANTIZED}:
+        raise _nothing_to_choose(left_out, target)
+    return (names if group_size is None else _regrouped(names, group_size)), left_out
+
+
+def _nothing_to_choose(left_out: Sequence[str], target: str | None) -> ConfigurationError:
+    if target is None or not left_out:
+        hint = "Pass " + Option("schemes", "W4A16,W8A16")
+        return ConfigurationError("There is no scheme to choose", hint=hint)
+    known = [name for name in RUNS[target] if name != UNQUANTIZED]
+    return ConfigurationError(
+        f"runs none of the schemes to choose from ({listing(left_out)})",
+        subject=Option("target", target),
+        allowed=known,
+    )
+
+
+def _regrouped(names: Sequence[str], size: int) -> list[str]:
+    """Give schemes whose groups are free and that do not say otherwise groups of a size."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise not_allowed("group_size", size, "a whole number, 1 or more")
+    found = [f"{name}-g{size}" if _has_free_groups(name) else name for name in names]
+    if found == list(names):
+        raise no_meaning(
+            "group_size", size, f"{listing(names)}: groups are fixed, or there are none"
+        )
+    return found
+
+
+def _has_free_groups(name: str) -> bool:
+    if name == UNQUANTIZED or _group_size(name) is not None:
+        return False
+    (scheme,) = QuantizationModifier(scheme=name).schemes.values()
+    return has_free_groups(scheme.weights)
+
+
+def read_methods(methods: str | Iterable[str]) -> tuple[str, ...]:
+    """Return how weights may be rounded; refuse what there is not.
+
+    >>> read_methods("gptq, rtn")
+    ('gptq', 'rtn')
+    """
+    words = methods.split(",") if isinstance(methods, str) else methods
+    names = tuple(dict.fromkeys(str(word).strip() for word in words))
+    for name in names or ("",):
+        if name not in METHODS:
+            raise not_allowed("method", name, METHODS)
+    return names
 
 
 def read_candidates(
-    schemes: str | Iterable[str], solvers: Iterable[Any], ignore: Sequence[str]
+    schemes: Iterable[str],
+    methods: Collection[str],
+    solvers: Iterable[Any] | None,
+    ignore: Sequence[str],
 ) -> tuple[Candidate, ...]:
-    """Return every scheme with every solver; refuse what there is not.
+    """Return every scheme with every method and every solver; refuse what there is not.
 
-    >>> found = read_candidates("W4A16-g32, UNQUANTIZED", ["optimal", "memoryless_mse"], [])
+    >>> solvers = ["optimal", "memoryless_mse"]
+    >>> found = read_candidates(["W4A16-g32", "UNQUANTIZED"], ["rtn"], solvers, [])
     >>> [each.name for each in found]
     ['W4A16-g32 optimal', 'W4A16-g32 memoryless_mse', 'UNQUANTIZED']
+    >>> [each.name for each in read_candidates(["W4A16"], ["rtn", "gptq"], None, [])]
+    ['W4A16 rtn', 'W4A16 gptq']
     """
-    words = schemes.split(",") if isinstance(schemes, str) else schemes
-    names = list(dict.fromkeys(_name(str(word)) for word in words))
-    if not [name for name in names if name != UNQUANTIZED]:
-        raise ConfigurationError(
-            "There is no scheme to choose", hint="Pass " + Option("schemes", "W4A16,W8A16")
-        )
-    chosen = [read_choice(each) for each in solvers]
-    if not chosen:
+    chosen = None if solvers is None else [read_choice(each) for each in solvers]
+    if chosen == []:
         problem = "There is nothing that finds scales"
         raise ConfigurationError(problem, hint="Pass " + Option("solvers", "optimal"))
     found: list[Candidate] = []
-    for name in names:
+    for name in schemes:
         if name == UNQUANTIZED:
             found.append(Candidate(name, name))
             continue
-        for choice in chosen:
-            options = "".join(f",{key}={value}" for key, value in choice.options.items())
-            recipe = _recipe(name, choice.to_data(), ignore)
-            solver = choice.name + options
-            label = f"{name} {solver}" if len(chosen) > 1 else name
-            found.append(Candidate(label, name, solver, recipe))
+        for method in methods:
+            for choice in _default_solvers(method) if chosen is None else chosen:
+                options = "".join(f",{key}={value}" for key, value in choice.options.items())
+                solver = choice.name + options
+                told = [name, method] if len(methods) > 1 else [name]
+                told += [solver] if chosen is not None and len(chosen) > 1 else []
+                recipe = _recipe(name, method, choice, ignore)
+                (scheme,) = _schemes(recipe)
+                found.append(Candidate(" ".join(told), name, solver, method, recipe, scheme))
     return tuple(found)
 
 
+def _default_solvers(method: str) -> list[ObserverChoice]:
+    return [read_choice(SOLVER if method == "rtn" else {**SOLVER, "importance": "hessian"})]
+
+
+def _schemes(recipe: Recipe) -> list[QuantizationScheme]:
+    (modifier,) = recipe.modifiers
+    assert isinstance(modifier, QuantizationModifier)
+    return list(modifier.schemes.values())
+
+
 def _name(word: str) -> str:
-    scheme, group = _parts(word.strip())
-    return preset_name(scheme) + ("" if group is None else f"-g{group}")
+    size = _group_size(word)
+    return preset_name(_preset(word)) + ("" if size is None else f"-g{size}")
 
 
-def _parts(word: str) -> tuple[str, int | None]:
-    found = re.fullmatch(r"(.+)-g(\d+)", word)
-    return (word, None) if found is None else (found[1], int(found[2]))
+def _preset(word: str) -> str:
+    return re.sub(r"-g\d+$", "", word.strip())
 
 
-def _recipe(name: str, solver: Any, ignore: Sequence[str]) -> Recipe:
-    scheme, group = _parts(name)
-    modifier = QuantizationModifier(scheme=scheme, ignore=tuple(ignore), unmatched="ignore")
+def _group_size(word: str) -> int | None:
+    found = re.search(r"-g(\d+)$", word.strip())
+    return None if found is None else int(found[1])
+
+
+def _recipe(name: str, method: str, solver: ObserverChoice, ignore: Sequence[str]) -> Recipe:
+    modifier = QuantizationModifier(scheme=_preset(name), ignore=tuple(ignore), unmatched="ignore")
     (given,) = modifier.schemes.values()
     activations = given.input_activations
     is_static = activations is not None and activations.dynamic is False
     return load_changed_recipe(
         modifier,
-        group_size=group,
+        method=method,
+        group_size=_group_size(name),
         weight_observer=solver,
         activation_observer=_ACTIVATIONS if is_static else None,
     )

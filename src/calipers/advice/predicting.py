@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
-from calipers.advice.candidates import Candidate
+from calipers.advice.candidates import UNQUANTIZED, Candidate
 from calipers.calibration.progress import Progress
 from calipers.checkpoint.sizes import sizes_of_module
 from calipers.measurements import Measurements
 from calipers.modifiers.costs import ModuleCosts
+from calipers.modifiers.feedback import CurvatureCache
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import shared_columns
 from calipers.numerics.qparams import quantize_dequantize
@@ -27,6 +30,7 @@ from calipers.statistics.value_counts import Distribution, ValueCounts
 class Prediction:
     """A module in a scheme.
 
+    :param method: how its weight is rounded: ``rtn`` or ``gptq``
     :param error: relative error of its output, ‖Δy‖ / ‖y‖
     :param loss: what the loss of the model gains, in nats per token; None where sensitivity was not
         measured
@@ -38,11 +42,17 @@ class Prediction:
     module: str
     scheme: str
     solver: str
+    method: str
     error: float
     loss: float | None
     size: int
     weights: int
     seconds: float
+
+    @property
+    def choice(self) -> str:
+        """The scheme, and how its weight is rounded."""
+        return f"{self.scheme} {self.method}".strip()
 
     @property
     def decibels(self) -> float:
@@ -55,42 +65,89 @@ class Prediction:
         return 8 * self.size / self.weights
 
 
-def predict(
+class Shape(NamedTuple):
+    """What is known of a module in a scheme before it is solved.
+
+    :param size: bytes of its tensors in a checkpoint
+    :param as_is: the same if nobody quantizes it
+    :param weights: how many there are
+    """
+
+    size: int
+    as_is: int
+    weights: int
+
+    @classmethod
+    def of(cls, module: nn.Linear, dtype: torch.dtype) -> Shape:
+        """Look at a module that has its scheme."""
+        weights, bias = module.weight.numel(), module.bias
+        as_is = weights * dtype.itemsize + (0 if bias is None else bias.nbytes)
+        return cls(sum(sizes_of_module(module).values()), as_is, weights)
+
+
+class Trial(NamedTuple):
+    """A candidate, and a model whose modules have its scheme and are not solved yet."""
+
+    candidate: Candidate
+    prepared: PreparedModel
+    shapes: Mapping[str, Shape]
+
+
+def prepare_trials(
     model: str | Path,
     candidates: Sequence[Candidate],
     seen: Measurements,
     *,
     trust_remote_code: bool,
-    progress: Progress,
+) -> list[Trial]:
+    """Plan every candidate that quantizes."""
+    curvatures = CurvatureCache()
+    trials: list[Trial] = []
+    for candidate in candidates:
+        if candidate.recipe is None:
+            continue
+        prepared = prepare_model(
+            model,
+            candidate.recipe.on_float_inputs(),
+            seen,
+            on_unseen="weights_only",
+            trust_remote_code=trust_remote_code,
+            curvatures=curvatures,
+        )
+        network: nn.Module = prepared.model
+        if trials:
+            network.to("meta")  # the weights of the first are solved in all schemes
+        shapes = {}
+        for name in prepared.names:
+            module = network.get_submodule(name)
+            assert isinstance(module, nn.Linear)
+            shapes[name] = Shape.of(module, prepared.model.dtype)
+        trials.append(Trial(candidate, prepared, shapes))
+    return trials
+
+
+def predict(
+    trials: Sequence[Trial], candidates: Sequence[Candidate], seen: Measurements, progress: Progress
 ) -> list[list[Prediction]]:
-    """Solve every module in every candidate, and return predictions by candidate and module."""
-    found: list[list[Prediction]] = []
-    solved = [each for each in candidates if each.recipe is not None]
-    with progress.counting("predicting", len(solved), "schemes") as add:
-        for candidate in solved:
-            assert candidate.recipe is not None
-            prepared = prepare_model(
-                model,
-                candidate.recipe,
-                seen,
-                on_unseen="weights_only",
-                trust_remote_code=trust_remote_code,
-            )
-            found.append(list(_predictions(prepared, candidate, seen)))
-            add(1)
-    as_is = [_as_it_is(prepared, each) for each in found[0]]
+    """Solve every module in every trial, and return predictions by candidate and module."""
+    ways = [each.prepared.solved_tensors(None, Progress(False)) for each in trials]
+    seconds: list[dict[str, float]] = [{} for _ in trials]
+    with progress.counting("predicting", len(trials[0].shapes), "modules") as add:
+        for names, taken in ways[0].solved_beside(ways[1:]):
+            for known, each in zip(seconds, taken, strict=True):
+                known |= dict.fromkeys(names, each / len(names))
+            add(len(names))
+    found = [list(_predictions(*pair, seen)) for pair in zip(trials, seconds, strict=True)]
+    as_is = [_as_it_is(trials[0], each) for each in found[0]]
     rows = iter(found)
     return [as_is if each.recipe is None else next(rows) for each in candidates]
 
 
 def _predictions(
-    prepared: PreparedModel, candidate: Candidate, seen: Measurements
+    trial: Trial, seconds: Mapping[str, float], seen: Measurements
 ) -> Iterator[Prediction]:
-    driver, seconds = prepared.driver, dict[str, float]()
-    for names, taken in prepared.solved_tensors(None, Progress(False)).solved():
-        seconds |= dict.fromkeys(names, taken / len(names))
+    candidate, driver = trial.candidate, trial.prepared.driver
     for spec in driver.solution.plan.modules:
-        module = prepared.model.get_submodule(spec.name)
         costs = driver.solution.costs.get(spec.name, ModuleCosts())
         weight = driver.solution.errors[spec.name] if costs.weight is None else costs.weight
         by_input = _input_error(spec, costs, seen)
@@ -100,30 +157,21 @@ def _predictions(
             loss *= (error / weight) ** 2
         yield Prediction(
             spec.name,
-            candidate.scheme,
+            candidate.scheme_of(spec.name),
             candidate.solver,
+            candidate.method,
             error,
             loss,
-            sum(sizes_of_module(module).values()),
-            _weight(module).numel(),
+            trial.shapes[spec.name].size,
+            trial.shapes[spec.name].weights,
             seconds.get(spec.name, 0.0),
         )
 
 
-def _as_it_is(prepared: PreparedModel, other: Prediction) -> Prediction:
+def _as_it_is(trial: Trial, other: Prediction) -> Prediction:
     """Return what a module is that nobody quantizes."""
-    module = prepared.model.get_submodule(other.module)
-    size = _weight(module).numel() * prepared.model.dtype.itemsize
-    bias = getattr(module, "bias", None)
-    size += 0 if bias is None else bias.nbytes
-    loss = None if other.loss is None else 0.0
-    return Prediction(other.module, "UNQUANTIZED", "", 0.0, loss, size, other.weights, 0.0)
-
-
-def _weight(module: nn.Module) -> nn.Parameter:
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight
+    size, loss = trial.shapes[other.module].as_is, None if other.loss is None else 0.0
+    return Prediction(other.module, UNQUANTIZED, "", "", 0.0, loss, size, other.weights, 0.0)
 
 
 # Inputs

@@ -13,6 +13,7 @@ from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors
 from calipers.checkpoint.ties import tied_names, unquantized_ties
 from calipers.modifiers.needs import FeedbackNeeds, feedback_needs
+from calipers.modifiers.targets import scheme_runs_on
 from calipers.planning.plan import Changes, Plan
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
@@ -21,7 +22,10 @@ from calipers.recipes.compiling import plan_for
 
 @dataclass(frozen=True)
 class DryRunRow:
-    """A tensor that would be quantized; ``before`` and ``after`` are bytes in the checkpoint."""
+    """A tensor that would be quantized; ``before`` and ``after`` are bytes in the checkpoint.
+
+    :param runs_on: of a weight, where its scheme is known to run, with what it takes there
+    """
 
     module: str
     tensor: str
@@ -31,6 +35,7 @@ class DryRunRow:
     data: str
     before: int
     after: int
+    runs_on: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,9 @@ def _untied(model: PreTrainedModel, copies: Iterable[str], plan: Plan) -> int:
 def _rows(plan: Plan, alike: Mapping[str, str], before: Sizes, after: Sizes) -> Iterator[DryRunRow]:
     for (module, tensor), row in zip(plan, plan.rows(), strict=True):
         example = alike[module.name]
-        sizes = (_of_tensor(tensor.base_name, all_[example]) for all_ in (before, after))
-        yield DryRunRow(*row.values(), *sizes)
+        sizes = [_of_tensor(tensor.base_name, all_[example]) for all_ in (before, after)]
+        targets = scheme_runs_on(module.scheme) if tensor.base_name == "weight" else {}
+        yield DryRunRow(**row, before=sizes[0], after=sizes[1], runs_on=targets)
 
 
 def _of_tensor(base_name: str, sizes: Mapping[str, int]) -> int:

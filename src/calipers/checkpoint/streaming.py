@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -105,19 +105,29 @@ class SolvedTensors:
                 yield name, tensor
         yield from self._weights.converted()
 
-    def solved(self) -> Generator[tuple[tuple[str, ...], float], None, None]:
-        """Solve all modules and make nothing of it; errors and costs are then those of the driver.
+    def solved_beside(
+        self, others: Sequence[SolvedTensors]
+    ) -> Generator[tuple[tuple[str, ...], list[float]], None, None]:
+        """Solve all modules, here and by others, and keep errors and costs alone, in the drivers.
 
-        Gives the names of modules that were solved together, and how many seconds that took.
+        Each weight is read once, and solved in all ways before the next. Gives the names of modules
+        that were solved together, and the seconds that each way took.
+
+        :param others: the same modules of the same model with other schemes
         """
-        with closing(in_background(self._read(0))) as read, self._solving():
+        with closing(in_background(self._read(0))) as read:
             for _, name, _, states in read:
                 if name in self._modules and states:
-                    start = time.perf_counter()
-                    self._changes(states)
-                    for each in states:
-                        _empty(self._model.get_submodule(each))
-                    yield tuple(states), time.perf_counter() - start
+                    seconds = [each._seconds_to_solve(states) for each in (self, *others)]
+                    yield tuple(states), seconds
+
+    def _seconds_to_solve(self, states: dict[str, State]) -> float:
+        start = time.perf_counter()
+        with self._solving():
+            self._changes(states)
+        for name in states:
+            _empty(self._model.get_submodule(name))
+        return time.perf_counter() - start
 
     def state(self, name: str) -> dict[str, Any]:
         """Return what must be known to go on behind a tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,9 +10,16 @@ import typer
 
 from calipers.cli.command import CommandOutput, progress
 from calipers.cli.formatting import format_size
-from calipers.cli.options import Ignored, Model, TrustRemoteCode, observer_choice
+from calipers.cli.options import (
+    GroupSize,
+    Ignored,
+    Model,
+    TrustRemoteCode,
+    observer_choice,
+)
 from calipers.cli.sources import model_source
 from calipers.cli.tables import add_row, table
+from calipers.errors import listing
 from calipers.files.output_file import check_output_file, output_file
 
 if TYPE_CHECKING:
@@ -24,15 +32,37 @@ MeasurementsFile = Annotated[
     typer.Option(
         "--measurements",
         metavar="FILE",
-        help="What calipers measure has found of this model; best with --collect sensitivity.",
+        help="What calipers measure has found of this model; best with --collect "
+        "hessian,sensitivity.",
     ),
 ]
 Schemes = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--schemes",
         metavar="NAME[,NAME…]",
-        help="What modules may become; W4A16-g32 has groups of 32, UNQUANTIZED stays as it is.",
+        help="What modules may become; W4A16-g32 has groups of 32, UNQUANTIZED stays as it is.  "
+        "[default: W4A16,W8A16,UNQUANTIZED, or what runs on the target]",
+        show_default=False,
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="NAME",
+        help="Compare only schemes that run there: transformers, vllm-cpu or vllm-cuda; see "
+        "'calipers schemes'.",
+    ),
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="How weights may be rounded: rtn or gptq; again for both.  [default: rtn and, where "
+        "the measurements have Hessians, gptq]",
+        show_default=False,
     ),
 ]
 Solvers = Annotated[
@@ -65,9 +95,12 @@ _STEPS = 8  # of the front that are shown
 def advise(
     model: Model,
     measurements: MeasurementsFile,
-    schemes: Schemes = "W4A16,W8A16,UNQUANTIZED",
+    schemes: Schemes = None,
     budget: BudgetText = None,
+    target: Target = None,
+    method: Methods = None,
     solver: Solvers = None,
+    group_size: GroupSize = None,
     ignore: Ignored = None,
     output: RecipeOutput = None,
     overwrite: Overwrite = False,
@@ -75,7 +108,9 @@ def advise(
 ) -> CommandOutput:
     """Tell what each module would lose in each scheme, and choose the best within a budget.
 
-    The recipe that is written is one for calipers quantize. The model does not run.
+    Where the measurements have Hessians, error feedback (GPTQ) is compared with rounding to
+    nearest. The recipe that is written is one for calipers quantize, and names the method. The
+    model does not run.
 
     Example: calipers advise demo --measurements demo.safetensors --budget 4.5bpw -o recipe.yaml
     """
@@ -83,14 +118,16 @@ def advise(
         check_output_file(output, overwrite, {"model": model, "measurements": measurements})
     source = model_source(model)
     from calipers.advice import advise as run
-    from calipers.advice.candidates import SOLVER
 
     found = run(
         source,
         measurements,
         schemes,
         budget,
-        solvers=[observer_choice(each) for each in solver] if solver else [SOLVER],
+        methods=method,
+        solvers=[observer_choice(each) for each in solver] if solver else None,
+        group_size=group_size,
+        target=target,
         ignore=tuple(ignore or ["lm_head"]),
         trust_remote_code=trust_remote_code,
         progress=progress(),
@@ -99,24 +136,41 @@ def advise(
         with output_file(output.resolve()) as place:
             place.write([found.recipe.to_yaml().encode()], overwrite=overwrite)
     data = {"output": None if output is None else str(output), **found.as_dict()}
-    return CommandOutput(data, _view(found, model, measurements, output))
+    return CommandOutput(data, _view(found, model, measurements, output, target, bool(method)))
 
 
-def _view(found: Advice, model: str, measurements: Path, output: Path | None) -> RenderableType:
+def _view(
+    found: Advice,
+    model: str,
+    measurements: Path,
+    output: Path | None,
+    target: str | None,
+    has_method: bool,
+) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     parts: list[Any] = [_uniform(found)]
+    if found.left_out:
+        parts.append(Text(f"Left out, since {target} does not run them: {listing(found.left_out)}"))
+    if not has_method and "gptq" not in found.methods:
+        parts.append(
+            Text(
+                "Compared with rounding to nearest alone: 'calipers measure … --collect hessian' "
+                "lets GPTQ be compared, too."
+            )
+        )
     if found.chosen is None:
         parts += [Text("What can be reached by mixing them:"), _front(found)]
         parts.append(Text("Next: the same with --budget 4.5bpw -o recipe.yaml"))
         return Group(*parts)
     parts += [_chosen_text(found), _worst(found)]
-    if output is not None:
-        command = (
-            f"calipers quantize {model} --recipe {output} --measurements {measurements} -o OUT"
-        )
-        parts.append(Text(f"Written to {output}. Next: {command}"))
+    if found.recipe is None:
+        parts.append(Text("Nothing is to be quantized, so there is no recipe."))
+    elif output is not None:
+        files = ["--recipe", str(output), "--measurements", str(measurements), "-o", "OUT"]
+        command = shlex.join(["calipers", "quantize", model, *files])
+        parts.append(Text(f"Written to {output}, with the methods in it. Next: {command}"))
     else:
         parts.append(Text("Next: the same with -o recipe.yaml, which calipers quantize takes"))
     return Group(*parts)
@@ -153,11 +207,13 @@ def _chosen_text(found: Advice) -> RenderableType:
 
     assert found.total is not None
     kinds = ", ".join(f"{name} for {count}" for name, count in found.counts().items())
-    proof = "no choice is better" if not found.gap else f"at most {found.gap:.2%} from the best"
+    gap = f"at most {found.gap:.2%} from the best choice"
+    proof = "no choice is better" if not found.gap else gap
+    by = f" by {found.methods[0]}" if len(found.methods) == 1 else ""
     size = f"{found.total.bits:.2f} bits per weight, {format_size(found.total.size)}"
     return Text(
         f"Chosen for {found.budget}: {kinds} modules; {size}, predicted "
-        f"{_harm(found, found.total.harm)} ({proof})."
+        f"{_harm(found, found.total.harm)} (of {listing(found.uniform)}{by}: {proof})."
     )
 
 
@@ -169,5 +225,5 @@ def _worst(found: Advice) -> RenderableType:
     for each in sorted((found.chosen or {}).values(), key=harm, reverse=True)[:_WORST]:
         loss = "–" if each.loss is None else f"{each.loss:+.5f}"
         error = f"{each.decibels:.1f} dB" if each.error else "–"
-        add_row(made, each.module, each.scheme, error, loss)
+        add_row(made, each.module, each.choice, error, loss)
     return made

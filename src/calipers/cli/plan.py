@@ -76,11 +76,25 @@ def _view(found: DryRun, every: bool) -> RenderableType:
     size = f"{format_size(found.before)} → {format_size(found.after)}"
     share = f"{found.after / found.before:.0%}" if found.before else "–"
     lines = [f"{tensors} quantized; the checkpoint: {size} ({share}).", _about_data(found)]
+    lines += _where_it_runs(found)
     if found.gathered:
         lines.append(f"The inputs of {counted(len(found.gathered), 'module')} are summed up.")
     if found.feedback is not None:
         lines += _about_feedback(found.feedback)
     return Group(_table(found, every), Text("\n".join(lines)))
+
+
+def _where_it_runs(found: DryRun) -> Iterable[str]:
+    """Say where each scheme runs; a column of it would leave narrow terminals none for names."""
+    from calipers.modifiers.targets import targets_text
+
+    seen = {
+        (f"{row.format} per {row.strategy}", targets_text(row.runs_on))
+        for row in found.rows
+        if row.tensor == "weight"
+    }
+    for scheme, targets in sorted(seen):
+        yield f"{scheme}: runs on {targets}." if targets else f"{scheme}: not known where it runs."
 
 
 def _about_feedback(needs: FeedbackNeeds) -> list[str]:

@@ -52,7 +52,7 @@ from calipers.cli.sources import (
     packing_for,
     recipe_source,
 )
-from calipers.errors import ConfigurationError, counted
+from calipers.errors import ConfigurationError, counted, listing
 from calipers.options import (
     CalibrationOptions,
     DataOptions,
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from calipers import OneshotResult, QuantizeResult
     from calipers.modifiers.costs import ModuleCosts
     from calipers.modifiers.losses import ModuleLoss
+    from calipers.planning.plan import Plan
     from calipers.recipes import Recipe
 
 Output = Annotated[
@@ -219,6 +220,7 @@ class Summary:
     :param errors: weight → ‖Q(W) − W‖ / ‖W‖, the largest first
     :param costs: module → what its static activations and its output lose, where data ran
     :param advice: what to do about static activations that lose too much
+    :param better: how weights of few bits that were rounded to nearest would lose less
     """
 
     model: str
@@ -239,6 +241,7 @@ class Summary:
     has_data: bool
     dtype: str
     forward_dtype: str | None
+    better: str = ""
     next: str = ""
     look: dict[str, str] = field(default_factory=dict)
 
@@ -278,7 +281,31 @@ def _summary(
         forward_dtype=notes["forward_dtype"],
         dtype=str(result.dtype).removeprefix("torch."),
         has_data=data is not None,
+        better=_better(result.plan),
     )
+
+
+def _better(plan: Plan) -> str:
+    """Say what would lose less, where weights of few bits have scales by their extremes alone."""
+    plain = [
+        spec.observer.name
+        for _, spec in plan
+        if spec.base_name == "weight"
+        and spec.args.num_bits <= _FEW_BITS
+        and spec.gathered is None
+        and spec.observer is not None
+        and spec.observer.name in _BY_EXTREMES
+    ]
+    if not plain:
+        return ""
+    return (
+        f"{counted(len(plain), 'weight')} rounded to nearest with {listing(dict.fromkeys(plain))}: "
+        "--method gptq, or --observer optimal, loses less (both need --data or --measurements)."
+    )
+
+
+_BY_EXTREMES = ("memoryless_minmax", "static_minmax")
+_FEW_BITS = 4
 
 
 def _next(done: Summary, data: str | None, chosen: DataOptions) -> str:
@@ -343,6 +370,7 @@ def _view(done: Summary) -> RenderableType:
         Text("\n".join(map(printable, lines))),
         *worst_modules(done.worst),
         *([Text("\n".join(lost))] if lost else []),
+        *([Text(done.better)] if done.better else []),
         "",
         *(part for why, command in commands.items() for part in _told(why, command)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,21 +39,37 @@ def _list(presets: list[PresetInfo]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    columns = ("name", "weights", "activations", "bits", "data", "when to use it")
-    shown = table(*columns, numbers=("bits",), wrapped=("when to use it",))
+    columns = ("name", "weights", "activations", "bits", "data", "vLLM", "when to use it")
+    shown = table(*columns, numbers=("bits",), wrapped=("activations", "when to use it"))
     for each in presets:
         data = "yes" if each.needs_data else "no"
-        shown.add_row(
-            each.name, each.weights, each.activations, f"{each.bits:.4g}", data, Text(each.when)
-        )
+        how = (each.name, each.weights, each.activations, f"{each.bits:.4g}", data)
+        shown.add_row(*how, _in_vllm(each.runs_on), Text(each.when))
     end = "bits: per weight in the checkpoint, scales included (a layer of 4096 × 4096, bfloat16)"
     more = "data: whether activations must be measured; some observers of weights want data, too"
+    where = (
+        "vLLM: whether its CPU backend runs it, and from which compute capability on its CUDA "
+        "backend does; transformers runs all"
+    )
     safer = (
         "static or dynamic: dynamic activations are the safer choice, since each token finds its "
         "own scale while the model runs;\n  a static scale is measured once for all tokens, and "
         "one with large values, as most models have, costs the others their precision"
     )
-    return Group(shown, Text(f"{end}\n{more}\n{safer}\nMore about one: calipers schemes NAME"))
+    about_one = "More about one: calipers schemes NAME"
+    return Group(shown, Text("\n".join([end, more, where, safer, about_one])))
+
+
+def _in_vllm(targets: Mapping[str, str]) -> str:
+    """Say where vLLM runs a preset, in few letters.
+
+    >>> _in_vllm({"transformers": "", "vllm-cpu": "", "vllm-cuda": "7.5"}), _in_vllm({})
+    ('CPU, 7.5', '–')
+    """
+    cpu, cuda = targets.get("vllm-cpu"), targets.get("vllm-cuda")
+    told = [] if cpu is None else [f"CPU {cpu}".strip()]
+    told += [] if cuda is None else [cuda or "CUDA"]
+    return ", ".join(told) or "–"
 
 
 def _single(preset: PresetInfo) -> RenderableType:
@@ -64,11 +81,14 @@ def _single(preset: PresetInfo) -> RenderableType:
 
 
 def _facts(preset: PresetInfo) -> dict[str, str]:
+    from calipers.modifiers.targets import targets_text
+
     return {
         "name": preset.name,
         "weights": preset.weights,
         "activations": preset.activations,
         "bits": f"{preset.bits:.4g} per weight, scales included",
         "data": "needed, for activations" if preset.needs_data else "not needed",
+        "runs on": targets_text(preset.runs_on),
         "when": preset.when,
     }

@@ -17,7 +17,8 @@ FLAGS = {
         name: f"--{name.replace('_', '-')}"
         for name in (
             *("activation_observer", "allow_code", "batch_size", "calibrate_all_experts"),
-            *("advice", "budget", "collect", "evaluation", "measurements", "save_every", "schemes"),
+            *("advice", "budget", "collect", "evaluation", "measurements", "save_every"),
+            *("schemes", "target"),
             *("source",),
             *("device", "dtype", "group_size", "layers", "max_shard_size", "method"),
             *("on_unseen", "overwrite", "packing", "pipeline", "seed", "share_inputs", "skip"),

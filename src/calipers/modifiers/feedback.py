@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
     """Find parameters and codes of weights; those that share a global scale are solved together."""
     mine = Changes()
-    cache = _CurvatureCache(settings)
+    cache = layer.curvatures or CurvatureCache()
     what = "feeding errors back"
     with layer.ranks.step(what):
         groups = layer.ranks.my_part(fused_groups(layer.modules), lambda group: _work(layer, group))
@@ -95,17 +95,16 @@ class _Curves(NamedTuple):
     correction: Curvature | None = None
 
 
-class _CurvatureCache:
-    """Hessians that can be worked with; modules with the same input come one after another."""
+class CurvatureCache:
+    """Keeps the latest Hessian factorised: modules with the same input are solved in a row."""
 
-    def __init__(self, settings: Feedback) -> None:
-        self._settings = settings
-        self._latest: tuple[tuple[int, bool], Tensor, _Curves] | None = None
+    def __init__(self) -> None:
+        self._latest: tuple[tuple[int, bool, float], Tensor, _Curves] | None = None
 
-    def of(self, inputs: Inputs, args: QuantizationArgs) -> _Curves:
-        """Return those of some inputs."""
-        ordered, damping = self._settings.by_activation(args), self._settings.damping
-        key = inputs.hessian.data_ptr(), ordered
+    def of(self, inputs: Inputs, args: QuantizationArgs, settings: Feedback) -> _Curves:
+        """Return the curvatures of some inputs."""
+        ordered, damping = settings.by_activation(args), settings.damping
+        key = inputs.hessian.data_ptr(), ordered, damping
         if self._latest is None or self._latest[0] != key:
             mean = shrunk(inputs.hessian / inputs.tokens, inputs.tokens, damping=0.0)
             errors, correction = curvature(mean, damping, ordered), None
@@ -129,11 +128,13 @@ class _Task(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, layer: Layer, module: ModuleSpec, cache: _CurvatureCache) -> _Task:
+    def of(
+        cls, layer: Layer, module: ModuleSpec, settings: Feedback, cache: CurvatureCache
+    ) -> _Task:
         spec, weight = module.tensor("weight"), layer.weight(module.name).detach()
         assert spec is not None
         inputs = Inputs.of(layer.measurements.get(module.name, "input", IMPORTANCE))
-        curve, correction = _Curves() if inputs is None else cache.of(inputs, spec.args)
+        curve, correction = _Curves() if inputs is None else cache.of(inputs, spec.args, settings)
         target = weight.float()
         if inputs is not None and inputs.cross is not None and correction is not None:
             target = corrected(weight, *_shrunk_crosses(inputs, inputs.cross), correction)
@@ -148,8 +149,8 @@ class _Task(NamedTuple):
         return importance.part_of(self.inputs.hessian, self.inputs.tokens, self.spec.args)
 
 
-def _solve_group(layer: Layer, group: Group, settings: Feedback, cache: _CurvatureCache) -> Changes:
-    tasks = {module: _Task.of(layer, module, cache) for module in group}
+def _solve_group(layer: Layer, group: Group, settings: Feedback, cache: CurvatureCache) -> Changes:
+    tasks = {module: _Task.of(layer, module, settings, cache) for module in group}
     seen = {module: task.target.to(task.dtype) for module, task in tasks.items()}
     known = {module: task.importance() for module, task in tasks.items()}
     qparams = observed(layer, seen, known)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from calipers.observers import FUSED_LAYER_NAMES, Observer, QParamsDict
 from calipers.planning.plan import Plan
 from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec
 from calipers.statistics.base import Statistic
+
+if TYPE_CHECKING:
+    from calipers.modifiers.feedback import CurvatureCache
 
 _SMALL = 1 << 20  # numbers of weights that are solved beside others
 Solved = dict[tuple[str, str], QParamsDict]
@@ -78,13 +81,17 @@ class Solution:
 
 @dataclass(frozen=True)
 class StepDriver:
-    """Solves modules as soon as their data has run through, step after step."""
+    """Solves modules as soon as their data has run through, step after step.
+
+    :param curvatures: factorised Hessians, shared with drivers that solve the same modules
+    """
 
     model: torch.nn.Module
     measurements: Measurements
     solution: Solution
     ranks: Ranks
     progress: Progress
+    curvatures: CurvatureCache | None = None
 
     def solve(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Solve some modules. All processes call this with the same names.
@@ -128,7 +135,14 @@ class StepDriver:
         modules = tuple(module for module in solution.plan.modules if module.name in wanted)
         unseen = {name: done for name, done in solution.coverage.applied.items() if name in wanted}
         return Layer(
-            self.model, modules, names, self.measurements, self.ranks, self.progress, unseen
+            self.model,
+            modules,
+            names,
+            self.measurements,
+            self.ranks,
+            self.progress,
+            unseen,
+            curvatures=self.curvatures,
         )
 
     def _count_tokens(self, names: tuple[str, ...]) -> None:

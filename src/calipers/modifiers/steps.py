@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.offload import disable_onloading
@@ -15,6 +15,9 @@ from calipers.calibration.ranks import Ranks
 from calipers.measurements import Measurements
 from calipers.planning.plan import Changes, QParams
 from calipers.planning.specs import ModuleSpec
+
+if TYPE_CHECKING:
+    from calipers.modifiers.feedback import CurvatureCache
 
 __all__ = ["Changes", "Layer", "QParams"]
 
@@ -27,6 +30,7 @@ class Layer:
     :param names: all whose data has run, also those that are measured only
     :param unseen: those that no token has reached, and what was done about it
     :param new_weights: module → the weight that an earlier step has given it
+    :param curvatures: factorised Hessians that others solve with, too; None: there are no others
     """
 
     model: torch.nn.Module
@@ -37,6 +41,7 @@ class Layer:
     progress: Progress
     unseen: Mapping[str, str] = field(default_factory=dict)
     new_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    curvatures: CurvatureCache | None = None
 
     def module(self, name: str) -> torch.nn.Module:
         """Return a module by its name."""
