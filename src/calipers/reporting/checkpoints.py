@@ -15,13 +15,15 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
 )
-from compressed_tensors.utils.match import match_name
 from torch import Tensor
 
 from calipers.checkpoint.folder_contents import NOTES
 from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.lint.contents import Contents
+from calipers.checkpoint.lint.modules import read_model, read_modules
+from calipers.checkpoint.lint.settings import read_settings
 from calipers.checkpoint.location import check_location
-from calipers.errors import CalipersError, ModelLoadError, cannot_load, damaged_file, library_errors
+from calipers.errors import CalipersError, cannot_load
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 from calipers.numerics.formats import Format
@@ -55,24 +57,22 @@ class CheckpointFolder:
     missing: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], name: str = "") -> CheckpointFolder:
+    def read(cls, path: str | os.PathLike[str]) -> CheckpointFolder:
         """Read a folder; refuse one that holds no quantized checkpoint."""
         folder = Path(path)
         _check_folder(folder)
         config = read_json_object(folder / "config.json")
         stored = stored_tensors(folder)
-        quantization = _quantization(folder, config)
-        with library_errors(lambda words: _damaged_config(folder, words)):
-            schemes = _schemes(stored, quantization)  # a pattern may be none
+        settings = read_settings(folder)
         notes, missing = _notes(folder)
         return cls(
-            name or Path(os.path.realpath(folder)).name,
+            Path(os.path.realpath(folder)).name,
             folder,
             config,
             stored,
-            schemes,
-            str(quantization.format),
-            quantization.kv_cache_scheme,
+            _schemes(Contents(folder, stored), settings),
+            str(settings.format),
+            settings.kv_cache_scheme,
             notes,
             missing,
         )
@@ -160,23 +160,6 @@ def _check_folder(folder: Path) -> None:
     check_location(str(folder))
 
 
-def _quantization(folder: Path, config: Mapping[str, Any]) -> QuantizationConfig:
-    raw = config.get("quantization_config")
-    if not isinstance(raw, dict):
-        raise ModelLoadError(
-            "is not quantized: its config.json has no quantization_config",
-            subject=f"The checkpoint '{folder}'",
-            hint="Give what 'calipers quantize' wrote; the model it was made from is the source.",
-        )
-    with library_errors(lambda words: _damaged_config(folder, words)):
-        found: QuantizationConfig = QuantizationConfig.model_validate(raw)
-        return found
-
-
-def _damaged_config(folder: Path, words: str) -> ModelLoadError:
-    return damaged_file(folder / "config.json", f"its quantization_config: {words}")
-
-
 def _notes(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if (folder / NOTES).is_file():
         return read_json_object(folder / NOTES), ()
@@ -184,27 +167,14 @@ def _notes(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     return {}, (f"{lost}. Errors are worked out anew where the source is at hand",)
 
 
-def _schemes(stored: Iterable[str], config: QuantizationConfig) -> dict[str, QuantizationScheme]:
+def _schemes(contents: Contents, settings: QuantizationConfig) -> dict[str, QuantizationScheme]:
     """Return how each module is quantized that has quantized tensors."""
-    parts = [name.rpartition(".") for name in stored]
-    modules = dict.fromkeys(module for module, _, local in parts if local in _MARKS)
-    found = {module: _scheme_of(module, config) for module in modules}
-    return {module: scheme for module, scheme in found.items() if scheme is not None}
-
-
-def _scheme_of(module: str, config: QuantizationConfig) -> QuantizationScheme | None:
-    """Return the group that names a module; else that of its class, which files do not tell."""
-    groups = list(config.config_groups.values())
-    for group in groups:
-        if any(match_name(module, target) for target in group.targets):
-            return group
-    wanted = ("Embedding", "Linear") if "embed" in module else ("Linear",)
-    by_class = {target: group for group in reversed(groups) for target in group.targets}
-    return next((by_class[kind] for kind in wanted if kind in by_class), _last(groups))
-
-
-def _last(groups: list[QuantizationScheme]) -> QuantizationScheme | None:
-    return groups[-1] if groups else None
+    model, _ = read_model(contents)
+    return {
+        module.name: module.scheme
+        for module in read_modules(contents, settings, model)
+        if module.scheme is not None and any(mark in module.tensors for mark in _MARKS)
+    }
 
 
 def _count(shape: Iterable[int]) -> int:
