@@ -89,7 +89,7 @@ def test_a_checkpoint(place: Path) -> None:
     assert [row["format"] for row in found["schemes"]] == ["int8", "int8"]
     errors = {loss["module"]: loss["error"] for loss in found["losses"]}
     assert errors == {
-        name: max(cost["weight"], cost["input"], cost["typical_input"])
+        name: math.hypot(cost["weight"], max(cost["input"], cost["typical_input"]))
         for name, cost in notes["costs"].items()
     }
     assert list(errors.values()) == sorted(errors.values(), reverse=True)

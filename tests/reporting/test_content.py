@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import calipers
+from calipers.checkpoint.description import describe_checkpoint
 from calipers.observers import Observer
 from calipers.planning.collecting import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
@@ -146,6 +147,34 @@ def test_static_inputs(made: Made, found: Report) -> None:
     row = row_of(found, 1, DOWN)
     by_input = max(costs["input"], costs["typical_input"])
     assert row.output_error == pytest.approx(math.hypot(costs["weight"], by_input))
+
+
+def test_a_module_has_one_error(made: Made, tmp_path: Path) -> None:
+    """What quantize, show, report and advise say of it is the same, and so is the worst module."""
+    folder, observers = tmp_path / "out", ("memoryless_minmax", "histogram_mse")
+    done = calipers.quantize(
+        made.model,
+        "W8A8_STATIC",
+        made.measurements,
+        folder,
+        weight_observer=observers[0],
+        activation_observer=observers[1],
+        progress=False,
+    )
+    (facts,) = calipers.report(folder, made.measurements, source=made.model).content.checkpoints
+    shown = describe_checkpoint(folder).losses()
+    errors = {loss.module: loss.error for loss in shown}
+    assert errors == {row.name: row.output_error for row in facts.ranked}
+    assert list(errors) == [row.name for row in facts.ranked]
+    assert errors == {name: cost.output_error for name, cost in done.costs.items()}
+    advised = calipers.advise(
+        made.model, made.measurements, "W8A8_STATIC", solvers=observers[:1], progress=False
+    )
+    assert {each.module: each.error for each in advised.predictions} == pytest.approx(errors)
+    costs = json.loads((folder / "calipers.json").read_text())["costs"]
+    for name, cost in costs.items():
+        by_input = max(cost["input"], cost["typical_input"])
+        assert errors[name] == pytest.approx((cost["weight"] ** 2 + by_input**2) ** 0.5)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
