@@ -30,15 +30,6 @@ def format_optional_size(size: int | None) -> str:
     return "" if size is None else format_size(size)
 
 
-def printable(text: str) -> str:
-    r"""Return a text of which nothing can steer a terminal.
-
-    >>> printable("a\x1b[31m")
-    'a�[31m'
-    """
-    return "".join(each if each.isprintable() or each == "\n" else "�" for each in text)
-
-
 def format_interval(estimate: Estimate, form: str) -> str:
     """Return a figure with its interval.
 
