@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import (
     QuantizationArgs,
-    QuantizationConfig,
     QuantizationScheme,
 )
 from torch import Tensor
@@ -20,8 +19,9 @@ from torch import Tensor
 from calipers.checkpoint.folder_contents import NOTES
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.lint.contents import Contents
-from calipers.checkpoint.lint.modules import read_model, read_modules
+from calipers.checkpoint.lint.modules import StoredModule, read_model, read_modules
 from calipers.checkpoint.lint.settings import read_settings
+from calipers.checkpoint.lint.tensor_checks import is_sound
 from calipers.checkpoint.location import check_location
 from calipers.errors import CalipersError, cannot_load
 from calipers.files.json_files import read_json_object
@@ -39,8 +39,7 @@ class CheckpointFolder:
     """A checkpoint as its files have it; tensors are read when they are asked for.
 
     :param name: of the folder
-    :param stored: its tensors
-    :param schemes: quantized module → how it is quantized
+    :param modules: by their names, with their tensors and how the config says they are quantized
     :param form: the format of compression that the config names for all
     :param notes: what ``calipers.json`` says; empty where there is none
     :param missing: what is not known, and why
@@ -49,8 +48,7 @@ class CheckpointFolder:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    stored: Mapping[str, StoredTensor]
-    schemes: Mapping[str, QuantizationScheme]
+    modules: Mapping[str, StoredModule]
     form: str
     kv_cache: QuantizationArgs | None
     notes: Mapping[str, Any]
@@ -62,15 +60,16 @@ class CheckpointFolder:
         folder = Path(path)
         _check_folder(folder)
         config = read_json_object(folder / "config.json")
-        stored = stored_tensors(folder)
+        contents = Contents(folder, stored_tensors(folder))
         settings = read_settings(folder)
+        model, _ = read_model(contents)
+        modules = read_modules(contents, settings, model)
         notes, missing = _notes(folder)
         return cls(
             Path(os.path.realpath(folder)).name,
             folder,
             config,
-            stored,
-            _schemes(Contents(folder, stored), settings),
+            {module.name: module for module in modules},
             str(settings.format),
             settings.kv_cache_scheme,
             notes,
@@ -78,18 +77,23 @@ class CheckpointFolder:
         )
 
     @cached_property
-    def parts(self) -> dict[str, dict[str, StoredTensor]]:
+    def parts(self) -> dict[str, Mapping[str, StoredTensor]]:
         """Module → its own tensors, by their local names."""
-        found: dict[str, dict[str, StoredTensor]] = {}
-        for name, tensor in self.stored.items():
-            module, _, local = name.rpartition(".")
-            found.setdefault(module, {})[local] = tensor
-        return found
+        return {name: module.tensors for name, module in self.modules.items() if module.tensors}
+
+    @cached_property
+    def schemes(self) -> dict[str, QuantizationScheme]:
+        """Quantized module → how it is quantized."""
+        return {
+            name: module.scheme
+            for name, module in self.modules.items()
+            if module.scheme is not None and any(mark in module.tensors for mark in _MARKS)
+        }
 
     @property
     def size(self) -> int:
         """The bytes of all tensors."""
-        return sum(tensor.size for tensor in self.stored.values())
+        return sum(tensor.size for parts in self.parts.values() for tensor in parts.values())
 
     def size_of(self, module: str) -> int | None:
         """Return the bytes of the tensors of a module; None if it has none here."""
@@ -101,21 +105,22 @@ class CheckpointFolder:
         found = self.parts.get(module, {}).get(local)
         return None if found is None else found.read()
 
-    def weights_in(self, module: str) -> int | None:
-        """Return how many weights a module has; None if that cannot be told."""
-        parts, scheme = self.parts.get(module, {}), self.schemes.get(module)
-        if "weight" in parts:
-            return _count(parts["weight"].shape)
-        if "weight_shape" in parts:
-            return _count(parts["weight_shape"].read().tolist())
-        packed = parts.get("weight_packed")
-        if packed is None or scheme is None or scheme.weights is None:
-            return None
-        return packed.size * 8 // int(scheme.weights.num_bits)
+    def shape_of(self, module: str) -> tuple[int, ...] | None:
+        """Return the shape of the weight of a module; None if that cannot be told."""
+        found = self.modules.get(module)
+        if found is None or found.shape is not None:
+            return None if found is None else found.shape
+        weight = found.tensors.get("weight")
+        return None if weight is None else weight.shape
+
+    def is_sound(self, module: str) -> bool:
+        """Whether a module has a quantized weight whose tensors fit each other; see lint."""
+        found = self.modules.get(module)
+        return found is not None and is_sound(found)
 
     def weight_scales(self, module: str) -> Tensor | None:
-        """Return what codes are multiplied by, in float32; None where it is not stored."""
-        scale = self.tensor(module, "weight_scale")
+        """Return what codes are multiplied by, in float32; None where tensors do not fit."""
+        scale = self.tensor(module, "weight_scale") if self.is_sound(module) else None
         if scale is None:
             return None
         if scale.dtype == torch.uint8:  # MX: the exponent
@@ -165,23 +170,6 @@ def _notes(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         return read_json_object(folder / NOTES), ()
     lost = f"{NOTES} is not there: Calipers did not write this checkpoint, or the file was lost"
     return {}, (f"{lost}. Errors are worked out anew where the source is at hand",)
-
-
-def _schemes(contents: Contents, settings: QuantizationConfig) -> dict[str, QuantizationScheme]:
-    """Return how each module is quantized that has quantized tensors."""
-    model, _ = read_model(contents)
-    return {
-        module.name: module.scheme
-        for module in read_modules(contents, settings, model)
-        if module.scheme is not None and any(mark in module.tensors for mark in _MARKS)
-    }
-
-
-def _count(shape: Iterable[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= int(size)
-    return total
 
 
 def attention_modules(folder: CheckpointFolder) -> Iterator[str]:

@@ -88,7 +88,7 @@ def facts_of(
     for name in sorted(names, key=_order):
         seen = inputs.get(name)
         count = tokens.get(name, None if seen is None else seen.tokens)
-        weights, size = folder.weights_in(name), folder.size_of(name)
+        weights, size = math.prod(folder.shape_of(name) or [0]), folder.size_of(name)
         row = ModuleFacts(
             name,
             scheme_label(folder.schemes.get(name)),

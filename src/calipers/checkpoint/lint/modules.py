@@ -23,6 +23,7 @@ from calipers.checkpoint.lint.results import Finding
 from calipers.checkpoint.lint.settings import format_of
 from calipers.checkpoint.names import stored_names
 from calipers.checkpoint.reader import build_unchecked
+from calipers.checkpoint.sizes import noted_shape
 from calipers.checkpoint.state import join
 from calipers.checkpoint.ties import tied_names
 from calipers.errors import CalipersError, damaged_file, library_errors
@@ -118,10 +119,7 @@ class StoredModule:
     def noted_shape(self) -> tuple[int, ...] | None:
         """Return what weight_shape holds, where it is of some use."""
         noted = self.tensors.get("weight_shape")
-        if noted is None or noted.dtype.is_floating_point or noted.size > 1024:
-            return None
-        found = tuple(int(size) for size in noted.read().flatten().tolist())
-        return found if len(found) >= 2 and min(found) > 0 else None
+        return None if noted is None else noted_shape(noted)
 
 
 def read_model(contents: Contents) -> tuple[ModelNames, list[Finding]]:
