@@ -105,6 +105,8 @@ def test_groups_that_overlap(made: Made, tmp_path: Path) -> None:
     calipers.oneshot(made.model, {"modifiers": [step]}, output_dir=folder, progress=False)
     config = AutoConfig.from_pretrained(folder)
     read = QuantizationConfig.model_validate(config.quantization_config)
+    targets = [group.targets for group in read.config_groups.values()]
+    assert targets == [["re:.*proj$"], ["re:.*down_proj$"]]  # as they were given
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         apply_quantization_config(model, read)
