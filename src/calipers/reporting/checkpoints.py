@@ -108,10 +108,10 @@ class CheckpointFolder:
     def shape_of(self, module: str) -> tuple[int, ...] | None:
         """Return the shape of the weight of a module; None if that cannot be told."""
         found = self.modules.get(module)
-        if found is None or found.shape is not None:
-            return None if found is None else found.shape
+        if found is None:
+            return None
         weight = found.tensors.get("weight")
-        return None if weight is None else weight.shape
+        return found.shape or (None if weight is None else weight.shape)
 
     def is_sound(self, module: str) -> bool:
         """Whether a module has a quantized weight whose tensors fit each other; see lint."""
