@@ -43,6 +43,10 @@ RECIPES: dict[str, Any] = {
             }
         }
     ),
+    "signed": quantized_by(
+        scheme="W4A16",
+        weight_observer={"name": "optimal", "importance": "none", "signed_scale": True},
+    ),
     "int4 in bytes": quantized_by(config_groups={"all": INT4_IN_BYTES}),
 }
 SIZES: dict[str, dict[str, int]] = {

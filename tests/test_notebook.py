@@ -182,8 +182,8 @@ def test_what_oneshot_returns() -> None:
     assert told.startswith("OneshotResult(model: LlamaForCausalLM, plan: Plan(14 × weight float8 ")
     rows = shown(result).rows
     assert rows[-1] == ["… and 4 more"]
-    worst = max(result.costs, key=lambda name: result.costs[name].worst)
-    assert (rows[5][0], rows[5][2]) == (worst, f"{result.costs[worst].worst:.2%}")
+    worst = max(result.costs, key=lambda name: result.costs[name].output_error)
+    assert (rows[5][0], rows[5][2]) == (worst, f"{result.costs[worst].output_error:.2%}")
     assert shown(result).rects == 14
     assert isinstance(result.recipe, Recipe)
 

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import massive
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from families import saved
 from linting import DOWN, RECIPES, Q, checkpoint, damaged, sources, with_value
 from safetensors.torch import load_file
 
@@ -113,6 +115,22 @@ class TestOtherWriters:
         assert found.checks["scale-zero"] == (f"{Q}.weight_scale",)
         assert found.counts == {"error": 1, "warning": 0, "note": 1}
         assert found.checks["model-unknown"] == ("config.json",)
+
+
+def test_what_was_lost_is_read_from_the_notes(tmp_path: Path) -> None:
+    """A static input that is lost can be seen in no tensor; quantize has said so, and lint does."""
+    model = saved(massive.massive_llama(torch.bfloat16), tmp_path / "model")
+    calipers.oneshot(model, "W8A8_STATIC", massive.samples(), output_dir=tmp_path / "out")
+    notes = json.loads((tmp_path / "out" / "calipers.json").read_text())
+    lost = notes["costs"][massive.MASSIVE]["tensors"]["input"]
+    assert lost["typical_error"] > 0.99
+    found = calipers.lint(tmp_path / "out")
+    assert found.checks == {"activation-loss": (f"{massive.MASSIVE}.input",)}
+    assert found.findings[0].problem.startswith("is static, and loses 100% of all but its larg")
+    assert f"reach {lost['largest']:.4g}, and its range ends at" in found.findings[0].problem
+    for damage in ("{", '{"costs": {"a": {"tensors": {"input": 1}}}}', '{"costs": 3}'):
+        (tmp_path / "out" / "calipers.json").write_text(damage)
+        assert calipers.lint(tmp_path / "out").checks == {"notes-damaged": ("calipers.json",)}
 
 
 def test_columns_in_another_order(place: Path, tmp_path: Path) -> None:

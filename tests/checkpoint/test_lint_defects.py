@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,9 @@ from linting import DOWN, Q, checkpoint, damaged, of_groups, sources, with_confi
 from safetensors.torch import load_file, save_file
 
 import calipers
+from calipers.checkpoint.description import describe_checkpoint
 from calipers.errors import CalipersError, ConfigurationError, ModelLoadError
+from calipers.reporting.data import page_data
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -74,7 +77,12 @@ DEFECTS = {
     "NaN": Defect("W4A16", "scale-nan", SCALE, with_value(NAN, 3)),
     "Inf": Defect("W8A8", "scale-inf", SCALE, with_value(INF, 3)),
     "zero": Defect("W4A16", "scale-zero", SCALE, with_value(0)),
-    "negative": Defect("W4A16", "scale-negative", SCALE, with_value(-1)),
+    "negative, asymmetric": Defect("W4A16_ASYM", "scale-negative", SCALE, with_value(-1)),
+    "negative, fp8": Defect("FP8", "scale-negative", SCALE, with_value(-1)),
+    "negative, fp4": Defect("NVFP4", "scale-negative", SCALE, with_value(-1)),
+    "negative global": Defect("NVFP4", "scale-negative", DOWN_GLOBAL, with_value(-1)),
+    "negative of an input": Defect("FP8", "scale-negative", INPUT, with_value(-1)),
+    "negative of keys": Defect("kv", "scale-negative", KEYS, with_value(-1)),
     "denormal": Defect("W4A16", "scale-denormal", SCALE, with_value(1e-39)),
     "ones": Defect("FP8", "scale-default", INPUT, torch.ones_like),
     "NaN in e4m3": Defect("NVFP4", "scale-nan", SCALE, with_value(NAN)),
@@ -263,7 +271,10 @@ def test_what_cannot_be_looked_at(change: Any, told: str, place: Path, tmp_path:
 
 @pytest.mark.parametrize("name", ["W4A16_ASYM", "FP8_BLOCK", "NVFP4", "MXFP4", "kv", "narrow"])
 def test_damage_of_any_kind_never_crashes(name: str, place: Path, tmp_path: Path) -> None:
-    """Tensors of other shapes, dtypes and bytes, and configs of other values."""
+    """Tensors of other shapes, dtypes and bytes, and configs of other values.
+
+    Neither lint nor what shows a checkpoint, or reports on it.
+    """
     chance = random.Random(name)
     sound = checkpoint(place, name)
     names = sorted(load_file(sound / "model.safetensors"))
@@ -274,11 +285,13 @@ def test_damage_of_any_kind_never_crashes(name: str, place: Path, tmp_path: Path
         if chance.random() < 0.5:
             key, value = chance.choice(_SETTINGS)
             with_config(folder, of_groups(**{key: value}))
-        try:
-            found = calipers.lint(folder, sources(place, name))
-        except CalipersError:
-            continue
-        json.dumps(found.as_dict())
+        for look in (
+            lambda: calipers.lint(folder, sources(place, name)).as_dict(),  # noqa: B023
+            lambda: describe_checkpoint(folder).as_dict(),  # noqa: B023
+            lambda: page_data(calipers.report(folder, findings={}).content),  # noqa: B023
+        ):
+            with suppress(CalipersError):
+                json.dumps(look())
 
 
 _SETTINGS = [

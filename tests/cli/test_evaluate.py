@@ -8,7 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from shell import Terminal, run, run_here
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calipers
 from calipers.demo import MODEL
@@ -33,15 +35,36 @@ def test_checkpoints_side_by_side(model: Path, text: Path, outputs: list[str]) -
     said = [line.split(":")[0] for line in done.stderr.splitlines()]
     assert said == ["model", *SCHEMES]  # each as soon as it is done
     lines = [line for line in done.stdout.splitlines() if line.strip()]
-    head = ["model", "size", "perplexity", "change", "KL divergence", "top-1 agreement"]
-    assert re.split(r"\s{2,}", lines[0].strip()) == [*head, "above the best"]
+    head = ["model", "size", "perplexity", "change", "noise floor", "KL divergence"]
+    assert re.split(r"\s{2,}", lines[0].strip()) == [*head, "top-1 agreement", "above the best"]
     assert sum("the best" in line for line in lines[2:5]) == 1
     assert [line.split()[0] for line in lines[2:5]] == ["model", *SCHEMES]
     assert lines[2].split()[1:3] == ["658", "kB"]
     assert lines[5].startswith("30 samples, 930 tokens predicted.")
-    assert re.search(r"so may one below \d\S*, by which roundings alone", lines[5])
-    assert lines[6].split() == ["layer", *SCHEMES]
-    assert [line.split()[0] for line in lines[8:10]] == ["model.layers.0", "model.layers.1"]
+    assert "so may one below its noise floor" in lines[5]
+    at = next(number for number, line in enumerate(lines) if line.split()[0] == "layer")
+    assert lines[at].split() == ["layer", *SCHEMES]
+    layers = [line.split()[0] for line in lines[at + 2 : at + 4]]
+    assert layers == ["model.layers.0", "model.layers.1"]
+
+
+def test_a_model_that_predicts_worse_than_chance(tmp_path: Path, text: Path) -> None:
+    """A head whose sign is wrong: what would be likely is not, and uniform guesses are better."""
+    loaded = AutoModelForCausalLM.from_pretrained(MODEL)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "model")
+    size = loaded.config.vocab_size
+    for sign, is_worse in ((1, False), (-1, True)):
+        with torch.no_grad():
+            loaded.lm_head.weight.mul_(sign)
+        loaded.save_pretrained(tmp_path / "model")
+        arguments = ("evaluate", "model", "--data", str(text), *OPTIONS)
+        done = run(*arguments, cwd=tmp_path)
+        said = f"worse than chance: its perplexity is above the {size} tokens of its vocabulary."
+        assert [said in line for line in done.stdout.splitlines()].count(True) == is_worse
+        assert ("worse than chance" in done.stderr) == is_worse
+        told = json.loads(run(*arguments, "--json", cwd=tmp_path).stdout)
+        assert (told["worse_than_chance"], told["vocabulary"]) == (is_worse, size)
+        assert (told["base"]["perplexity"]["value"] > size) == is_worse
 
 
 def test_the_same_as_data(model: Path, text: Path, outputs: list[str]) -> None:

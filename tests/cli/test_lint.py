@@ -52,11 +52,11 @@ def test_alike_findings_are_one_for_people_and_all_for_machines(
 
 
 def test_warnings_fail_if_so_wanted(place: Path, tmp_path: Path) -> None:
-    folder = damaged(checkpoint(place, "W4A16"), tmp_path, {NAME: with_value(-1)})
+    folder = damaged(checkpoint(place, "W4A16"), tmp_path, {NAME: with_value(1e-39)})
     assert run("lint", str(folder)).returncode == 0
     done = run("lint", str(folder), "--strict")
     assert done.returncode == 1
-    assert done.stdout.startswith("warning: scale-negative\n")
+    assert done.stdout.startswith("warning: scale-denormal\n")
 
 
 def test_what_is_no_quantized_checkpoint(place: Path, tmp_path: Path) -> None:

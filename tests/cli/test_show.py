@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from shell import Terminal, refused, run
 
 from calipers import Measurements
@@ -89,7 +89,7 @@ def test_a_checkpoint(place: Path) -> None:
     assert [row["format"] for row in found["schemes"]] == ["int8", "int8"]
     errors = {loss["module"]: loss["error"] for loss in found["losses"]}
     assert errors == {
-        name: max(cost["weight"], cost["input"], cost["typical_input"])
+        name: math.hypot(cost["weight"], max(cost["input"], cost["typical_input"]))
         for name, cost in notes["costs"].items()
     }
     assert list(errors.values()) == sorted(errors.values(), reverse=True)
@@ -132,16 +132,23 @@ def test_what_cannot_be_shown(place: Path, tmp_path: Path) -> None:
         refused(("show", "folder"), said, cwd=tmp_path)
 
 
-def test_names_do_not_steer_the_terminal(place: Path, tmp_path: Path) -> None:
-    for file in (place / "out").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    notes = json.loads((tmp_path / "calipers.json").read_text())
-    evil = "model.layers.0.\x1b[2J[red]evil"
-    notes["weight_errors"][evil] = 1.0
-    (tmp_path / "calipers.json").write_text(json.dumps(notes))
-    shown = run("show", str(tmp_path), cwd=tmp_path).stdout
-    assert "\x1b" not in shown
-    assert "model.layers.0.�[2J[red]evil" in shown
+@pytest.mark.parametrize(
+    ("shape", "is_shown"),
+    [([[128, 128]], True), ([[1, 2], [3, 4]], True), ([[0, 3]], False), (7, False)],
+    ids=str,
+)
+def test_shapes_that_are_none(shape: Any, is_shown: bool, model: Path, tmp_path: Path) -> None:
+    """A tensor of another shape than [rows, columns] is no bug of Calipers."""
+    run("quantize", str(model), "-s", "W4A16", "-o", "out", cwd=tmp_path)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight_shape"
+    save_file({**stored, name: torch.tensor(shape)}, tmp_path / "out" / "model.safetensors")
+    if is_shown:
+        assert told("out", cwd=tmp_path)["modules"] == 14
+    else:
+        refused(("show", "out"), f"'{name}' does not hold the shape of a weight", cwd=tmp_path)
+    assert run("lint", "out", cwd=tmp_path).returncode == 1
+    assert run("report", "out", "-o", "r.html", cwd=tmp_path).returncode == 0
 
 
 def test_histograms_share_an_axis() -> None:

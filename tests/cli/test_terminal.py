@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
-from shell import Terminal
+import torch
+from safetensors.torch import load_file, save_file
+from shell import Terminal, run
 
 ESCAPE = "\x1b["
 WRONG = ("plan", "m.gguf", "--scheme", "W4A16")
@@ -56,3 +60,67 @@ def test_bars_fit_into_narrow_terminals(model: Path, text: Path, tmp_path: Path)
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
     assert any("5120/5120 tokens" in line for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+EVIL = "ev\x1b]0;title\x07\x9b2J\x7f\r\u202eil [red]:x: [/]"
+"""Sets the title, clears the screen, turns the direction of writing, and is markup for rich."""
+
+
+@pytest.fixture(scope="module")
+def hostile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and with a checkpoint of it in which all names are hostile."""
+    place = tmp_path_factory.mktemp("hostile")
+    shutil.copytree(model, place / f"model {EVIL}")
+    done = run("quantize", f"model {EVIL}", "-s", "W4A16", "-o", EVIL, cwd=place)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(place / EVIL, place / f"damaged {EVIL}")
+    folder = place / f"damaged {EVIL}"
+    found = load_file(folder / "model.safetensors")
+    found[f"model.layers.0.{EVIL}.weight_packed"] = torch.zeros(8, 16, dtype=torch.int32)
+    found[f"model.layers.0.{EVIL}.weight_scale"] = torch.zeros(8, 1)
+    found[f"{EVIL}.bias"] = torch.full((4,), torch.nan)
+    save_file(found, folder / "model.safetensors")
+    notes = json.loads((folder / "calipers.json").read_text())
+    notes["weight_errors"][EVIL] = 1.0
+    (folder / "calipers.json").write_text(json.dumps(notes))
+    return place
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("lint", f"damaged {EVIL}"), 1),
+        (("lint", f"damaged {EVIL}", "--against", f"model {EVIL}"), 1),
+        (("report", f"damaged {EVIL}", "--overwrite", "-o", f"{EVIL}.html"), 0),
+        (("plan", f"model {EVIL}", "-s", "W4A16"), 0),
+        (("plan", f"model {EVIL}", "-s", EVIL), 2),
+        (("plan", f"model {EVIL}", f"--{EVIL}"), 2),
+        (("show", f"damaged {EVIL}"), 0),
+        (("show", EVIL, "--debug", EVIL), 2),
+        (("lint", f"nowhere {EVIL}", "--debug"), 2),
+        ((EVIL,), 2),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_names_do_not_steer_the_terminal(
+    arguments: tuple[str, ...], code: int, more: tuple[str, ...], hostile: Path
+) -> None:
+    """Neither those of folders and files nor those in them, whoever prints them."""
+    done = run(*arguments, *more, cwd=hostile)
+    assert done.returncode == code, done.stderr
+    shown = done.stdout + done.stderr
+    assert [each for each in shown if not each.isprintable() and each != "\n"] == []
+    if arguments[0] != "plan" or code:
+        assert "il [red]:x: [/]" in shown
+    if more and code < 2:
+        assert json.dumps(EVIL)[1:-1] in json.dumps(json.loads(done.stdout))
+
+
+def test_names_do_not_steer_bars(hostile: Path, text: Path) -> None:
+    size = ("--data", str(text), "--samples", "24", "--seq-len", "16")
+    arguments = ("evaluate", f"model {EVIL}", EVIL, f"./{EVIL}", *size)
+    shown = on_terminal(*arguments, cwd=hostile, env={})
+    plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown)
+    assert re.search(r"evaluating \S*ev�[^\r\n]*il \[red\]:x: \[/\]", plain)
+    assert [each for each in plain if not each.isprintable() and each not in "\r\n"] == []

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import calipers
+from calipers.cli.command import console
+from calipers.cli.evaluate import _view
 from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
 from calipers.evaluation import Evaluation, evaluate
@@ -144,7 +146,21 @@ def test_true_differences_are_told(found: Evaluation) -> None:
     assert found.difference("W2", "W4").beyond_noise
     assert found.checkpoints["W4"].change.beyond_noise
     assert found.checkpoints["W8"].noise < 1e-4  # float32, and not damaged
-    assert found.noise == max(scores.noise for scores in found.checkpoints.values())
+
+
+def test_a_broken_checkpoint_sets_no_floor_for_others(found: Evaluation) -> None:
+    """Neither in the figures nor in what people are told: each pair has a floor of its own."""
+    broken = found.checkpoints["W2"].noise
+    assert found.difference("W4", "W8").noise < broken / 100
+    assert found.difference("W2", "W8").noise == broken
+    made = console()
+    with made.capture() as captured:
+        made.print(_view("float", found, ""))
+    rows = {line.split()[0]: line for line in captured.get().splitlines() if line.strip()}
+    for name in ("W4", "W8"):
+        floor = found.checkpoints[name].change.noise
+        assert f" {floor:.1g} " in rows[name]
+    assert f"{broken:.1g}" not in rows["32"]  # the sentence below the table
 
 
 def test_noise_is_in_the_data(found: Evaluation) -> None:

@@ -12,13 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from massive import MASSIVE
 from report_content import IDS, Made
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import calipers
+from calipers.checkpoint.description import describe_checkpoint
 from calipers.observers import Observer
 from calipers.planning.collecting import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
@@ -87,6 +94,33 @@ def test_a_checkpoint_without_notes(made: Made, found: Report, tmp_path: Path) -
     ]
 
 
+def test_groups_that_overlap(made: Made, tmp_path: Path) -> None:
+    """Each module has the scheme that compressed-tensors gives it, in the report as in lint."""
+    groups = {
+        name: {"targets": [target], "weights": {"num_bits": bits, "strategy": "channel"}}
+        for name, target, bits in (("a", "re:.*proj$", 4), ("b", "re:.*down_proj$", 8))
+    }
+    step = {"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head"]}}
+    folder = tmp_path / "overlapping"
+    calipers.oneshot(made.model, {"modifiers": [step]}, output_dir=folder, progress=False)
+    config = AutoConfig.from_pretrained(folder)
+    read = QuantizationConfig.model_validate(config.quantization_config)
+    targets = [group.targets for group in read.config_groups.values()]
+    assert targets == [["re:.*proj$"], ["re:.*down_proj$"]]  # as they were given
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        apply_quantization_config(model, read)
+    expected = {
+        name: f"int{module.quantization_scheme.weights.num_bits}"
+        for name, module in model.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
+    assert sorted(expected.values()) == ["int4"] * 12 + ["int8"] * 2
+    (facts,) = calipers.report(folder).content.checkpoints
+    assert {row.name: row.scheme.split()[0] for row in facts.modules} == expected
+    assert {each.name: each.scheme.split()[0] for each in calipers.lint(folder).weights} == expected
+
+
 def test_notes_that_are_damaged_count_as_missing(made: Made, tmp_path: Path) -> None:
     folder = shutil.copytree(made.plain, tmp_path / "damaged")
     notes = {"weight_errors": [1], "costs": {DOWN: 3}, "coverage": None, "notes": {"a": [1]}}
@@ -115,6 +149,34 @@ def test_static_inputs(made: Made, found: Report) -> None:
     row = row_of(found, 1, DOWN)
     by_input = max(costs["input"], costs["typical_input"])
     assert row.output_error == pytest.approx(math.hypot(costs["weight"], by_input))
+
+
+def test_a_module_has_one_error(made: Made, tmp_path: Path) -> None:
+    """What quantize, show, report and advise say of it is the same, and so is the worst module."""
+    folder, observers = tmp_path / "out", ("memoryless_minmax", "histogram_mse")
+    done = calipers.quantize(
+        made.model,
+        "W8A8_STATIC",
+        made.measurements,
+        folder,
+        weight_observer=observers[0],
+        activation_observer=observers[1],
+        progress=False,
+    )
+    (facts,) = calipers.report(folder, made.measurements, source=made.model).content.checkpoints
+    shown = describe_checkpoint(folder).losses()
+    errors = {loss.module: loss.error for loss in shown}
+    assert errors == {row.name: row.output_error for row in facts.ranked}
+    assert list(errors) == [row.name for row in facts.ranked]
+    assert errors == {name: cost.output_error for name, cost in done.costs.items()}
+    advised = calipers.advise(
+        made.model, made.measurements, "W8A8_STATIC", solvers=observers[:1], progress=False
+    )
+    assert {each.module: each.error for each in advised.predictions} == pytest.approx(errors)
+    costs = json.loads((folder / "calipers.json").read_text())["costs"]
+    for name, cost in costs.items():
+        by_input = max(cost["input"], cost["typical_input"])
+        assert errors[name] == pytest.approx((cost["weight"] ** 2 + by_input**2) ** 0.5)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -16,7 +16,7 @@ from calipers.advice.candidates import UNQUANTIZED, Candidate
 from calipers.calibration.progress import Progress
 from calipers.checkpoint.sizes import sizes_of_module
 from calipers.measurements import Measurements
-from calipers.modifiers.costs import ModuleCosts
+from calipers.modifiers.costs import ModuleCosts, combined_error
 from calipers.modifiers.feedback import CurvatureCache
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import shared_columns
@@ -151,7 +151,7 @@ def _predictions(
         costs = driver.solution.costs.get(spec.name, ModuleCosts())
         weight = driver.solution.errors[spec.name] if costs.weight is None else costs.weight
         by_input = _input_error(spec, costs, seen)
-        error = math.hypot(weight, by_input)
+        error = combined_error(weight, by_input)
         loss = costs.loss
         if loss is not None and weight > 0:
             loss *= (error / weight) ** 2
@@ -183,9 +183,9 @@ def _input_error(spec: ModuleSpec, costs: ModuleCosts, seen: Measurements) -> fl
     if tensor is None:
         return 0.0
     if tensor.args.dynamic is False:
-        static = costs.tensors.get("input")
-        typical = costs.typical_input or 0.0
-        return max(costs.input or 0.0, typical, 0.0 if static is None else static.error)
+        static, known = costs.tensors.get("input"), costs.input_error
+        # Without what went through the module, the error of the input itself is the best guess.
+        return known if known is not None else 0.0 if static is None else static.error
     counts = seen.get(spec.name, "input", COUNTS)
     if not isinstance(counts, ValueCounts) or not counts.num_tokens:
         return 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
+from calipers.calibration.consoles import SafeConsole
 from calipers.calibration.progress import clock, in_short
 
 _WIDE = 120
@@ -19,7 +19,7 @@ def make_bars(*, transient: bool = False) -> Bars:
 
     :param transient: whether nothing of them stays
     """
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     what = TextColumn(
         "{task.description}{task.fields[note]}",
         markup=False,

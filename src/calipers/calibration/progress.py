@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from calipers.calibration.launch import is_first_process
+from calipers.errors import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -253,7 +254,7 @@ def is_plain() -> bool:
 
 
 def _print(phases: Sequence[Phase]) -> None:
-    print("; ".join(map(str, phases)), file=sys.stderr, flush=True)
+    print(printable("; ".join(map(str, phases))), file=sys.stderr, flush=True)
 
 
 def in_short(number: float) -> str:

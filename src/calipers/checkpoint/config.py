@@ -22,12 +22,12 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
-from compressed_tensors.utils.match import match_targets
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.compressed_tensors import get_experts_scheme
 
 from calipers.checkpoint.compression import module_format, scheme_of
+from calipers.checkpoint.groups import group_of
 from calipers.checkpoint.names import expert_names, stored_module_names
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.state import own_modules
@@ -198,10 +198,8 @@ def _groups_of_modules(
 
 def _groups_by_targets(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, str]]:
     """Give each module with the group that a reader of the config takes for it."""
-    owner = {t: key for key, group in config.config_groups.items() for t in group.targets}
-    ignored = set(config.ignore or [])
     for name, module in own_modules(model):
-        if name not in ignored and isinstance(module, (nn.Linear, nn.Embedding)):
-            matched = match_targets(name, module, owner)
-            if matched:
-                yield name, owner[matched[0]]
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            key = group_of(module, [name], config)
+            if key is not None:
+                yield name, key

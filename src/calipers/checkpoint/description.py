@@ -95,7 +95,7 @@ def describe_checkpoint(folder: Path) -> CheckpointDescription:
         samples=_number(notes.get("samples"), file, "samples"),
         tokens=_number(notes.get("tokens"), file, "tokens"),
         errors={name: errors[name] for name in [*(n for n in weights if n in errors), *errors]},
-        costs=_costs(notes.get("costs"), file),
+        costs=costs_of(notes.get("costs"), file),
     )
 
 
@@ -126,7 +126,8 @@ def _errors(found: object, file: Path) -> dict[str, float]:
     return found
 
 
-def _costs(found: object, file: Path) -> dict[str, ModuleCosts]:
+def costs_of(found: object, file: Path) -> dict[str, ModuleCosts]:
+    """Return the costs of modules that the notes of a checkpoint hold; refuse damaged ones."""
     if not isinstance(found, dict):
         raise damaged_file(file, "'costs' must be an object")
     try:

@@ -12,7 +12,11 @@ from transformers import PreTrainedModel
 
 from calipers.checkpoint.compression import checkpoint_tensors, compressed_state, tensor_names
 from calipers.checkpoint.headers import stored_tensors
+from calipers.errors import damaged_file
 from calipers.files.safetensors_header import StoredTensor
+
+_LARGEST_SHAPE = 1024
+"""More bytes than the shape of any weight takes."""
 
 
 def size_on_disk(folder: Path) -> int:
@@ -51,7 +55,7 @@ def quantized_weights(folder: Path) -> dict[str, QuantizedWeight]:
         if kind.startswith("weight"):
             parts.setdefault(module, {})[kind] = tensor
     return {
-        module: QuantizedWeight(_numbers(found), sum(tensor.size for tensor in found.values()))
+        module: QuantizedWeight(_numbers(module, found), sum(each.size for each in found.values()))
         for module, found in parts.items()
         if "weight_packed" in found or {"weight", "weight_scale"} <= found.keys()
     }
@@ -64,9 +68,22 @@ def bits_per_weight(folder: Path) -> float | None:
     return 8 * sum(weight.size for weight in found) / numbers if numbers else None
 
 
-def _numbers(found: Mapping[str, StoredTensor]) -> int:
-    if "weight_shape" in found:
-        return math.prod(found["weight_shape"].read().tolist())
+def noted_shape(stored: StoredTensor) -> tuple[int, ...] | None:
+    """Return the shape of a weight that a tensor ``weight_shape`` holds; None if it holds none."""
+    if stored.dtype.is_floating_point or stored.size > _LARGEST_SHAPE:
+        return None
+    found = tuple(int(size) for size in stored.read().flatten().tolist())
+    return found if len(found) >= 2 and min(found) > 0 else None
+
+
+def _numbers(module: str, found: Mapping[str, StoredTensor]) -> int:
+    noted = found.get("weight_shape")
+    if noted is not None:
+        shape = noted_shape(noted)
+        if shape is None:
+            problem = f"'{module}.weight_shape' does not hold the shape of a weight"
+            raise damaged_file(noted.file, problem)
+        return math.prod(shape)
     if "weight_packed" in found:  # without a shape: two codes of four bits to a byte
         packed = found["weight_packed"]
         return math.prod(packed.shape) * packed.dtype.itemsize * 2

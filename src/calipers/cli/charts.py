@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from calipers.cli.formatting import printable
 from calipers.html import share_of_scale
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class HeatMap:
         )
         yield Text(f"{'layer':<{left}}{head}", style="bold", no_wrap=True, overflow="ellipsis")
         for layer, values in zip(self.grid.layers, self.grid.values, strict=True):
-            line = Text(f"{printable(layer):<{left}}", no_wrap=True, overflow="ellipsis")
+            line = Text(f"{layer:<{left}}", no_wrap=True, overflow="ellipsis")
             for number, width in columns:
                 line.append(" ")
                 line.append(
@@ -147,7 +146,6 @@ class HeatMap:
 
 
 def _cut(name: str, most: int) -> str:
-    name = printable(name)
     return name if len(name) <= most else name[: max(0, most - 1)] + "…"
 
 

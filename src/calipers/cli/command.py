@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from calipers.calibration.launch import is_first_process
 from calipers.cli.spelling import as_typed
-from calipers.errors import CalipersError, CalipersWarning
+from calipers.errors import CalipersError, CalipersWarning, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -89,22 +89,33 @@ def show(output: CommandOutput) -> None:
     if not is_first_process():
         return
     if _as_json.get():
-        print(json.dumps(output.data, indent=2, ensure_ascii=False))
+        _print_json(output.data, sys.stdout, indent=2)
     else:
         console().print(output.view)
 
 
 def console(*, for_errors: bool = False) -> Console:
     """Return what people read: the terminal, or a pipe, whose reader wants whole lines."""
-    from rich.console import Console
+    from calipers.calibration.consoles import SafeConsole
 
     stream = sys.stderr if for_errors else sys.stdout
-    return Console(
+    return SafeConsole(
         stderr=for_errors,
         width=None if stream.isatty() or "COLUMNS" in os.environ else 1000,
         color_system=None if _is_plain() else "auto",
-        highlight=False,
     )
+
+
+def _print_json(data: Any, stream: TextIO, indent: int | None = None) -> None:
+    """Print plain data; of its strings, what could steer a terminal is escaped."""
+    lines = json.dumps(data, indent=indent, ensure_ascii=False).split("\n")
+    print("\n".join(map(_escaped, lines)), file=stream, flush=True)
+
+
+def _escaped(line: str) -> str:
+    if line.isprintable():
+        return line
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
 
 
 def tell(data: Mapping[str, Any], text: str) -> None:
@@ -112,7 +123,7 @@ def tell(data: Mapping[str, Any], text: str) -> None:
     if not is_first_process():
         return
     if _as_json.get():
-        print(json.dumps(data, ensure_ascii=False), file=sys.stderr, flush=True)
+        _print_json(data, sys.stderr)
     else:
         from rich.text import Text
 
@@ -128,7 +139,7 @@ def progress() -> Progress:
 
 def _write_progress(phases: Sequence[Phase]) -> None:
     found = [phase.as_dict() for phase in phases]
-    print(json.dumps({"progress": found}, ensure_ascii=False), file=sys.stderr, flush=True)
+    _print_json({"progress": found}, sys.stderr)
 
 
 def shows_bars() -> bool:
@@ -153,7 +164,7 @@ def _report_errors(as_json: bool, debug: bool) -> Iterator[None]:
         raise
     except (Exception, KeyboardInterrupt) as error:
         if debug:
-            traceback.print_exception(error)
+            print(printable("".join(traceback.format_exception(error))), file=sys.stderr)
         if _came_from_interrupt(error):
             raise KeyboardInterrupt from error  # main has the words for it
         _fail(error, *_message_of(error), as_json)
@@ -179,7 +190,7 @@ def _fail(error: BaseException, text: str, code: int, as_json: bool) -> NoReturn
         told: dict[str, Any] = {"type": type(error).__name__, "message": text, "exit_code": code}
         if isinstance(error, CalipersError):
             told["context"] = error.context.as_dict(as_typed)
-        print(json.dumps({"error": told}, ensure_ascii=False), file=sys.stderr)
+        _print_json({"error": told}, sys.stderr)
     else:
         _print_message("Error", text, "bold red")
     raise typer.Exit(code) from error
@@ -202,7 +213,7 @@ def _report_warnings(as_json: bool) -> Iterator[None]:
 def _show_warning(as_json: bool, message: Warning | str, *_: Any, **__: Any) -> None:
     text = message.spelt(as_typed) if isinstance(message, CalipersWarning) else str(message)
     if as_json:
-        print(json.dumps({"warning": text}, ensure_ascii=False), file=sys.stderr)
+        _print_json({"warning": text}, sys.stderr)
     else:
         _print_message("Warning", text, "bold yellow")
 

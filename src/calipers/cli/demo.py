@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.cli.command import CommandOutput, console, progress, shows_bars
-from calipers.cli.formatting import format_interval, format_optional_size
+from calipers.cli.formatting import format_difference, format_interval, format_optional_size
 from calipers.cli.tables import add_row, table
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def _view(result: DemoResult) -> RenderableType:
 def _about(result: DemoResult) -> str:
     return (
         f"Perplexity per byte, on {result.evaluation.tokens:,} bytes of modules that were in "
-        "neither training nor calibration. A change whose interval holds 0, or below "
-        f"{result.evaluation.noise:.2g}, may be noise."
+        "neither training nor calibration. A change whose interval holds 0 may be noise, and so "
+        "may one that roundings alone could make: it is marked."
     )
 
 
@@ -106,7 +106,7 @@ def _table(result: DemoResult) -> Table:
             variant.observers,
             format_optional_size(scores.size),
             f"{scores.perplexity.value:.4f}",
-            format_interval(scores.change, "+.4f"),
+            format_difference(scores.change),
             f"{result.seconds[variant.folder]:.1f}",
         )
     return made

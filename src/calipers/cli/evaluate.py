@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.cli.command import CommandOutput, show, tell
-from calipers.cli.formatting import format_interval, format_optional_size
+from calipers.cli.formatting import format_difference, format_interval, format_optional_size
 from calipers.cli.options import (
     BatchSize,
     Data,
@@ -114,7 +114,10 @@ class _Done:
         scores: Scores = found.base
         if found.checkpoints:
             name, scores = list(found.checkpoints.items())[-1]
-        tell({"evaluated": {"name": name, **scores.as_dict()}}, f"{name}: {_in_words(scores)}")
+        told = _in_words(scores)
+        if scores is found.base and found.is_worse_than_chance:
+            told += ", worse than chance"
+        tell({"evaluated": {"name": name, **scores.as_dict()}}, f"{name}: {told}")
 
     @contextmanager
     def shown_on_failure(self) -> Iterator[None]:
@@ -137,7 +140,7 @@ class _Done:
 
 def _in_words(scores: Scores) -> str:
     change = getattr(scores, "change", None)
-    against = "" if change is None else f", change {_difference(change)}"
+    against = "" if change is None else f", change {format_difference(change)}"
     return f"perplexity {scores.perplexity.value:.4f}{against}"
 
 
@@ -147,9 +150,11 @@ def _view(model: str, found: Evaluation, unfinished: str) -> RenderableType:
 
     about = (
         f"{found.samples:,} samples, {found.tokens:,} tokens predicted. In brackets: 95 % "
-        f"intervals. {_about_noise(found)}"
+        f"intervals. {_ABOUT_NOISE}"
     )
     parts: list[RenderableType] = [_scores(model, found), about]
+    if found.is_worse_than_chance:
+        parts.append(_WORSE_THAN_CHANCE.format(found.vocabulary))
     for name, scores in found.checkpoints.items():
         parts += [Text(f"{_marked(name, scores)}: {note}") for note in scores.notes]
     parts += [unfinished] if unfinished else []
@@ -160,7 +165,7 @@ def _view(model: str, found: Evaluation, unfinished: str) -> RenderableType:
 
 def _scores(model: str, found: Evaluation) -> Table:
     above = found.above_best() if len(found.checkpoints) > 1 else {}
-    numbers = ["size", "perplexity", "change", "KL divergence", "top-1 agreement"]
+    numbers = ["size", "perplexity", "change", "noise floor", "KL divergence", "top-1 agreement"]
     numbers += ["above the best"] if above else []
     made = table("model", *numbers, numbers=numbers, wrapped=())
     base = found.base
@@ -171,7 +176,8 @@ def _scores(model: str, found: Evaluation) -> Table:
             _marked(name, scores),
             format_optional_size(scores.size),
             f"{scores.perplexity.value:.4f}",
-            _difference(scores.change),
+            format_difference(scores.change),
+            f"{scores.change.noise:.1g}",
             format_interval(scores.kl, ".5f"),
             format_interval(scores.agreement, ".2%"),
             *([_to_best(above[name])] if above else []),
@@ -183,23 +189,18 @@ def _marked(name: str, scores: CheckpointScores) -> str:
     return name if scores.reliable else f"{name} (!)"
 
 
-def _difference(found: Difference) -> str:
-    """Put a difference; that it is noise is said where its interval does not say so."""
-    hidden = not found.beyond_noise and not found.holds(0)
-    return format_interval(found, "+.4f") + (" noise" if hidden else "")
-
-
 def _to_best(above: Difference) -> str:
-    return _difference(above) if above.value else "the best"
+    return format_difference(above) if above.value else "the best"
 
 
-def _about_noise(found: Evaluation) -> str:
-    return (
-        "A change or a distance whose interval holds 0 may be noise, and so may one below "
-        f"{found.noise:.2g}, by which roundings alone can move the perplexity of the noisiest."
-    )
-
-
+_ABOUT_NOISE = (
+    "A change or a distance whose interval holds 0 may be noise; so may one below its noise floor, "
+    "by which roundings alone can move it: that of the noisier of the two models."
+)
+_WORSE_THAN_CHANCE = (
+    "The float model predicts worse than chance: its perplexity is above the {:,} tokens of its "
+    "vocabulary. Look at its weights, its tokenizer and the text before you trust the rest."
+)
 _ABOUT_LAYERS = (
     "‖h′ − h‖ / ‖h‖ at the output of each layer: what it adds by itself → what has come together."
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from calipers.evaluation import Estimate
+    from calipers.evaluation import Difference, Estimate
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -30,15 +30,6 @@ def format_optional_size(size: int | None) -> str:
     return "" if size is None else format_size(size)
 
 
-def printable(text: str) -> str:
-    r"""Return a text of which nothing can steer a terminal.
-
-    >>> printable("a\x1b[31m")
-    'a�[31m'
-    """
-    return "".join(each if each.isprintable() or each == "\n" else "�" for each in text)
-
-
 def format_interval(estimate: Estimate, form: str) -> str:
     """Return a figure with its interval.
 
@@ -47,6 +38,17 @@ def format_interval(estimate: Estimate, form: str) -> str:
     '+0.25 [+0.20, +0.31]'
     """
     return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
+
+
+def format_difference(found: Difference) -> str:
+    """Return a difference with its interval; that it is noise is said where that does not.
+
+    >>> from calipers.evaluation import Difference
+    >>> format_difference(Difference(0.25, 0.2, 0.3, noise=0.5))
+    '+0.2500 [+0.2000, +0.3000] noise'
+    """
+    hidden = not found.beyond_noise and not found.holds(0)
+    return format_interval(found, "+.4f") + (" noise" if hidden else "")
 
 
 def pattern_of(name: str) -> str:

@@ -13,7 +13,7 @@ from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import common_name, pattern_of
 from calipers.cli.sources import model_source
 from calipers.cli.tables import add_row, table
-from calipers.errors import counted
+from calipers.errors import counted, in_one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,7 +83,7 @@ def _finding(alike: list[Finding]) -> RenderableType:
     first = alike[0]
     told = Text.assemble((f"{first.severity}: ", _STYLES[first.severity]), first.check)
     for each in alike[:_MOST_NAMES]:
-        told.append(f"\n  {each.name} {each.problem}.")
+        told.append(f"\n  {in_one_line(f'{each.name} {each.problem}.', most=2000)}")
     if len(alike) > _MOST_NAMES:
         told.append(f"\n  … and {len(alike) - _MOST_NAMES:,} more, {len(alike):,} in all.")
     return told.append(f"\n  {first.hint}")

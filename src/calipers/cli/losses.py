@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from calipers.cli.formatting import printable
 from calipers.errors import counted
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
     shown = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for side in ("right", "right"):
         shown.add_column(justify=side, no_wrap=True)
-    names = [printable(loss.module) for loss in losses[:SHOWN]]
+    names = [loss.module for loss in losses[:SHOWN]]
     shown.add_column(overflow="fold", no_wrap=max(map(len, names)) <= _WHOLE)
     shown.add_column()
     for loss, module in zip(losses, map(Text, names), strict=False):
@@ -85,9 +84,9 @@ def activation_lines(costs: Costs, advice: Sequence[str]) -> list[str]:
         f"{counted(len(bad), 'static activation')} of {len(static)} lost more than {COSTLY:.0%} "
         "(typical: without the largest 0.1 % of values):",
         "    error  typical  clipped  largest, range",
-        *(_row(cost, printable(f"{name} {tensor}")) for (name, tensor), cost in shown),
+        *(_row(cost, f"{name} {tensor}") for (name, tensor), cost in shown),
         *rest,
-        _in_words(printable(" ".join(shown[0][0])), shown[0][1]),
+        _in_words(" ".join(shown[0][0]), shown[0][1]),
         "What to do, any of:",
         *(f"  {line}" for line in advice),
     ]

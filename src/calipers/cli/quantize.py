@@ -17,7 +17,7 @@ from calipers.calibration.launch import find_launch
 from calipers.checkpoint.output import check_output
 from calipers.cli.charts import ShellCommand
 from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import format_size, printable
+from calipers.cli.formatting import format_size
 from calipers.cli.losses import SHOWN, activation_lines, advice_on, worst_modules
 from calipers.cli.options import (
     ActivationObserver,
@@ -366,8 +366,8 @@ def _view(done: Summary) -> RenderableType:
     lost = activation_lines(done.costs, done.advice)
     commands = {**done.look, "Next, on text that calibration has not seen": done.next}
     return Group(
-        Text.assemble(("Written to ", "bold"), (printable(done.output), "bold"), f": {head}"),
-        Text("\n".join(map(printable, lines))),
+        Text.assemble(("Written to ", "bold"), (done.output, "bold"), f": {head}"),
+        Text("\n".join(lines)),
         *worst_modules(done.worst),
         *([Text("\n".join(lost))] if lost else []),
         *([Text(done.better)] if done.better else []),

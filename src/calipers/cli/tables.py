@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from calipers.cli.formatting import printable
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -34,7 +32,7 @@ def add_row(made: Table, *cells: str) -> None:
     """Add a row of plain text, in which brackets mean nothing."""
     from rich.text import Text
 
-    made.add_row(*(Text(printable(cell)) for cell in cells))
+    made.add_row(*(Text(cell) for cell in cells))
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
@@ -46,5 +44,5 @@ def facts_table(facts: Mapping[str, str]) -> Table:
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in facts.items():
-        made.add_row(name, Text(printable(value)))
+        made.add_row(name, Text(value))
     return made

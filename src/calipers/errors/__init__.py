@@ -56,6 +56,7 @@ from calipers.errors.formatting import (
     in_one_line,
     listing,
     nearest,
+    printable,
     shortened,
     sizes_that_divide,
 )
@@ -151,6 +152,7 @@ __all__ = [
     "not_allowed",
     "not_finite",
     "pickled_weights",
+    "printable",
     "several_splits",
     "shortened",
     "sizes_that_divide",

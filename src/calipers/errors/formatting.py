@@ -52,6 +52,20 @@ def first_line(text: str) -> str:
     return (text.strip().splitlines() or ["no reason is given"])[0].rstrip(".")
 
 
+def printable(text: str) -> str:
+    r"""Return a text that cannot steer a terminal.
+
+    Control characters (C0 and C1, so also ESC), marks that change the direction of writing, and
+    what else has no shape of its own are replaced. Lines and tabs stay.
+
+    >>> printable("a\x1b[31m\u202e"), printable("über\n\t1")
+    ('a�[31m�', 'über\n\t1')
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in "\n\t" else "�" for each in text)
+
+
 def counted(number: int, what: str) -> str:
     """Return a number with its noun.
 

@@ -179,6 +179,7 @@ class Comparison:
             int(counted.sum()),
             int(self._sums["tokens"].sum()),
             told,
+            getattr(self._base.config.get_text_config(), "vocab_size", None),
         )
 
     def _scores(self, name: str, size: int | None, told: Bootstrap) -> CheckpointScores:

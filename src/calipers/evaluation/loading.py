@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from compressed_tensors.base import QUANTIZATION_METHOD
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from compressed_tensors.utils import is_match
 from torch import nn
 
 from calipers.calibration.experts import unfuse_experts
 from calipers.checkpoint.compatibility import LoadingProblem, loading_problems
+from calipers.checkpoint.groups import group_of
 from calipers.checkpoint.names import stored_module_names
 from calipers.checkpoint.reader import load_model, load_skeleton
 from calipers.errors import (
@@ -114,15 +114,14 @@ def _quantization(config: PreTrainedConfig) -> QuantizationConfig | None:
 def _schemes(
     model: PreTrainedModel, config: QuantizationConfig
 ) -> Iterator[tuple[nn.Module, QuantizationScheme]]:
-    """Match modules as the library does, by the names that they have on disk."""
+    """Give each module with the scheme that the config has for it."""
     kinds = (nn.Linear, nn.Embedding)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     stored = stored_module_names(model, modules)
     for name, module in modules.items():
-        for scheme in config.config_groups.values():
-            if is_match(stored[name], module, scheme.targets, config.ignore or ()):
-                yield module, scheme
-                break
+        group = group_of(module, (stored[name], name), config)
+        if group is not None:
+            yield module, config.config_groups[group]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -90,6 +90,7 @@ class Evaluation:
     :param checkpoints: in the order in which they were given; those that are done
     :param samples: how many samples were run, and drawn from for the intervals
     :param tokens: how many tokens were predicted
+    :param vocabulary: how many tokens there are to choose from; None where it is not known
     """
 
     base: Scores
@@ -97,6 +98,7 @@ class Evaluation:
     samples: int
     tokens: int
     _bootstrap: Bootstrap = field(repr=False)
+    vocabulary: int | None = None
 
     def __repr__(self) -> str:
         return in_one_line(self)
@@ -105,12 +107,15 @@ class Evaluation:
         return as_html(self)
 
     @property
-    def noise(self) -> float:
-        """By how much roundings alone can move the perplexity of the noisiest model."""
-        return max(scores.noise for scores in (self.base, *self.checkpoints.values()))
+    def is_worse_than_chance(self) -> bool:
+        """Whether the float model predicts worse than one that gives all tokens the same chance."""
+        return self.vocabulary is not None and self.base.perplexity.value > self.vocabulary
 
     def difference(self, one: str, other: str) -> Difference:
-        """Return by how much the perplexity of one checkpoint lies above that of another."""
+        """Return by how much the perplexity of one checkpoint lies above that of another.
+
+        The noise floor is that of the noisier of the two; other checkpoints do not count.
+        """
         noise = max(self.checkpoints[name].noise for name in (one, other))
         return difference(self._bootstrap, one, other, noise if one != other else 0.0)
 
@@ -125,6 +130,8 @@ class Evaluation:
         return {
             "samples": self.samples,
             "tokens": self.tokens,
+            "vocabulary": self.vocabulary,
+            "worse_than_chance": self.is_worse_than_chance,
             "base": self.base.as_dict(),
             "checkpoints": {
                 name: {**scores.as_dict(), "above_best": above[name].as_dict()}

@@ -84,15 +84,15 @@ def module_losses(
 
 def _of_output(name: str, cost: ModuleCosts) -> ModuleLoss:
     """Say what the output loses most through: of one input, in which of the two ways."""
-    seen = cost.tensors.get("input")
-    if seen is None or cost.worst == cost.weight:
-        return ModuleLoss(name, "output", cost.worst)
+    seen, by_input = cost.tensors.get("input"), cost.input_error or 0.0
+    if seen is None or (cost.weight or 0.0) >= by_input:
+        return ModuleLoss(name, "output", cost.output_error)
     cause: Cause = "input"
-    if cost.worst == cost.input and seen.clipped and seen.error_in_largest > 0.5:
+    if cost.input == by_input and seen.clipped and seen.error_in_largest > 0.5:
         cause = "clipped input"
     elif seen.typical_error > COSTLY:
         cause = "coarse input"
-    return ModuleLoss(name, "output", cost.worst, cause, seen)
+    return ModuleLoss(name, "output", cost.output_error, cause, seen)
 
 
 def loss_grid(errors: Mapping[str, float], costs: Mapping[str, ModuleCosts]) -> LayerGrid:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import (
     QuantizationArgs,
-    QuantizationConfig,
     QuantizationScheme,
 )
-from compressed_tensors.utils.match import match_name
 from torch import Tensor
 
 from calipers.checkpoint.folder_contents import NOTES
 from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.lint.contents import Contents
+from calipers.checkpoint.lint.modules import StoredModule, read_model, read_modules
+from calipers.checkpoint.lint.settings import read_settings
+from calipers.checkpoint.lint.tensor_checks import is_sound
 from calipers.checkpoint.location import check_location
-from calipers.errors import CalipersError, ModelLoadError, cannot_load, damaged_file, library_errors
+from calipers.errors import CalipersError, cannot_load
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 from calipers.numerics.formats import Format
@@ -37,8 +39,7 @@ class CheckpointFolder:
     """A checkpoint as its files have it; tensors are read when they are asked for.
 
     :param name: of the folder
-    :param stored: its tensors
-    :param schemes: quantized module → how it is quantized
+    :param modules: by their names, with their tensors and how the config says they are quantized
     :param form: the format of compression that the config names for all
     :param notes: what ``calipers.json`` says; empty where there is none
     :param missing: what is not known, and why
@@ -47,49 +48,52 @@ class CheckpointFolder:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    stored: Mapping[str, StoredTensor]
-    schemes: Mapping[str, QuantizationScheme]
+    modules: Mapping[str, StoredModule]
     form: str
     kv_cache: QuantizationArgs | None
     notes: Mapping[str, Any]
     missing: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], name: str = "") -> CheckpointFolder:
+    def read(cls, path: str | os.PathLike[str]) -> CheckpointFolder:
         """Read a folder; refuse one that holds no quantized checkpoint."""
         folder = Path(path)
         _check_folder(folder)
         config = read_json_object(folder / "config.json")
-        stored = stored_tensors(folder)
-        quantization = _quantization(folder, config)
-        with library_errors(lambda words: _damaged_config(folder, words)):
-            schemes = _schemes(stored, quantization)  # a pattern may be none
+        contents = Contents(folder, stored_tensors(folder))
+        settings = read_settings(folder)
+        model, _ = read_model(contents)
+        modules = read_modules(contents, settings, model)
         notes, missing = _notes(folder)
         return cls(
-            name or Path(os.path.realpath(folder)).name,
+            Path(os.path.realpath(folder)).name,
             folder,
             config,
-            stored,
-            schemes,
-            str(quantization.format),
-            quantization.kv_cache_scheme,
+            {module.name: module for module in modules},
+            str(settings.format),
+            settings.kv_cache_scheme,
             notes,
             missing,
         )
 
     @cached_property
-    def parts(self) -> dict[str, dict[str, StoredTensor]]:
+    def parts(self) -> dict[str, Mapping[str, StoredTensor]]:
         """Module → its own tensors, by their local names."""
-        found: dict[str, dict[str, StoredTensor]] = {}
-        for name, tensor in self.stored.items():
-            module, _, local = name.rpartition(".")
-            found.setdefault(module, {})[local] = tensor
-        return found
+        return {name: module.tensors for name, module in self.modules.items() if module.tensors}
+
+    @cached_property
+    def schemes(self) -> dict[str, QuantizationScheme]:
+        """Quantized module → how it is quantized."""
+        return {
+            name: module.scheme
+            for name, module in self.modules.items()
+            if module.scheme is not None and any(mark in module.tensors for mark in _MARKS)
+        }
 
     @property
     def size(self) -> int:
         """The bytes of all tensors."""
-        return sum(tensor.size for tensor in self.stored.values())
+        return sum(tensor.size for parts in self.parts.values() for tensor in parts.values())
 
     def size_of(self, module: str) -> int | None:
         """Return the bytes of the tensors of a module; None if it has none here."""
@@ -101,21 +105,22 @@ class CheckpointFolder:
         found = self.parts.get(module, {}).get(local)
         return None if found is None else found.read()
 
-    def weights_in(self, module: str) -> int | None:
-        """Return how many weights a module has; None if that cannot be told."""
-        parts, scheme = self.parts.get(module, {}), self.schemes.get(module)
-        if "weight" in parts:
-            return _count(parts["weight"].shape)
-        if "weight_shape" in parts:
-            return _count(parts["weight_shape"].read().tolist())
-        packed = parts.get("weight_packed")
-        if packed is None or scheme is None or scheme.weights is None:
+    def shape_of(self, module: str) -> tuple[int, ...] | None:
+        """Return the shape of the weight of a module; None if that cannot be told."""
+        found = self.modules.get(module)
+        if found is None:
             return None
-        return packed.size * 8 // int(scheme.weights.num_bits)
+        weight = found.tensors.get("weight")
+        return found.shape or (None if weight is None else weight.shape)
+
+    def is_sound(self, module: str) -> bool:
+        """Whether a module has a quantized weight whose tensors fit each other; see lint."""
+        found = self.modules.get(module)
+        return found is not None and is_sound(found)
 
     def weight_scales(self, module: str) -> Tensor | None:
-        """Return what codes are multiplied by, in float32; None where it is not stored."""
-        scale = self.tensor(module, "weight_scale")
+        """Return what codes are multiplied by, in float32; None where tensors do not fit."""
+        scale = self.tensor(module, "weight_scale") if self.is_sound(module) else None
         if scale is None:
             return None
         if scale.dtype == torch.uint8:  # MX: the exponent
@@ -160,58 +165,11 @@ def _check_folder(folder: Path) -> None:
     check_location(str(folder))
 
 
-def _quantization(folder: Path, config: Mapping[str, Any]) -> QuantizationConfig:
-    raw = config.get("quantization_config")
-    if not isinstance(raw, dict):
-        raise ModelLoadError(
-            "is not quantized: its config.json has no quantization_config",
-            subject=f"The checkpoint '{folder}'",
-            hint="Give what 'calipers quantize' wrote; the model it was made from is the source.",
-        )
-    with library_errors(lambda words: _damaged_config(folder, words)):
-        found: QuantizationConfig = QuantizationConfig.model_validate(raw)
-        return found
-
-
-def _damaged_config(folder: Path, words: str) -> ModelLoadError:
-    return damaged_file(folder / "config.json", f"its quantization_config: {words}")
-
-
 def _notes(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if (folder / NOTES).is_file():
         return read_json_object(folder / NOTES), ()
     lost = f"{NOTES} is not there: Calipers did not write this checkpoint, or the file was lost"
     return {}, (f"{lost}. Errors are worked out anew where the source is at hand",)
-
-
-def _schemes(stored: Iterable[str], config: QuantizationConfig) -> dict[str, QuantizationScheme]:
-    """Return how each module is quantized that has quantized tensors."""
-    parts = [name.rpartition(".") for name in stored]
-    modules = dict.fromkeys(module for module, _, local in parts if local in _MARKS)
-    found = {module: _scheme_of(module, config) for module in modules}
-    return {module: scheme for module, scheme in found.items() if scheme is not None}
-
-
-def _scheme_of(module: str, config: QuantizationConfig) -> QuantizationScheme | None:
-    """Return the group that names a module; else that of its class, which files do not tell."""
-    groups = list(config.config_groups.values())
-    for group in groups:
-        if any(match_name(module, target) for target in group.targets):
-            return group
-    wanted = ("Embedding", "Linear") if "embed" in module else ("Linear",)
-    by_class = {target: group for group in reversed(groups) for target in group.targets}
-    return next((by_class[kind] for kind in wanted if kind in by_class), _last(groups))
-
-
-def _last(groups: list[QuantizationScheme]) -> QuantizationScheme | None:
-    return groups[-1] if groups else None
-
-
-def _count(shape: Iterable[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= int(size)
-    return total
 
 
 def attention_modules(folder: CheckpointFolder) -> Iterator[str]:

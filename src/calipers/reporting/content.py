@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -181,10 +182,10 @@ def _schemes(folder: CheckpointFolder) -> dict[str, int]:
 
 
 def _bits(folder: CheckpointFolder) -> float | None:
-    known = [(folder.size_of(name), folder.weights_in(name)) for name in folder.schemes]
-    counted_ones = [(size, count) for size, count in known if size is not None and count]
-    total = sum(count for _, count in counted_ones)
-    return sum(size for size, _ in counted_ones) * 8 / total if total else None
+    known = [(folder.size_of(name), folder.shape_of(name)) for name in folder.schemes]
+    pairs = [(size, math.prod(shape)) for size, shape in known if size is not None and shape]
+    total = sum(count for _, count in pairs)
+    return sum(size for size, _ in pairs) * 8 / total if total else None
 
 
 def _own_findings(folder: CheckpointFolder, rows: Sequence[ModuleFacts]) -> Iterable[Finding]:

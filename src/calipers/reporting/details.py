@@ -111,7 +111,7 @@ def chosen_ranges(
         if seen is None or seen.values is None or scale is None or not scale.numel():
             continue
         zero = folder.tensor(module, "input_zero_point")
-        zero = torch.zeros(1) if zero is None else zero
+        zero = torch.zeros(1) if zero is None or not zero.numel() else zero
         found[module] = range_of("this checkpoint", seen.values, args, scale, zero)
     return found
 

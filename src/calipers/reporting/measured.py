@@ -72,13 +72,10 @@ class Measured:
         """Refuse measurements of another model than a checkpoint is of."""
         known = self.by_module()
         unknown = [module for module in folder.schemes if module not in known]
-        wide = {"weight", "weight_shape"}
         wrong = [
             module
             for module in folder.schemes
-            if module in known
-            and wide & folder.parts[module].keys()
-            and not _has_width(folder, module, known[module])
+            if module in known and not _has_width(folder, module, known[module])
         ]
         if known and folder.schemes and len(unknown) == len(folder.schemes):
             problem = f"none of its {counted(len(unknown), 'quantized module')} was measured"
@@ -128,9 +125,5 @@ def _tokens(statistics: Statistics) -> int:
 
 
 def _has_width(folder: CheckpointFolder, module: str, seen: MeasuredInput) -> bool:
-    parts = folder.parts[module]
-    if "weight" in parts:
-        width = parts["weight"].shape[-1]
-    else:
-        width = int(parts["weight_shape"].read()[-1])
-    return seen.channels is None or seen.channels.count == width
+    shape = folder.shape_of(module)
+    return not shape or seen.channels is None or seen.channels.count == shape[-1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from calipers.modifiers.costs import COSTLY
+from calipers.modifiers.costs import COSTLY, ModuleCosts
 from calipers.reporting.checkpoints import CheckpointFolder, scheme_label
 from calipers.reporting.measured import Measured, MeasuredInput, energies_of
 from calipers.reporting.names import Position
@@ -55,19 +55,17 @@ class ModuleFacts:
 
     @property
     def input_error(self) -> float | None:
-        """The error of its output that the static input causes, in all tokens or in typical ones.
-
-        The larger of the two: a few huge values can hide what all others lose.
-        """
-        known = [each for each in (self.by_input, self.typical_input) if each is not None]
-        return max(known, default=None)
+        """The error of its output that the static input causes, over all tokens or typical ones."""
+        return self._costs.input_error
 
     @property
     def output_error(self) -> float | None:
-        """The error of its output, by weight and static input together, as if independent."""
-        if self.by_weight is None:
-            return None
-        return math.hypot(self.by_weight, self.input_error or 0.0)
+        """The error of its output, by weight and static input together."""
+        return None if self.by_weight is None else self._costs.output_error
+
+    @property
+    def _costs(self) -> ModuleCosts:
+        return ModuleCosts(self.by_weight, self.by_input, self.typical_input)
 
 
 def decibels(error: float | None) -> float | None:
@@ -90,7 +88,7 @@ def facts_of(
     for name in sorted(names, key=_order):
         seen = inputs.get(name)
         count = tokens.get(name, None if seen is None else seen.tokens)
-        weights, size = folder.weights_in(name), folder.size_of(name)
+        weights, size = math.prod(folder.shape_of(name) or [0]), folder.size_of(name)
         row = ModuleFacts(
             name,
             scheme_label(folder.schemes.get(name)),

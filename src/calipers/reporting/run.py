@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calipers.advice import Advice
@@ -135,8 +135,7 @@ def _read_folders(paths: Sequence[str]) -> list[CheckpointFolder]:
     for path in paths:
         folder = CheckpointFolder.read(path)
         alike = sum(each.folder.resolve().name == folder.name for each in found)
-        named = f"{folder.name} ({alike + 1})" if alike else folder.name
-        found.append(CheckpointFolder.read(path, named) if alike else folder)
+        found.append(replace(folder, name=f"{folder.name} ({alike + 1})") if alike else folder)
     return found
 
 

@@ -90,6 +90,8 @@ def stored_weight(folder: CheckpointFolder, module: str) -> Tensor | None:
     scheme, parts = folder.schemes.get(module), folder.parts.get(module, {})
     if scheme is None or scheme.weights is None:
         return folder.tensor(module, "weight")
+    if not folder.is_sound(module):
+        return None
     form = scheme.format or folder.form
     state = {local: tensor.read() for local, tensor in parts.items()}
     try:

@@ -12,6 +12,7 @@ from calipers.checkpoint.lint.against import Original, check_original
 from calipers.checkpoint.lint.codes import CodeCounts, count_codes, grid_of
 from calipers.checkpoint.lint.contents import read_contents
 from calipers.checkpoint.lint.modules import StoredModule, read_model, read_modules
+from calipers.checkpoint.lint.recorded import check_recorded
 from calipers.checkpoint.lint.results import Finding, LintedWeight, LintResult, by_severity
 from calipers.checkpoint.lint.settings import read_settings
 from calipers.checkpoint.lint.tensor_checks import (
@@ -65,6 +66,7 @@ def lint(checkpoint: str | Path, against: str | Path | None = None) -> LintResul
     modules = read_modules(contents, settings, model)
     findings += [*contents.findings, *check_weights_of_model(model, modules)]
     findings += check_fused(modules)
+    findings += check_recorded(folder)
     weights: list[LintedWeight] = []
     for module in modules:
         for check in OF_MODULES:

@@ -14,15 +14,16 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
 )
-from compressed_tensors.utils.match import is_match, match_targets
 from torch import nn
 from transformers import PreTrainedModel
 
+from calipers.checkpoint.groups import group_of
 from calipers.checkpoint.lint.contents import Contents
 from calipers.checkpoint.lint.results import Finding
 from calipers.checkpoint.lint.settings import format_of
 from calipers.checkpoint.names import stored_names
 from calipers.checkpoint.reader import build_unchecked
+from calipers.checkpoint.sizes import noted_shape
 from calipers.checkpoint.state import join
 from calipers.checkpoint.ties import tied_names
 from calipers.errors import CalipersError, damaged_file, library_errors
@@ -118,10 +119,7 @@ class StoredModule:
     def noted_shape(self) -> tuple[int, ...] | None:
         """Return what weight_shape holds, where it is of some use."""
         noted = self.tensors.get("weight_shape")
-        if noted is None or noted.dtype.is_floating_point or noted.size > 1024:
-            return None
-        found = tuple(int(size) for size in noted.read().flatten().tolist())
-        return found if len(found) >= 2 and min(found) > 0 else None
+        return None if noted is None else noted_shape(noted)
 
 
 def read_model(contents: Contents) -> tuple[ModelNames, list[Finding]]:
@@ -194,7 +192,8 @@ def _module(
     is_attention: bool,
 ) -> StoredModule:
     in_memory, module = model.modules.get(name, (name, _likely_class(name, tensors)))
-    scheme = None if module is None else _scheme_of((name, in_memory), module, settings)
+    group = None if module is None else group_of(module, (name, in_memory), settings)
+    scheme = None if group is None else settings.config_groups[group]
     shape = model.shapes.get(f"{name}.weight")
     if is_attention:
         return StoredModule(name, tensors, states=_states(scheme, settings))
@@ -211,19 +210,6 @@ def _likely_class(name: str, tensors: Mapping[str, StoredTensor]) -> nn.Module |
         return None
     with torch.device("meta"):
         return nn.Embedding(1, 1) if "embed" in name else nn.Linear(1, 1)
-
-
-def _scheme_of(
-    names: tuple[str, str], module: nn.Module, settings: QuantizationConfig
-) -> QuantizationScheme | None:
-    """Return the scheme that a reader of the config takes for a module."""
-    if any(is_match(name, module, settings.ignore or []) for name in names):
-        return None
-    groups = settings.config_groups.values()
-    owner = {target: group for group in groups for target in group.targets}
-    matched = (match_targets(name, module, owner) for name in dict.fromkeys(names))
-    first = next((found[0] for found in matched if found), None)
-    return None if first is None else owner[first]
 
 
 def _states(

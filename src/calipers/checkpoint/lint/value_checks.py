@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
 from calipers.checkpoint.lint.codes import CodeCounts, grid_of, usual_saturation
@@ -42,11 +42,20 @@ class _Kinds(NamedTuple):
 
 
 def check_scales(module: StoredModule) -> Iterator[Finding]:
-    """Find scales that are no positive, normal numbers, or that nobody computed."""
+    """Find scales that are no normal numbers, have a sign of no use, or that nobody computed."""
     for local, stored in _parameters(module, ("scale", "global_scale")):
         if stored.dtype in (*FLOATS, torch.float8_e4m3fn, torch.uint8) and stored.size:
-            name = f"{module.name}.{local}"
-            yield from _judge(name, _kinds(stored.map()), local.startswith("weight"))
+            kinds = _kinds(stored.map())
+            if local == "weight_scale" and _takes_signed_scales(module.weights):
+                kinds = kinds._replace(negative=0)
+            yield from _judge(f"{module.name}.{local}", kinds, local.startswith("weight"))
+
+
+def _takes_signed_scales(args: QuantizationArgs | None) -> bool:
+    """Whether a negative scale is of use: it lets the lowest integer stand for a positive value."""
+    if args is None:
+        return False
+    return args.symmetric and QuantizationType(args.type) is QuantizationType.INT
 
 
 def _parameters(module: StoredModule, kinds: tuple[str, ...]) -> Iterator[tuple[str, StoredTensor]]:
@@ -83,7 +92,12 @@ def _judge(name: str, kinds: _Kinds, of_weight: bool) -> Iterator[Finding]:
         ("nan", kinds.nan, "NaN", "error"),
         ("inf", kinds.inf, "infinite", "error"),
         ("zero", kinds.zero, "zero", "error"),
-        ("negative", kinds.negative, "negative", "warning" if of_weight else "error"),
+        (
+            "negative",
+            kinds.negative,
+            "negative, which only weights of symmetric integers have a use for",
+            "warning" if of_weight else "error",
+        ),
         ("denormal", kinds.denormal, "denormal, which GPUs may take for zero", "warning"),
     )
     for kind, count, words, severity in grave:
