@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -138,6 +139,49 @@ def test_no_data_where_it_is_needed(model: Path, tmp_path: Path) -> None:
     arguments = ("quantize", model, "--scheme", "FP8", "-o", "out")
     texts = ("there are no --measurements. Pass --measurements …", "or --data …")
     refused(arguments, "needs data for 14 tensors", *texts, cwd=tmp_path)
+
+
+# Files that cannot be read to their end
+
+
+@pytest.mark.parametrize(
+    ("pipe", "arguments"),
+    [
+        ("stats.safetensors", (*W4A16, "--measurements", "stats.safetensors")),
+        ("recipe.yaml", ("--recipe", "recipe.yaml")),
+        ("data.jsonl", (*WITH_DATA, "--data", "data.jsonl")),
+        ("model/config.json", W4A16),
+        ("model/tokenizer.json", W4A16),
+    ],
+)
+def test_a_pipe_in_place_of_a_file(
+    pipe: str, arguments: Sequence[str], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / pipe).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / pipe)
+    texts = (pipe, "is a pipe (FIFO), and only regular files are")
+    # In a process of its own, which can be ended if it waits for a writer.
+    refused(("quantize", "model", *arguments, "-o", "out"), *texts, cwd=tmp_path, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "text"),
+    [
+        ("recipe.yaml", ("--recipe", "recipe.yaml"), "at most 16,777,216 of such a file are read"),
+        ("data.json", (*WITH_DATA, "--data", "data.json"), "Write it with one record per line"),
+        ("data.jsonl", (*WITH_DATA, "--data", "data.jsonl"), "line 1 has more than 64 MiB"),
+        ("model/config.json", W4A16, "and at most 100,000,000 are read"),
+        ("model/tokenizer.json", W4A16, "and at most 100,000,000 are read"),
+    ],
+)
+def test_a_file_larger_than_memory(
+    file: str, arguments: Sequence[str], text: str, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    with (tmp_path / file).open("wb") as opened:
+        opened.truncate(2**42)  # without a block on the disk
+    refused(("quantize", "model", *arguments, "-o", "out"), file, text, cwd=tmp_path)
 
 
 # Output

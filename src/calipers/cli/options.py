@@ -84,7 +84,8 @@ Data = Annotated[
         "-d",
         metavar="FILE|NAME",
         help="Text, .jsonl, .json, .parquet, a folder of data, or a data set on the hub: "
-        "ORG/NAME[@CONFIG][:SPLIT]; 'demo' is the standard library of this Python.",
+        "ORG/NAME[@CONFIG][:SPLIT]; '-' is standard input, 'demo' the standard library of this "
+        "Python.",
     ),
 ]
 TextColumn = Annotated[

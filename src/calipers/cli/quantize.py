@@ -45,6 +45,7 @@ from calipers.cli.options import (
 )
 from calipers.cli.sources import (
     DEMO,
+    STANDARD_INPUT,
     compute_options,
     data_options,
     data_source,
@@ -287,7 +288,8 @@ def _next(done: Summary, data: str | None, chosen: DataOptions) -> str:
     If there were fewer samples than calibration wanted, none is left in the data.
     """
     command = ["calipers", "evaluate", done.model, done.output, "--data"]
-    if data is None or (done.tokens and done.samples < chosen.num_samples):
+    used_up = done.tokens and done.samples < chosen.num_samples
+    if data is None or data == STANDARD_INPUT or used_up:
         return shlex.join([*command, "HELD_OUT.jsonl"])
     command += [data]
     if done.tokens and (data != DEMO or os.path.exists(data)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from calipers.calibration.dataset_names import DatasetName
+from calipers.calibration.launch import find_launch
 from calipers.checkpoint.location import check_location
 from calipers.cli.command import progress
 from calipers.cli.options import observer_choice
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
     from calipers.recipes import Recipe
 
 DEMO = "demo"
+STANDARD_INPUT = "-"
 DATA_KINDS = (
     "the path of a text, .jsonl, .json or .parquet file or of a folder of data, the name of a data "
-    "set on the hub (ORG/NAME[@CONFIG][:SPLIT]), or 'demo'"
+    "set on the hub (ORG/NAME[@CONFIG][:SPLIT]), '-' for standard input, or 'demo'"
 )
 
 
@@ -35,6 +38,8 @@ def model_source(name: str) -> str:
 
 def data_source(name: str | None, part: Literal["calibration", "evaluation"]) -> Any:
     """Return the path of data, or a data set; ``demo`` are the texts of the standard library."""
+    if name == STANDARD_INPUT:
+        return _standard_input()
     if name is None or os.path.exists(name):
         return name
     if name == DEMO:
@@ -47,6 +52,19 @@ def data_source(name: str | None, part: Literal["calibration", "evaluation"]) ->
     from calipers.calibration.data.named_datasets import load_named
 
     return load_named(named)
+
+
+def _standard_input() -> BinaryIO:
+    """Return the stream that ``-`` stands for."""
+    problem = None
+    if sys.stdin is None:
+        problem = "is closed"
+    elif find_launch().world_size > 1:
+        problem = "cannot be read by several processes"
+    if problem is not None:
+        subject = f"Standard input, --data {STANDARD_INPUT},"
+        raise ConfigurationError(problem, subject=subject, hint="Give a file of data.")
+    return sys.stdin.buffer
 
 
 def packing_for(name: str | None, chosen: bool | None) -> bool | None:
