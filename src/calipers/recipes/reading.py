@@ -85,7 +85,7 @@ def refuse_surrogates(document: Document, value: Any, path: Path = ()) -> None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            what = f"{ascii(value)} has half a character (a surrogate) at position {error.start}"
+            what = f"{value!a} has half a character (a surrogate) at position {error.start}"
             raise document.error(what, path, hint="Correct the escape, or remove it.") from None
     elif isinstance(value, Mapping):
         for key, inner in value.items():
