@@ -19,7 +19,7 @@ from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.precision import dtype_choice
 from calipers.calibration.progress import Progress
-from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks
+from calipers.calibration.ranks import Ranks
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
 from calipers.checkpoint.fingerprint import model_fingerprint
@@ -106,7 +106,7 @@ def measure(
     _check(options)
     collected = check_collected(collect)
     tolerance = check_until_stable(until_stable)
-    with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
+    with Ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
         job.read(model, dataset, collected, output_file, overwrite)
