@@ -85,7 +85,16 @@ def _store_of(launch: Launch, timeout: timedelta) -> Any:
     Without torchrun the first process hosts it: were it made anew for each job, another one that is
     quicker would find the old one, which is about to go.
     """
-    return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    try:
+        return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    except RuntimeError as error:
+        raise RankError(
+            f"has not found the others of {launch.world_size} processes within "
+            f"{timeout.total_seconds():g} s: {first_line(str(error))}",
+            subject=f"Rank {launch.rank}",
+            hint="Start all of them at about the same time, with the same MASTER_ADDR and "
+            "MASTER_PORT. If this one is meant to work for itself, set WORLD_SIZE=1",
+        ) from error
 
 
 def fingerprint(model: torch.nn.Module) -> str:
