@@ -56,6 +56,46 @@ def test_options_that_do_not_go_together(
     refused(("quantize", model, *options, "-o", "out"), text, cwd=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--samples", "0"), "--samples 0 is not allowed. Allowed: a whole number, 1 or more."),
+        (("--seq-len", "long"), "--seq-len long is not allowed. Allowed: a whole number, 1 or"),
+        (("--group-size", "x"), "--group-size x is not allowed. Allowed: a whole number, 1 or"),
+        (("--dtype", "fp16"), "--dtype fp16 is not allowed. Did you mean 'float16'? Allowed: "),
+        (("--dtype", "BF16"), "Did you mean 'bfloat16'?"),
+        (("--pipeline", "sequentail"), "Did you mean 'sequential'?"),
+    ],
+)
+def test_values_that_no_option_has(
+    options: Sequence[str], text: str, model: Path, tmp_path: Path
+) -> None:
+    """Also where the value would have no effect: no data is needed here."""
+    refused(("quantize", model, *W4A16, *options, "-o", "out"), text, cwd=tmp_path)
+
+
+def test_all_mistakes_are_told_at_once(model: Path, tmp_path: Path) -> None:
+    options = ("--data", "gone.txt", "--samples", "0", "--batch-size", "-1", "--dtype", "fp16")
+    arguments = ("quantize", str(model), "-s", "W4A61", *options, "--on-unseen", "x", "-o", "out")
+    done = run(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    first, *mistakes = done.stderr.splitlines()
+    assert first == "Error: The command has 6 mistakes:"
+    expected = (
+        *("--data 'gone.txt' does not exist", "unknown scheme 'W4A61'. Did you mean 'W4A16'?"),
+        *(
+            "--samples 0 is not",
+            "--batch-size -1 is not",
+            "--dtype fp16 is not",
+            "--on-unseen x is",
+        ),
+    )
+    for told, text in zip(mistakes, expected, strict=True):
+        assert told.startswith(f"  {text}")
+    told = json.loads(run(*arguments, "--json", cwd=tmp_path).stderr)["error"]
+    assert (told["type"], told["exit_code"]) == ("SeveralMistakesError", 2)
+
+
 def test_an_option_without_its_value(model: Path, tmp_path: Path) -> None:
     arguments = ("plan", model, *W4A16, "--observer", "optimal,hessian")
     text = "'hessian' in 'optimal,hessian' is no option of an observer. Give NAME=VALUE."

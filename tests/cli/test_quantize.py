@@ -83,6 +83,19 @@ def test_data_from_standard_input(model: Path, text: Path, tmp_path: Path) -> No
     assert file == out
 
 
+def test_states_of_attention_have_names(model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "modifiers: {QuantizationModifier: {kv_cache_scheme: {num_bits: 8, type: float, "
+        "strategy: tensor, dynamic: false, symmetric: true}}}"
+    )
+    arguments = ("--recipe", str(tmp_path / "recipe.yaml"), "-d", str(text), "--samples", "80")
+    done = run_here(
+        *("quantize", str(model), *arguments, "--seq-len", "64", "-o", str(tmp_path / "out"))
+    )
+    assert "  2 key states: float8 per tensor" in done.stdout
+    assert "  2 value states: float8 per tensor" in done.stdout
+
+
 def test_data_that_nothing_needs_is_told_of(model: Path, text: Path, tmp_path: Path) -> None:
     arguments = ("quantize", str(model), "-s", "W8A16", "-o", str(tmp_path / "out"))
     assert "No data was needed.\n" in run_here(*arguments).stdout

@@ -19,6 +19,7 @@ from calipers.cli.charts import ShellCommand
 from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size, printable
 from calipers.cli.losses import SHOWN, activation_lines, advice_on, worst_modules
+from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import (
     ActivationObserver,
     AllExperts,
@@ -143,18 +144,30 @@ def quantize(
 
     Example: calipers quantize demo --scheme W4A16 --observer optimal --data demo -o demo-w4a16
     """
-    # First: what is wrong is said before anything is imported.
-    inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
-    check_output(output, overwrite, {**inputs, "measurements": measurements})
-    _refuse_both(data, measurements)
-    source, texts = model_source(model), data_source(data, "calibration")
-    observers = (observer, activation_observer)
-    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
-    chosen = data_options(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    mistakes = Mistakes()
+    with mistakes:
+        inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
+        check_output(output, overwrite, {**inputs, "measurements": measurements})
+    with mistakes:
+        _refuse_both(data, measurements)
+    with mistakes:
+        source = model_source(model)
+    with mistakes:
+        texts = data_source(data, "calibration")
+    with mistakes:
+        observers = (observer, activation_observer)
+        wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
+    with mistakes:
+        chosen = data_options(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    with mistakes:
+        compute = compute_options(device, dtype, trust_remote_code)
+    with mistakes:
+        calibration = _calibration(pipeline, on_unseen, calibrate_all_experts, share_inputs)
+    mistakes.tell()
     options = OneshotOptions(
         data=replace(chosen, packing=packing_for(data, packing)),
-        compute=compute_options(device, dtype, trust_remote_code),
-        calibration=_calibration(pipeline, on_unseen, calibrate_all_experts, share_inputs),
+        compute=compute,
+        calibration=calibration,
         changes=RecipeOptions(allow_code=allow_code),
         output=OutputOptions(output_dir=output, overwrite=overwrite, max_shard_size=max_shard_size),
     )
@@ -175,9 +188,17 @@ def _refuse_both(data: str | None, measurements: Path | None) -> None:
 def _calibration(
     pipeline: str, on_unseen: str, calibrate_all_experts: bool, share_inputs: bool
 ) -> CalibrationOptions:
+    from calipers.jobs import check_on_unseen, check_pipeline
+
+    mistakes = Mistakes()
+    with mistakes:
+        check_pipeline(pipeline)
+    with mistakes:
+        check_on_unseen(on_unseen)
+    mistakes.tell()
     return CalibrationOptions(
-        pipeline=pipeline,  # type: ignore[arg-type]  # oneshot checks
-        on_unseen=on_unseen,  # type: ignore[arg-type]  # oneshot checks
+        pipeline=pipeline,  # type: ignore[arg-type]  # checked above
+        on_unseen=on_unseen,  # type: ignore[arg-type]  # checked above
         calibrate_all_experts=calibrate_all_experts,
         share_inputs=share_inputs,
     )
@@ -357,13 +378,20 @@ def _told(why: str, command: str) -> list[RenderableType]:
     return [Text(f"{why}:", style="bold"), ShellCommand(words)]
 
 
+_STATES = {"q": "query state", "k": "key state", "v": "value state"}
+"""What attention computes with, as it is called beside weights and inputs."""
+
+
 def _quantized(done: Summary) -> list[str]:
     """Say what was quantized and how, alike tensors together."""
     kinds = Counter(
         (row["tensor"], f"{row['format']} per {row['strategy']}, {row['observer']}")
         for row in done.quantized
     )
-    return [f"{counted(number, tensor)}: {how}" for (tensor, how), number in kinds.items()]
+    return [
+        f"{counted(number, _STATES.get(tensor, tensor))}: {how}"
+        for (tensor, how), number in kinds.items()
+    ]
 
 
 def _about_data(done: Summary) -> str:

@@ -11,8 +11,9 @@ from calipers.calibration.dataset_names import DatasetName
 from calipers.calibration.launch import find_launch
 from calipers.checkpoint.location import check_location
 from calipers.cli.command import progress
+from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import observer_choice
-from calipers.errors import ConfigurationError
+from calipers.errors import ConfigurationError, check_whole_number
 from calipers.options import ComputeOptions, DataOptions
 
 if TYPE_CHECKING:
@@ -87,6 +88,17 @@ def data_options(
     skip: int = 0,
 ) -> DataOptions:
     """Return which samples are taken, and how they become batches."""
+    mistakes = Mistakes()
+    for option, number, least in (
+        ("num_samples", samples, 1),
+        ("max_seq_length", 1 if seq_len is None else seq_len, 1),
+        ("batch_size", batch_size, 1),
+        ("skip", skip, 0),
+        ("seed", seed, None),
+    ):
+        with mistakes:
+            check_whole_number(option, number, least)
+    mistakes.tell()
     return DataOptions(
         tokenizer=tokenizer,
         num_samples=samples,
@@ -101,9 +113,18 @@ def data_options(
 
 def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> ComputeOptions:
     """Return where and how a model computes, and what shows how far it is."""
+    from calipers.calibration.pipelines import usable_device
+    from calipers.calibration.precision import dtype_choice
+
+    mistakes = Mistakes()
+    with mistakes:
+        choice = dtype_choice(dtype)  # type: ignore[arg-type]  # it checks
+    with mistakes:
+        usable_device(device)
+    mistakes.tell()
     return ComputeOptions(
         device=device,
-        dtype=dtype,  # type: ignore[arg-type]  # whoever computes checks
+        dtype=choice,
         trust_remote_code=trust_remote_code,
         progress=progress(),
     )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme, is_cached_attention_module
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils.match import is_narrow_match, match_named_modules, match_targets
 
@@ -15,6 +15,7 @@ from calipers.modifiers.choices import ARGS_FIELDS
 from calipers.modifiers.quantization_settings import QuantizationSettings
 from calipers.modifiers.solving import solve_activations, solve_weights
 from calipers.modifiers.steps import Changes, Layer
+from calipers.planning.library_versions import is_cached_attention_module
 from calipers.planning.matching import check_patterns, report, what_there_is
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import (
