@@ -79,20 +79,12 @@ def evaluate(
     Example: calipers evaluate demo demo-w4a16 --data demo
     """
     mistakes, joined = Mistakes(), packing_for(data, packing)
-    with mistakes:
-        texts = _texts(data)
-    with mistakes:
-        source = model_source(model)
-    quantized = []
-    for each in checkpoints or ():
-        with mistakes:
-            quantized.append(model_source(each))
-    with mistakes:
-        chosen = data_options(
-            samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip
-        )
-    with mistakes:
-        compute = compute_options(device, dtype, trust_remote_code)
+    texts = mistakes.check(_texts, data)
+    source = mistakes.check(model_source, model)
+    quantized = [mistakes.check(model_source, each) for each in checkpoints or ()]
+    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    chosen = mistakes.check(data_options, *taken)
+    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
     mistakes.tell()
     from calipers.evaluation import evaluate as compare
 

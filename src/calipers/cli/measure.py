@@ -129,28 +129,20 @@ def measure(
 
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
-    from calipers.measuring import check_save_every
-    from calipers.measuring import measure as run
+    from calipers import measuring
 
     mistakes, joined = Mistakes(), packing_for(data, packing)
-    with mistakes:
-        _check_output(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
-    with mistakes:
-        source = model_source(model)
-    with mistakes:
-        texts = _texts(data)
-    with mistakes:
-        tolerance = _checked(tolerance)
-    with mistakes:
-        check_save_every(save_every)
-    with mistakes:
-        chosen = data_options(
-            samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip
-        )
-    with mistakes:
-        compute = compute_options(device, dtype, trust_remote_code)
+    inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": tokenizer}
+    mistakes.check(_check_output, output, overwrite, inputs)
+    source = mistakes.check(model_source, model)
+    texts = mistakes.check(_texts, data)
+    tolerance = mistakes.check(_checked, tolerance)
+    mistakes.check(measuring.check_save_every, save_every)
+    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    chosen = mistakes.check(data_options, *taken)
+    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
     mistakes.tell()
-    found = run(
+    found = measuring.measure(
         source,
         texts,
         collect=collect,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from typing_extensions import ParamSpec
 
 from calipers.errors import CalipersError, ConfigurationError, joined
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SeveralMistakesError(ConfigurationError):
@@ -20,37 +26,31 @@ class SeveralMistakesError(ConfigurationError):
 
 
 class Mistakes:
-    """Gathers the errors of checks, each of which stands in a ``with``.
+    """Gathers the errors of checks.
 
+    >>> from calipers.errors import check_whole_number
     >>> mistakes = Mistakes()
-    >>> for size in (0, 128, -1):
-    ...     with mistakes:
-    ...         if size < 1:
-    ...             raise ConfigurationError(f"There is no group of {size} weights")
+    >>> for size in (0, 128, "x"):
+    ...     mistakes.check(check_whole_number, "group_size", size, least=1)
     >>> mistakes.tell()
     Traceback (most recent call last):
     calipers.cli.mistakes.SeveralMistakesError: The command has 2 mistakes:
-      There is no group of 0 weights.
-      There is no group of -1 weights.
+      group_size=0 is not allowed. Allowed: a whole number, 1 or more.
+      group_size='x' is not allowed. Allowed: a whole number, 1 or more.
     """
 
     def __init__(self) -> None:
         self._found: list[CalipersError] = []
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> bool:
-        if isinstance(error, SeveralMistakesError):
+    def check(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Return what a function returns; None if it fails, which is told of later."""
+        try:
+            return function(*args, **options)
+        except SeveralMistakesError as error:
             self._found.extend(error.mistakes)
-        elif isinstance(error, CalipersError):
+        except CalipersError as error:
             self._found.append(error)
-        return isinstance(error, CalipersError)
+        return cast(T, None)  # nobody uses it: all that is needed comes after tell()
 
     def tell(self) -> None:
         """Raise what was found: a single error as it is, several as one."""

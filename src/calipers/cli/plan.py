@@ -59,11 +59,9 @@ def plan(
     Example: calipers plan demo --scheme W4A16 --observer optimal
     """
     mistakes = Mistakes()
-    with mistakes:
-        source = model_source(model)
-    with mistakes:
-        observers = (observer, activation_observer)
-        wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
+    source = mistakes.check(model_source, model)
+    how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)
+    wanted = mistakes.check(recipe_source, *how)
     mistakes.tell()
     from calipers.checkpoint.dry_run import dry_run
     from calipers.checkpoint.reader import load_skeleton

@@ -96,8 +96,7 @@ def data_options(
         ("skip", skip, 0),
         ("seed", seed, None),
     ):
-        with mistakes:
-            check_whole_number(option, number, least)
+        mistakes.check(check_whole_number, option, number, least)
     mistakes.tell()
     return DataOptions(
         tokenizer=tokenizer,
@@ -117,10 +116,8 @@ def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> 
     from calipers.calibration.precision import dtype_choice
 
     mistakes = Mistakes()
-    with mistakes:
-        choice = dtype_choice(dtype)  # type: ignore[arg-type]  # it checks
-    with mistakes:
-        usable_device(device)
+    choice = mistakes.check(dtype_choice, dtype)  # type: ignore[arg-type]  # it checks
+    mistakes.check(usable_device, device)
     mistakes.tell()
     return ComputeOptions(
         device=device,

@@ -108,7 +108,7 @@ def text_file(path: Path) -> Rows:
     return Rows([text], f"'{path}', document", one_document=True, notes=notes)
 
 
-def stream(source: IO[bytes], name: str) -> Rows:
+def stream(source: io.BufferedIOBase, name: str) -> Rows:
     """Return what a stream gives: JSON, if it begins as JSON does, or else a text.
 
     :param name: what it is called in messages
