@@ -39,7 +39,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long others are waited for that have not been heard of yet."""
 
-SILENCE = timedelta(seconds=45)
+SILENCE = timedelta(seconds=40)
 """How long a process may give no sign of life; with the pauses between looks, within a minute."""
 
 _SIGNS = 10
