@@ -108,7 +108,7 @@ def freeze(
     outputs = _record(model, lambda _, output: output)
     groups = {f"group_{i}": each for i, each in enumerate(copy.deepcopy(schemes))}
     config = QuantizationConfig(config_groups=groups, ignore=list(ignore), kv_cache_scheme=kv_cache)
-    apply_quantization_config(model, config, show_progress=False)
+    apply_quantization_config(model, config)
     for name, module in model.named_modules():
         found = getattr(module, "quantization_scheme", None)
         if found is None:

@@ -25,6 +25,7 @@ from calipers.calibration import ranks
 from calipers.modifiers import judging, solving
 
 SHORT = timedelta(seconds=6)  # somebody is missing
+MANY = 2000  # batches of a process: they take far longer than it takes to notice
 
 
 # Failures
@@ -158,6 +159,24 @@ def dying(folder: Path, stage: str, rank: int | None = None) -> dict[str, Any]:
     what["unchanged"] = description(model) == before
     what["output"] = [path.name for path in folder.iterdir() if "nothing" in path.name]
     return what
+
+
+def dying_in_a_long_step(folder: Path) -> dict[str, Any]:
+    """One process dies while the others have a great many batches before them."""
+    call, calls = running.call_model, []
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 2 and distributed_rank() == 2:
+            killed()
+        time.sleep(0.05)
+        return call(*args, **kwargs)
+
+    data = texts(3 * MANY)
+    options = {"num_calibration_samples": len(data), "output_dir": folder / "nothing"}
+    with mock.patch.object(running, "call_model", slowly):
+        what = outcome(lambda: quantize(RECIPES["FP8"], None, data, timeout=SHORT, **options))
+    return {**what, "calls": len(calls)}
 
 
 def gone_without_result(_folder: Path) -> None:

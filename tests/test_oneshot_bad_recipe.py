@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from families import build, token_ids
 from refusals import FAMILIES, FP8, modifiers, refused
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from calipers import errors
 
@@ -52,6 +53,16 @@ def test_a_group_size_that_does_not_divide(family: str, output: Path) -> None:
 def test_no_module_matches(family: str, output: Path) -> None:
     recipe = modifiers({"targets": ["Conv2d"], "scheme": "W4A16"})
     refused(errors.RecipeError, "'Conv2d'", build(family), recipe, output=output)
+
+
+def test_a_model_of_classes_that_cannot_be_quantized(output: Path) -> None:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    text = (
+        "The recipe quantizes nothing in GPT2LMHeadModel: no module that can be quantized matches. "
+        "Linear and Embedding modules can be quantized; it has 8 Conv1D, which are not supported. "
+        "Its classes: Conv1D, "
+    )
+    refused(errors.RecipeError, text, GPT2LMHeadModel(config).eval(), "W4A16", output=output)
 
 
 @FAMILIES

@@ -17,7 +17,7 @@ from calipers.calibration.lifecycle import freeze
 from calipers.calibration.pipelines import Run
 from calipers.calibration.precision import dtype_choice
 from calipers.calibration.progress import Progress
-from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks
+from calipers.calibration.ranks import Ranks
 from calipers.calibration.snapshot import unchanged_on_error
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.shards import parse_size
@@ -143,7 +143,7 @@ def oneshot(
         output=output,
     )
     _check(options)
-    with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
+    with Ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _OneshotJob(options, ranks, Progress.of(wanted))
         parsed = job.read(model, recipe, dataset)

@@ -43,11 +43,15 @@ PIPELINES: dict[str, Callable[[Run, Any], None]] = {
 
 def check_options(options: MeasureOptions) -> None:
     """Refuse options that cannot be meant, before anything is read."""
-    pipeline = options.calibration.pipeline
-    if pipeline not in get_args(PipelineChoice):
-        raise not_allowed("pipeline", pipeline, get_args(PipelineChoice))
+    check_pipeline(options.calibration.pipeline)
     dtype_choice(options.compute.dtype)
     usable_device(options.compute.device)
+
+
+def check_pipeline(pipeline: str) -> None:
+    """Refuse a way of running data which there is not."""
+    if pipeline not in get_args(PipelineChoice):
+        raise not_allowed("pipeline", pipeline, get_args(PipelineChoice))
 
 
 def check_on_unseen(policy: str) -> None:

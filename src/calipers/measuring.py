@@ -19,7 +19,7 @@ from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.precision import dtype_choice
 from calipers.calibration.progress import Progress
-from calipers.calibration.ranks import DEFAULT_TIMEOUT, Ranks
+from calipers.calibration.ranks import Ranks
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
 from calipers.checkpoint.fingerprint import model_fingerprint
@@ -32,6 +32,7 @@ from calipers.errors import (
     Option,
     counted,
     no_meaning,
+    not_allowed,
     shortened,
 )
 from calipers.files.output_file import output_file as place_of
@@ -104,9 +105,10 @@ def measure(
     """
     options = MeasureOptions.merged(keywords, data=data, compute=compute, calibration=calibration)
     _check(options)
+    check_save_every(save_every)
     collected = check_collected(collect)
     tolerance = check_until_stable(until_stable)
-    with Ranks(options.calibration.timeout or DEFAULT_TIMEOUT) as ranks:
+    with Ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
         job.read(model, dataset, collected, output_file, overwrite)
@@ -121,6 +123,12 @@ def measure(
                     partial.finish(found, overwrite=overwrite)
     _warn_of_unseen(found, ranks)
     return found
+
+
+def check_save_every(seconds: object) -> None:
+    """Refuse what is no time between two files."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise not_allowed("save_every", seconds, "a number of seconds, 0 or more")
 
 
 def _check(options: MeasureOptions) -> None:

@@ -131,7 +131,7 @@ class CalibrationOptions(OptionGroup):
     :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
     :param share_inputs: whether a tensor that several modules read is measured once for all
     :param timeout: how long a process that gives no sign of life is waited for by the others;
-        None: as long as usual
+        None: less than a minute, or ten for one that has not joined them yet
     """
 
     pipeline: Pipeline = "auto"

@@ -42,6 +42,13 @@ def test_json_that_python_does_not_read(line: str, problem: str, tmp_path: Path)
     refused(errors.DataError, f"The data file '{whole}' is not valid JSON: {problem}", whole)
 
 
+def test_json_that_ends_early(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "abc')
+    text = f"'{path}', line 1 is not valid JSON: Unterminated string starting at column 10."
+    refused(errors.DataError, text, path)
+
+
 def test_half_a_character(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "abc\\ud800"}\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers import BatchEncoding
 from words import byte_tokenizer, ids_of
 
 from calipers.calibration.data import Batches, calibration_batches, files, sources
+from calipers.errors import CalipersWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -85,6 +87,30 @@ def test_files(make: Callable[[Path], Path], tmp_path: Path) -> None:
     path = make(tmp_path)
     assert read(path) == read(str(path)) == expected
     assert sorted(read(path, shuffle=True)) == sorted(expected)
+
+
+def text_file(folder: Path) -> Path:
+    return write(folder / "a.txt", "[Chapter 1]\n" + "\n".join(TEXTS))
+
+
+@pytest.mark.parametrize("make", [json_lines, json_list, json_of_lines, text_file])
+def test_streams_are_what_a_file_of_their_content_is(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    if make is json_of_lines:  # of texts alone, which nothing tells from a text
+        path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    expected = read(path, max_seq_length=4)
+    with path.open("rb") as opened:
+        assert read(opened, max_seq_length=4) == expected
+    assert expected
+
+
+def test_of_a_long_stream_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST_TEXT", 40)
+    lines = b'{"text": "ab"}\n{"text": "cd"}\n{"text": "ef"}\n'
+    with pytest.warns(CalipersWarning, match=r"only the first 0 MiB are read"):
+        assert read(io.BytesIO(lines)) == [ids_of("ab"), ids_of("cd")]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import rank_jobs
 import rank_processes
 import torch
 
-from calipers.calibration.ranks import Ranks
+from calipers.calibration.ranks import _SIGNS, Ranks
 
 WORLD = 3
 ORDER_FREE = list(rank_jobs.RECIPES)
@@ -261,6 +262,31 @@ class TestDeath:
             )
             assert found["unchanged"]
             assert found["output"] == []
+
+    def test_is_noticed_in_a_long_step_without_a_launcher(self, tmp_path: Path) -> None:
+        """Processes that were started by hand: nobody tells the others to stop."""
+        port = str(rank_processes.free_port())
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+        environments = [{**address, "RANK": str(rank)} for rank in range(3)]
+        *others, dead = rank_processes.run(
+            *(3, tmp_path, [rank_failures.dying_in_a_long_step]),
+            environments=environments,
+            expected_to_die=[2],
+        )
+        assert dead is None
+        for rank in others:
+            found = of(rank, rank_failures.dying_in_a_long_step)
+            assert found["error"] == "RankError", found
+            assert found["text"].startswith(
+                "Rank 2 did not finish calibrating the model and gave no sign of life for 6 s"
+            )
+            assert found["calls"] < rank_failures.MANY
+
+    def test_is_noticed_within_a_minute(self) -> None:
+        ranks = Ranks()
+        looks = ranks.silence / _SIGNS  # of the thread that looks, and of the process that asks
+        assert ranks.silence + 2 * looks < timedelta(minutes=1)
+        assert ranks.timeout > ranks.silence  # who has not come yet may be at other work
 
     def test_that_no_test_expects_is_told_with_its_reason(self, tmp_path: Path) -> None:
         told = "(?s)Rank 1 ended with code 3 before its result was written.*why it went"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -53,6 +54,46 @@ def test_options_that_do_not_go_together(
     options: Sequence[str], text: str, model: Path, tmp_path: Path
 ) -> None:
     refused(("quantize", model, *options, "-o", "out"), text, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--samples", "0"), "--samples 0 is not allowed. Allowed: a whole number, 1 or more."),
+        (("--seq-len", "long"), "--seq-len long is not allowed. Allowed: a whole number, 1 or"),
+        (("--group-size", "x"), "--group-size x is not allowed. Allowed: a whole number, 1 or"),
+        (("--dtype", "fp16"), "--dtype fp16 is not allowed. Did you mean 'float16'? Allowed: "),
+        (("--dtype", "BF16"), "Did you mean 'bfloat16'?"),
+        (("--pipeline", "sequentail"), "Did you mean 'sequential'?"),
+    ],
+)
+def test_values_that_no_option_has(
+    options: Sequence[str], text: str, model: Path, tmp_path: Path
+) -> None:
+    """Also where the value would have no effect: no data is needed here."""
+    refused(("quantize", model, *W4A16, *options, "-o", "out"), text, cwd=tmp_path)
+
+
+def test_all_mistakes_are_told_at_once(model: Path, tmp_path: Path) -> None:
+    options = ("--data", "gone.txt", "--samples", "0", "--batch-size", "-1", "--dtype", "fp16")
+    arguments = ("quantize", str(model), "-s", "W4A61", *options, "--on-unseen", "x", "-o", "out")
+    done = run(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    first, *mistakes = done.stderr.splitlines()
+    assert first == "Error: The command has 6 mistakes:"
+    expected = (
+        *("--data 'gone.txt' does not exist", "unknown scheme 'W4A61'. Did you mean 'W4A16'?"),
+        *(
+            "--samples 0 is not",
+            "--batch-size -1 is not",
+            "--dtype fp16 is not",
+            "--on-unseen x is",
+        ),
+    )
+    for told, text in zip(mistakes, expected, strict=True):
+        assert told.startswith(f"  {text}")
+    told = json.loads(run(*arguments, "--json", cwd=tmp_path).stderr)["error"]
+    assert (told["type"], told["exit_code"]) == ("SeveralMistakesError", 2)
 
 
 def test_an_option_without_its_value(model: Path, tmp_path: Path) -> None:
@@ -138,6 +179,49 @@ def test_no_data_where_it_is_needed(model: Path, tmp_path: Path) -> None:
     arguments = ("quantize", model, "--scheme", "FP8", "-o", "out")
     texts = ("there are no --measurements. Pass --measurements …", "or --data …")
     refused(arguments, "needs data for 14 tensors", *texts, cwd=tmp_path)
+
+
+# Files that cannot be read to their end
+
+
+@pytest.mark.parametrize(
+    ("pipe", "arguments"),
+    [
+        ("stats.safetensors", (*W4A16, "--measurements", "stats.safetensors")),
+        ("recipe.yaml", ("--recipe", "recipe.yaml")),
+        ("data.jsonl", (*WITH_DATA, "--data", "data.jsonl")),
+        ("model/config.json", W4A16),
+        ("model/tokenizer.json", W4A16),
+    ],
+)
+def test_a_pipe_in_place_of_a_file(
+    pipe: str, arguments: Sequence[str], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / pipe).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / pipe)
+    texts = (pipe, "is a pipe (FIFO), and only regular files are")
+    # In a process of its own, which can be ended if it waits for a writer.
+    refused(("quantize", "model", *arguments, "-o", "out"), *texts, cwd=tmp_path, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "text"),
+    [
+        ("recipe.yaml", ("--recipe", "recipe.yaml"), "at most 16,777,216 of such a file are read"),
+        ("data.json", (*WITH_DATA, "--data", "data.json"), "Write it with one record per line"),
+        ("data.jsonl", (*WITH_DATA, "--data", "data.jsonl"), "line 1 has more than 64 MiB"),
+        ("model/config.json", W4A16, "and at most 100,000,000 are read"),
+        ("model/tokenizer.json", W4A16, "and at most 100,000,000 are read"),
+    ],
+)
+def test_a_file_larger_than_memory(
+    file: str, arguments: Sequence[str], text: str, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    with (tmp_path / file).open("wb") as opened:
+        opened.truncate(2**42)  # without a block on the disk
+    refused(("quantize", "model", *arguments, "-o", "out"), file, text, cwd=tmp_path)
 
 
 # Output

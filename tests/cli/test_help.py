@@ -66,7 +66,6 @@ def test_help_imports_nothing_heavy(arguments: list[str], heavy: set[str]) -> No
         (["plan", "demo", "--shceme", "W4A16"], "No such option: --shceme"),
         (["quantize", "demo", "--scheme", "W4A16"], "Missing option '--output' / '-o'."),
         (["plan"], "Missing argument 'MODEL'."),
-        (["quantize", "demo", "-s", "W4A16", "-o", "x", "--samples", "0"], "'--samples'"),
     ],
 )
 def test_misspelt_and_missing_words(arguments: list[str], text: str) -> None:

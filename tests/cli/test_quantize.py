@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from families import PROBE
-from shell import run_apart, run_here
+from shell import PROGRAM, environment, run_apart, run_here
 from transformers import AutoModelForCausalLM
 
 from calipers.checkpoint.sizes import size_on_disk
@@ -60,6 +61,39 @@ def test_the_same_as_data_and_over_what_is_there(model: Path, text: Path, place:
     assert len(told["errors"]) == 14
     assert list(told["errors"].values()) == sorted(told["errors"].values(), reverse=True)
     assert told["next"].startswith("calipers evaluate ")
+
+
+def test_data_from_standard_input(model: Path, text: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": line}) for line in text.read_text().split(".")]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    arguments = ("quantize", str(model), *OPTIONS, "--samples", "80", "--no-packing", "-o")
+    run_here(*arguments, str(tmp_path / "file"), "-d", str(tmp_path / "data.jsonl"))
+    with (tmp_path / "data.jsonl").open("rb") as data:
+        piped = subprocess.run(
+            [*PROGRAM, *arguments, str(tmp_path / "piped"), "-d", "-"],
+            stdin=data,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+    assert piped.returncode == 0, piped.stderr
+    assert "80 samples, " in piped.stdout
+    assert piped.stdout.endswith("--data HELD_OUT.jsonl\n")  # what was read cannot be read again
+    file, out = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("file", "piped"))
+    assert file == out
+
+
+def test_states_of_attention_have_names(model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "modifiers: {QuantizationModifier: {kv_cache_scheme: {num_bits: 8, type: float, "
+        "strategy: tensor, dynamic: false, symmetric: true}}}"
+    )
+    arguments = ("--recipe", str(tmp_path / "recipe.yaml"), "-d", str(text), "--samples", "80")
+    done = run_here(
+        *("quantize", str(model), *arguments, "--seq-len", "64", "-o", str(tmp_path / "out"))
+    )
+    assert "  2 key states: float8 per tensor" in done.stdout
+    assert "  2 value states: float8 per tensor" in done.stdout
 
 
 def test_data_that_nothing_needs_is_told_of(model: Path, text: Path, tmp_path: Path) -> None:

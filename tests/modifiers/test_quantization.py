@@ -284,7 +284,7 @@ def test_modules_are_those_of_compressed_tensors(given: dict[str, Any]) -> None:
         ignore=list(modifier.ignore),
         kv_cache_scheme=modifier.kv_cache_scheme,
     )
-    apply_quantization_config(model, config, show_progress=False)
+    apply_quantization_config(model, config)
     theirs = {
         name: module.quantization_scheme
         for name, module in model.named_modules()

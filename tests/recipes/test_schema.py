@@ -217,6 +217,18 @@ def test_what_is_written_is_read_back(source: Any) -> None:
             assert ours.schemes == again.schemes
 
 
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    """JSON and YAML can spell one, and it cannot be written to the recipe of a checkpoint."""
+    fields = '{"scheme": "W4A16",\n"weight_observer": "mse\\ud800"}'
+    file = tmp_path / "recipe.json"
+    file.write_text(f'{{"modifiers": {{"QuantizationModifier": {fields}}}}}')
+    said = r"'mse\\ud800' has half a character \(a surrogate\) at position 3"
+    with pytest.raises(RecipeError, match=rf"recipe\.json, line 2: {said}"):
+        load_recipe(file)
+    with pytest.raises(RecipeError, match=f"^{said}"):
+        load_recipe(json.loads(file.read_text()))
+
+
 def test_recipes_that_differ_are_not_equal() -> None:
     assert load_recipe("W4A16") != load_recipe("W8A16")
     one, other = ({"weights": {**ASYMMETRIC, "num_bits": bits}} for bits in (3, 4))
@@ -325,7 +337,7 @@ class TestErrors:
         assert self.error("W4A61").startswith("'W4A61' is neither a file, nor YAML")
         assert "Did you mean 'W4A16'?" in self.error("W4A61")
         assert "cannot be read: No such file" in self.error("nowhere.yaml")
-        assert "cannot be read: Is a directory" in self.error(tmp_path)
+        assert "cannot be read: it is a folder" in self.error(tmp_path)
         (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe")
         assert "is not UTF-8 text" in self.error(tmp_path / "recipe.yaml")
         assert "got 3." in self.error(3)

@@ -24,11 +24,14 @@ class Launch:
 
 
 # RANK and WORLD_SIZE come first: torchrun sets them, and users who want something else than srun
-# and mpirun tell. Slurm's count is that of the step: a shell that salloc or sbatch started has the
-# count of the whole allocation, too, but is alone.
+# and mpirun tell. Slurm's count is that of the step, where it is known. The count of the allocation
+# counts only beside a number: a process of srun in a container that hides the step has both, and so
+# has the script of sbatch, which is alone, but cannot be told from it.
+_ALLOCATION = "Slurm"
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    _ALLOCATION: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "mpirun (MVAPICH)": (
@@ -52,6 +55,8 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
     for launcher, (rank, size, local_rank) in _LAUNCHERS.items():
         if launcher == "torchrun" and size not in given and _number(given, rank):
             raise _cannot_find_others(f"{rank}={given[rank]} is set, but {size} is not", [size])
+        if launcher == _ALLOCATION and rank not in given:
+            continue
         if size in given:
             return _launch(given, launcher, rank, size, local_rank)
     return Launch()
@@ -86,8 +91,9 @@ def check_address(launch: Launch, environment: Mapping[str, str] | None = None) 
     missing = [name for name in _ADDRESS if not given.get(name)]
     if launch.launcher is not None and missing:
         found = f"{launch.launcher} started {launch.world_size} processes"
-        if launch.launcher == "torchrun":
-            found = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are there"
+        if launch.launcher in ("torchrun", _ALLOCATION):
+            rank, size, _ = _LAUNCHERS[launch.launcher]
+            found = f"{rank}={launch.rank} and {size}={launch.world_size} are there"
         are = "is" if len(missing) == 1 else "are"
         raise _cannot_find_others(f"{found}, but {' and '.join(missing)} {are} not set", missing)
 
@@ -105,5 +111,6 @@ def _cannot_find_others(problem: str, missing: Sequence[str]) -> ConfigurationEr
         f"{problem}, so this process cannot find the others of its job, and each would do all the "
         "work",
         hint=f"Start them with torchrun, or set {wanted} for all of them. If every process is "
-        "meant to work for itself, set WORLD_SIZE=1",
+        "meant to work for itself, or this is the only one, as in a shell of salloc or sbatch, set "
+        "WORLD_SIZE=1",
     )

@@ -15,6 +15,13 @@ from calipers.errors import not_allowed
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 """How the dtype of a forward pass is chosen: by name, or as suits the model and the device."""
 
+_ALIASES = {
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bf16", "bfp16"), "bfloat16"),
+}
+"""What others call these dtypes."""
+
 _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
@@ -47,7 +54,7 @@ def dtype_choice(given: DtypeChoice | torch.dtype) -> DtypeChoice:
     """
     name = str(given).removeprefix("torch.")
     if name not in get_args(DtypeChoice):
-        raise not_allowed("dtype", name, get_args(DtypeChoice))
+        raise not_allowed("dtype", name, get_args(DtypeChoice), _ALIASES.get(name.lower()))
     return cast(DtypeChoice, name)
 
 

@@ -37,6 +37,13 @@ from calipers.statistics.sync import sync_statistics
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""How long others are waited for that have not been heard of yet."""
+
+SILENCE = timedelta(seconds=40)
+"""How long a process may give no sign of life; with the pauses between looks, within a minute."""
+
+_SIGNS = 10
+"""How many signs of life a process gives while others would wait for one."""
 
 # All processes count alike.
 _worlds = itertools.count()
@@ -78,7 +85,16 @@ def _store_of(launch: Launch, timeout: timedelta) -> Any:
     Without torchrun the first process hosts it: were it made anew for each job, another one that is
     quicker would find the old one, which is about to go.
     """
-    return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    try:
+        return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    except RuntimeError as error:
+        raise RankError(
+            f"has not found the others of {launch.world_size} processes within "
+            f"{timeout.total_seconds():g} s: {first_line(str(error))}",
+            subject=f"Rank {launch.rank}",
+            hint="Start all of them at about the same time, with the same MASTER_ADDR and "
+            "MASTER_PORT. If this one is meant to work for itself, set WORLD_SIZE=1",
+        ) from error
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -103,11 +119,13 @@ class Ranks:
     They meet in the store of their process group, where each notes that it is there, and the first
     one that fails notes why. So every process can tell who failed and who is missing.
 
-    :param timeout: how long a process that gives no sign of life is waited for
+    :param timeout: how long a process that gives no sign of life is waited for; by default
+        ``SILENCE``, or ``DEFAULT_TIMEOUT`` if it has not come yet
     """
 
-    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        self.timeout, self._interval = timeout, timeout / 10
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.silence, self.timeout = timeout or SILENCE, timeout or DEFAULT_TIMEOUT
+        self._interval = self.silence / _SIGNS
         self.rank, self.world_size = 0, 1
         self._made_world = False
         self._groups: list[Any] = []
@@ -134,6 +152,8 @@ class Ranks:
             self._steps += 1
             with suppress(RuntimeError):
                 self._arrive("preparing the next step", error)
+        if error is not None:
+            self._destroy_groups()  # who waits in one for this process hears of it at once
         if self._made_world and (error is None or isinstance(error, Exception)):
             self._part()
         self._leave(error)
@@ -143,7 +163,8 @@ class Ranks:
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
             if self.rank == 0 and not dist.is_torchelastic_launched():
-                self._wait_for([f"left/{rank}" for rank in range(self.world_size)])
+                alive = set(range(self.world_size)).difference(self._lost())
+                self._wait_for([f"left/{rank}" for rank in alive], self.silence)
 
     def _leave(self, error: BaseException | None) -> None:
         self._disconnect()
@@ -155,7 +176,7 @@ class Ranks:
     def _connect(self) -> None:
         world: Any = dist.group.WORLD
         self._store = PrefixStore(f"calipers/{next(_jobs)}", world.get_group_store())
-        self._pulse = _Pulse(self._store, _sign(self.rank), self._interval)
+        self._pulse = _Pulse(self._store, self.rank, self.world_size, self._interval)
         self._pulse.start()
         with self.step("starting"):
             pass
@@ -170,11 +191,14 @@ class Ranks:
     def _disconnect(self) -> None:
         if self._pulse is not None:
             self._pulse.stop()
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
+        self._destroy_groups()
         if self._made_world:
             dist.destroy_process_group()
             self._made_world = False
+
+    def _destroy_groups(self) -> None:
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
 
     # Steps
 
@@ -190,25 +214,22 @@ class Ranks:
             yield
             return
         self._steps, self._step = self._steps + 1, what
-        began = time.monotonic()
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        spent = timedelta(seconds=time.monotonic() - began)
-        patience = max(self.timeout - spent, self.timeout / 2) if together else self.timeout
-        missing = self._meet(what, failure, patience)
+        missing = self._meet(what, failure)
         if failure is not None and (not together or isinstance(failure, CalipersError)):
             raise failure
         if missing:
-            raise _does_not_answer(what, self.timeout.total_seconds(), missing) from failure
+            raise self._does_not_answer(missing) from failure
         self.check()
         if failure is not None:
             raise failure
 
     def check(self) -> None:
-        """Raise if another process has failed in this step: call it now and then in a long one."""
+        """Raise if another process has failed or died: call it now and then in a long step."""
         self._termination.check()
         key = f"{self._steps}/failure"
         if self.world_size > 1 and self._store.check([key]):
@@ -219,12 +240,16 @@ class Ranks:
                     subject=f"Rank {told['rank']}",
                     hint=Text.from_data(told["error"]),
                 )
+        lost = self._lost()
+        if lost:
+            raise self._does_not_answer(lost)
 
-    def _meet(self, what: str, failure: Exception | None, patience: timedelta) -> list[int]:
+    def _meet(self, what: str, failure: Exception | None) -> list[int]:
         """Tell the others how it went, wait for them, and return who will not come."""
         try:
-            self._arrive(what, failure)
-            return self._await(patience.total_seconds())
+            # What this process has only heard of, the others hear of themselves.
+            self._arrive(what, None if isinstance(failure, RankError) else failure)
+            return self._await([f"{self._steps}/{rank}" for rank in range(self.world_size)])
         except RuntimeError as error:
             raise RankError(
                 f"The store of the process group cannot be reached after {what}: "
@@ -233,36 +258,40 @@ class Ranks:
                 "that process",
             ) from failure or error
 
-    def _await(self, patience: float) -> list[int]:
-        """Wait for all; return those that neither come nor give a sign of life.
+    def _await(self, keys: list[str]) -> list[int]:
+        """Wait for the keys of all; return those that neither come nor give a sign of life.
 
         Who lives is waited for, however long it takes.
+
+        :param keys: what each process leaves in the store, by its number
         """
-        keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
-        heard = [(self._sign_of(rank), time.monotonic()) for rank in range(self.world_size)]
         while True:
-            self._wait_for(keys)
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            for rank in missing:
-                sign = self._sign_of(rank)
-                if sign != heard[rank][0]:
-                    heard[rank] = sign, time.monotonic()
-            lost = [rank for rank in missing if time.monotonic() - heard[rank][1] > patience]
+            self._wait_for(keys, self._interval)
+            missing = {rank for rank, key in enumerate(keys) if not self._store.check([key])}
+            lost = [rank for rank in self._lost() if rank in missing]
             if lost or not missing:
                 return lost
 
-    def _wait_for(self, keys: list[str]) -> None:
-        """Wait for keys, not too long; the store's own wait would not heed signals meanwhile."""
-        pause, end = 0.001, time.monotonic() + self._interval.total_seconds()
+    def _wait_for(self, keys: list[str], longest: timedelta) -> None:
+        """Wait for keys; the store's own wait would not heed signals meanwhile."""
+        pause, end = 0.001, time.monotonic() + longest.total_seconds()
         while not self._store.check(keys) and time.monotonic() < end:
             self._termination.check()
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def _sign_of(self, rank: int) -> bytes | None:
-        """Return the last sign of life of a process."""
-        key = _sign(rank)
-        return self._store.get(key) if self._store.check([key]) else None
+    def _lost(self) -> list[int]:
+        """Return who has given no sign of life for too long."""
+        heard = [] if self._pulse is None else list(self._pulse.silence)
+        return [rank for rank, silence in enumerate(heard) if silence > self._patience(rank)]
+
+    def _patience(self, rank: int) -> float:
+        """Return how many seconds a process may be silent; one that is yet to come, longer."""
+        has_come = self._pulse is not None and self._pulse.signs[rank] is not None
+        return (self.silence if has_come else self.timeout).total_seconds()
+
+    def _does_not_answer(self, ranks: Sequence[int]) -> RankError:
+        return _does_not_answer(self._step, self._patience(ranks[0]), ranks)
 
     def _arrive(self, what: str, failure: Exception | None) -> None:
         if failure is not None:
@@ -310,19 +339,35 @@ class Ranks:
 
 
 class _Pulse(threading.Thread):
-    """Gives signs of life, whatever else the process is busy with."""
+    """Gives signs of life and looks for those of others, whatever the process is busy with.
 
-    def __init__(self, store: PrefixStore, key: str, interval: timedelta) -> None:
+    :ivar signs: the last sign of each process; None before the first
+    :ivar silence: for how many seconds the sign of each process has been the same. Looks are
+        counted, not the time: a job that was suspended as a whole has missed none
+    """
+
+    def __init__(self, store: PrefixStore, rank: int, world_size: int, interval: timedelta) -> None:
         super().__init__(daemon=True)
-        self._store, self._key, self._interval = store, key, interval.total_seconds()
+        self._store, self._rank, self._interval = store, rank, interval.total_seconds()
         self._stopped = threading.Event()
+        self.signs: list[bytes | None] = [None] * world_size
+        self.silence = [0.0] * world_size
 
     def run(self) -> None:
         for number in itertools.count():
             with suppress(RuntimeError):
-                self._store.set(self._key, str(number))
+                self._store.set(_sign(self._rank), str(number))
+                for rank in range(len(self.signs)):
+                    self._look_for(rank)
             if self._stopped.wait(self._interval):
                 return
+
+    def _look_for(self, rank: int) -> None:
+        key = _sign(rank)
+        sign = self._store.get(key) if self._store.check([key]) else None
+        silent = sign == self.signs[rank]
+        self.signs[rank] = sign
+        self.silence[rank] = self.silence[rank] + self._interval if silent else 0.0
 
     def stop(self) -> None:
         self._stopped.set()

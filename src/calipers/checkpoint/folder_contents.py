@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from calipers.files.regular_files import read_whole
+
 NOTES = "calipers.json"
 TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 _FILES = (
@@ -43,6 +45,12 @@ def is_quantized(folder: Path) -> bool:
     """Whether the files of a folder say that a quantized checkpoint was written there."""
     config = _read(folder / "config.json")
     return "calipers" in _read(folder / NOTES) or bool(config.get("quantization_config"))
+
+
+def is_auxiliary(name: str) -> bool:
+    """Whether a file is one of the small ones that a model has beside its weights."""
+    known = (pattern for pattern in _FILES if not pattern.endswith(".safetensors"))
+    return any(fnmatchcase(name, pattern) for pattern in known)
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -82,6 +90,6 @@ def _is_plain(name: Any) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_whole(file))
         return content if isinstance(content, dict) else {}
     return {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from calipers.errors import CalipersError
-from calipers.files.json_files import parse_json_object
+from calipers.files.json_files import read_json_object
 from calipers.files.output_file import sync, sync_folder
 
 NAME = "journal.json"
@@ -50,7 +50,7 @@ class Journal:
     def load(self) -> bool:
         """Read what an earlier run has finished; False if it did not do the same, or left ruins."""
         with suppress(OSError, CalipersError, TypeError, KeyError):
-            found = parse_json_object(self._file.read_bytes(), self._file)
+            found = read_json_object(self._file)
             shards = [FinishedShard(**each) for each in found["shards"]]
             if found["arguments"] == self._arguments and all(map(self._is_whole, shards)):
                 self.shards, self.state = shards, dict(found["state"])

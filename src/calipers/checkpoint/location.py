@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from calipers.checkpoint.folder_contents import is_auxiliary
 from calipers.checkpoint.hub import refuse_mistyped
 from calipers.errors import ModelLoadError, cannot_load, damaged_file, pickled_weights
 from calipers.files.json_files import read_json_object
+from calipers.files.regular_files import LARGEST_JSON, irregular_kind
 
 _LISTED = ("layer", "expert", "head", "label", "block")
 _MOST_LISTED = 1 << 20
@@ -27,7 +29,9 @@ def check_location(name: str) -> None:
         if path.is_absolute() or not _can_be_on_hub(name):
             raise cannot_load(name, "there is no such folder")
         return
-    _refuse_other_weights(name, sorted(path.iterdir()) if path.is_dir() else [path])
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    _refuse_other_weights(name, files)
+    check_files(files)
     if path.is_file():
         raise cannot_load(name, "it is a file")
     if not (path / "config.json").is_file():
@@ -36,6 +40,17 @@ def check_location(name: str) -> None:
     for other in ("generation_config.json", "tokenizer_config.json"):
         if (path / other).exists():
             read_json_object(path / other)
+
+
+def check_files(files: Iterable[Path]) -> None:
+    """Refuse files beside weights that transformers could wait for or that would fill memory."""
+    for file in files:
+        kind = irregular_kind(file)
+        if kind not in (None, "a folder"):
+            raise damaged_file(file, f"it is {kind}, and only regular files are read")
+        if is_auxiliary(file.name) and file.is_file() and file.stat().st_size > LARGEST_JSON:
+            problem = f"it has {file.stat().st_size:,} bytes, and at most {LARGEST_JSON:,} are read"
+            raise damaged_file(file, problem)
 
 
 def _check_config(file: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from calipers.checkpoint.completeness import build_on_meta, check_weights, refuse_different
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.checkpoint.hub import has_no_safetensors, hub_access
-from calipers.checkpoint.location import check_location
+from calipers.checkpoint.location import check_files, check_location
 from calipers.errors import (
     CalipersError,
     ConfigurationError,
@@ -161,6 +161,8 @@ def load_tokenizer(
     name = str(tokenizer or getattr(model.config, "_name_or_path", ""))
     if tokenizer is None and not _has_tokenizer(name):
         return None
+    if Path(name).is_dir():
+        check_files(Path(name).iterdir())
     from transformers import AutoTokenizer
 
     with _errors_of_loading(name, "tokenizer"):

@@ -11,6 +11,7 @@ import typer
 
 from calipers.cli.command import CommandOutput, show, tell
 from calipers.cli.formatting import format_difference, format_interval, format_optional_size
+from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import (
     BatchSize,
     Data,
@@ -77,13 +78,14 @@ def evaluate(
 
     Example: calipers evaluate demo demo-w4a16 --data demo
     """
-    if data is None:
-        problem = "The command has no --data to evaluate on"
-        raise ConfigurationError(problem, hint=f"Give {DATA_KINDS}.")
-    source, texts = model_source(model), data_source(data, "evaluation")
-    quantized = [model_source(each) for each in checkpoints or ()]
-    joined = packing_for(data, packing)
-    chosen = data_options(samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    mistakes, joined = Mistakes(), packing_for(data, packing)
+    texts = mistakes.check(_texts, data)
+    source = mistakes.check(model_source, model)
+    quantized = [mistakes.check(model_source, each) for each in checkpoints or ()]
+    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    chosen = mistakes.check(data_options, *taken)
+    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
+    mistakes.tell()
     from calipers.evaluation import evaluate as compare
 
     done = _Done(model, len(quantized))
@@ -95,9 +97,16 @@ def evaluate(
             layers=layers,
             each=done.add,
             data=chosen,
-            compute=compute_options(device, dtype, trust_remote_code),
+            compute=compute,
         )
     return done.output(complete=True)
+
+
+def _texts(data: str | None) -> Any:
+    if data is None:
+        problem = "The command has no --data to evaluate on"
+        raise ConfigurationError(problem, hint=f"Give {DATA_KINDS}.")
+    return data_source(data, "evaluation")
 
 
 class _Done:

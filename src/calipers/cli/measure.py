@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from calipers.cli.command import CommandOutput
+from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import (
     AllExperts,
     BatchSize,
@@ -38,6 +39,15 @@ from calipers.errors import ConfigurationError
 from calipers.files.output_file import PARTIAL, check_output_file
 from calipers.options import CalibrationOptions
 
+
+def _number(text: str) -> Any:
+    """Read a number; what is none is passed on, and refused with everything else that is wrong."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 Output = Annotated[
     Path,
     typer.Option("--output", "-o", metavar="FILE", help="Where the measurements go: a file."),
@@ -64,7 +74,7 @@ SaveEvery = Annotated[
     typer.Option(
         "--save-every",
         metavar="SECONDS",
-        min=0,
+        parser=_number,
         help="When what was measured is written again, so that a run that dies can go on.",
     ),
 ]
@@ -80,6 +90,7 @@ Tolerance = Annotated[
     typer.Option(
         "--tolerance",
         metavar="SHARE",
+        parser=_number,
         help="By how much scales and importance may still move with more data.",
     ),
 ]
@@ -118,13 +129,20 @@ def measure(
 
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
-    _check_output(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
-    source, texts, tolerance = model_source(model), _texts(data), _checked(tolerance)
-    joined = packing_for(data, packing)
-    chosen = data_options(samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
-    from calipers.measuring import measure as run
+    from calipers import measuring
 
-    found = run(
+    mistakes, joined = Mistakes(), packing_for(data, packing)
+    inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": tokenizer}
+    mistakes.check(_check_output, output, overwrite, inputs)
+    source = mistakes.check(model_source, model)
+    texts = mistakes.check(_texts, data)
+    tolerance = mistakes.check(_checked, tolerance)
+    mistakes.check(measuring.check_save_every, save_every)
+    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    chosen = mistakes.check(data_options, *taken)
+    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
+    mistakes.tell()
+    found = measuring.measure(
         source,
         texts,
         collect=collect,
@@ -133,7 +151,7 @@ def measure(
         save_every=save_every,
         until_stable=until_stable and tolerance,
         data=chosen,
-        compute=compute_options(device, dtype, trust_remote_code),
+        compute=compute,
         calibration=CalibrationOptions(
             pipeline=pipeline,  # type: ignore[arg-type]  # measure checks
             calibrate_all_experts=calibrate_all_experts,

@@ -7,6 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+
+def _whole_number(text: str) -> Any:
+    """Read a number; what is none is passed on, and refused with everything else that is wrong."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -55,7 +64,7 @@ GroupSize = Annotated[
     typer.Option(
         "--group-size",
         metavar="N",
-        min=1,
+        parser=_whole_number,
         help="How many weights share a scale, where the scheme or recipe has groups.",
     ),
 ]
@@ -84,7 +93,8 @@ Data = Annotated[
         "-d",
         metavar="FILE|NAME",
         help="Text, .jsonl, .json, .parquet, a folder of data, or a data set on the hub: "
-        "ORG/NAME[@CONFIG][:SPLIT]; 'demo' is the standard library of this Python.",
+        "ORG/NAME[@CONFIG][:SPLIT]; '-' is standard input, 'demo' the standard library of this "
+        "Python.",
     ),
 ]
 TextColumn = Annotated[
@@ -96,17 +106,19 @@ Tokenizer = Annotated[
     typer.Option("--tokenizer", metavar="PATH", help="The tokenizer, if not beside the model."),
 ]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per batch.")
+    int,
+    typer.Option("--batch-size", metavar="N", parser=_whole_number, help="Samples per batch."),
 ]
 Samples = Annotated[
-    int, typer.Option("--samples", metavar="N", min=1, help="How many samples to take.")
+    int,
+    typer.Option("--samples", metavar="N", parser=_whole_number, help="How many samples to take."),
 ]
 SeqLen = Annotated[
     int | None,
     typer.Option(
         "--seq-len",
         metavar="N",
-        min=1,
+        parser=_whole_number,
         help="The longest sample, in tokens.  [default: 2048, or the context of the model]",
         show_default=False,
     ),
@@ -116,7 +128,7 @@ Skip = Annotated[
     typer.Option(
         "--skip",
         metavar="N",
-        min=0,
+        parser=_whole_number,
         help="Pass over the first N samples: those that another run took from the same data.",
     ),
 ]
@@ -129,7 +141,10 @@ Packing = Annotated[
         show_default=False,
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the choice of samples.")]
+Seed = Annotated[
+    int,
+    typer.Option("--seed", metavar="N", parser=_whole_number, help="Of the choice of samples."),
+]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="Where to compute, such as cuda:0.")
 ]

@@ -10,6 +10,7 @@ import typer
 
 from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import common_name, format_size, pattern_of
+from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import (
     ActivationObserver,
     AllowCode,
@@ -57,9 +58,11 @@ def plan(
 
     Example: calipers plan demo --scheme W4A16 --observer optimal
     """
-    source = model_source(model)
-    observers = (observer, activation_observer)
-    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
+    mistakes = Mistakes()
+    source = mistakes.check(model_source, model)
+    how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)
+    wanted = mistakes.check(recipe_source, *how)
+    mistakes.tell()
     from calipers.checkpoint.dry_run import dry_run
     from calipers.checkpoint.reader import load_skeleton
 

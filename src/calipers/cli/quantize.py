@@ -19,6 +19,7 @@ from calipers.cli.charts import ShellCommand
 from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size
 from calipers.cli.losses import SHOWN, activation_lines, advice_on, worst_modules
+from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import (
     ActivationObserver,
     AllExperts,
@@ -45,6 +46,7 @@ from calipers.cli.options import (
 )
 from calipers.cli.sources import (
     DEMO,
+    STANDARD_INPUT,
     compute_options,
     data_options,
     data_source,
@@ -143,59 +145,76 @@ def quantize(
 
     Example: calipers quantize demo --scheme W4A16 --observer optimal --data demo -o demo-w4a16
     """
-    # First: what is wrong is said before anything is imported.
+    mistakes = Mistakes()
     inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
-    check_output(output, overwrite, {**inputs, "measurements": measurements})
-    _refuse_both(data, measurements)
-    source, texts = model_source(model), data_source(data, "calibration")
-    observers = (observer, activation_observer)
-    wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
-    chosen = data_options(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    mistakes.check(check_output, output, overwrite, {**inputs, "measurements": measurements})
+    source = mistakes.check(model_source, model)
+    texts = mistakes.check(_texts, data, measurements)
+    how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)
+    wanted = mistakes.check(recipe_source, *how)
+    taken = (samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    chosen = mistakes.check(data_options, *taken)
+    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
+    mistakes.check(_check_calibration, pipeline, on_unseen)
+    mistakes.tell()
     options = OneshotOptions(
         data=replace(chosen, packing=packing_for(data, packing)),
-        compute=compute_options(device, dtype, trust_remote_code),
+        compute=compute,
         calibration=_calibration(pipeline, on_unseen, calibrate_all_experts, share_inputs),
         changes=RecipeOptions(allow_code=allow_code),
         output=OutputOptions(output_dir=output, overwrite=overwrite, max_shard_size=max_shard_size),
     )
-    start = time.monotonic()
-    result = _result(source, wanted, texts, measurements, options)
+    result, seconds = _result(source, wanted, texts, measurements, options)
     ignored = None if scheme is None else ignore or ["lm_head"]
-    done = _summary(result, time.monotonic() - start, model, data, output, ignored)
-    done = replace(done, next=_next(done, data, chosen), look=_look(done.output))
-    return CommandOutput(done.as_dict(), _view(done))
+    return _output(_summary(result, seconds, model, data, output, ignored), data, chosen)
 
 
-def _refuse_both(data: str | None, measurements: Path | None) -> None:
+def _texts(data: str | None, measurements: Path | None) -> Any:
     if measurements is not None and data is not None:
         problem = "The command has both --data and --measurements"
         raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
+    return data_source(data, "calibration")
+
+
+def _check_calibration(pipeline: str, on_unseen: str) -> None:
+    from calipers.jobs import check_on_unseen, check_pipeline
+
+    mistakes = Mistakes()
+    mistakes.check(check_pipeline, pipeline)
+    mistakes.check(check_on_unseen, on_unseen)
+    mistakes.tell()
 
 
 def _calibration(
     pipeline: str, on_unseen: str, calibrate_all_experts: bool, share_inputs: bool
 ) -> CalibrationOptions:
     return CalibrationOptions(
-        pipeline=pipeline,  # type: ignore[arg-type]  # oneshot checks
-        on_unseen=on_unseen,  # type: ignore[arg-type]  # oneshot checks
+        pipeline=pipeline,  # type: ignore[arg-type]  # checked before
+        on_unseen=on_unseen,  # type: ignore[arg-type]  # checked before
         calibrate_all_experts=calibrate_all_experts,
         share_inputs=share_inputs,
     )
 
 
+def _output(done: Summary, data: str | None, chosen: DataOptions) -> CommandOutput:
+    done = replace(done, next=_next(done, data, chosen), look=_look(done.output))
+    return CommandOutput(done.as_dict(), _view(done))
+
+
 def _result(
     source: str, wanted: Recipe, texts: Any, measurements: Path | None, options: OneshotOptions
-) -> OneshotResult | QuantizeResult:
-    """Quantize: from disk to disk where the model need not run."""
+) -> tuple[OneshotResult | QuantizeResult, float]:
+    """Quantize, from disk to disk where the model need not run; how many seconds it took."""
+    start = time.monotonic()
     in_memory = find_launch().world_size > 1 or options.data.tokenizer is not None
     if texts is not None or (measurements is None and in_memory):
         from calipers import oneshot
 
-        return oneshot(source, wanted, texts, **options.keywords())
+        return oneshot(source, wanted, texts, **options.keywords()), time.monotonic() - start
     from calipers import quantize as from_disk_to_disk
 
     dtype = options.compute.dtype if measurements is not None else "auto"
-    return from_disk_to_disk(
+    made = from_disk_to_disk(
         source,
         wanted,
         measurements,
@@ -204,6 +223,7 @@ def _result(
         changes=options.changes,
         output=options.output,
     )
+    return made, time.monotonic() - start
 
 
 @dataclass(frozen=True)
@@ -314,7 +334,8 @@ def _next(done: Summary, data: str | None, chosen: DataOptions) -> str:
     If there were fewer samples than calibration wanted, none is left in the data.
     """
     command = ["calipers", "evaluate", done.model, done.output, "--data"]
-    if data is None or (done.tokens and done.samples < chosen.num_samples):
+    used_up = done.tokens and done.samples < chosen.num_samples
+    if data is None or data == STANDARD_INPUT or used_up:
         return shlex.join([*command, "HELD_OUT.jsonl"])
     command += [data]
     if done.tokens and (data != DEMO or os.path.exists(data)):
@@ -383,13 +404,20 @@ def _told(why: str, command: str) -> list[RenderableType]:
     return [Text(f"{why}:", style="bold"), ShellCommand(words)]
 
 
+_STATES = {"q": "query state", "k": "key state", "v": "value state"}
+"""What attention computes with, as it is called beside weights and inputs."""
+
+
 def _quantized(done: Summary) -> list[str]:
     """Say what was quantized and how, alike tensors together."""
     kinds = Counter(
         (row["tensor"], f"{row['format']} per {row['strategy']}, {row['observer']}")
         for row in done.quantized
     )
-    return [f"{counted(number, tensor)}: {how}" for (tensor, how), number in kinds.items()]
+    return [
+        f"{counted(number, _STATES.get(tensor, tensor))}: {how}"
+        for (tensor, how), number in kinds.items()
+    ]
 
 
 def _about_data(done: Summary) -> str:

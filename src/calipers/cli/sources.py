@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from calipers.calibration.dataset_names import DatasetName
+from calipers.calibration.launch import find_launch
 from calipers.checkpoint.location import check_location
 from calipers.cli.command import progress
+from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import observer_choice
-from calipers.errors import ConfigurationError
+from calipers.errors import ConfigurationError, check_whole_number
 from calipers.options import ComputeOptions, DataOptions
 
 if TYPE_CHECKING:
     from calipers.recipes import Recipe
 
 DEMO = "demo"
+STANDARD_INPUT = "-"
 DATA_KINDS = (
     "the path of a text, .jsonl, .json or .parquet file or of a folder of data, the name of a data "
-    "set on the hub (ORG/NAME[@CONFIG][:SPLIT]), or 'demo'"
+    "set on the hub (ORG/NAME[@CONFIG][:SPLIT]), '-' for standard input, or 'demo'"
 )
 
 
@@ -35,6 +39,8 @@ def model_source(name: str) -> str:
 
 def data_source(name: str | None, part: Literal["calibration", "evaluation"]) -> Any:
     """Return the path of data, or a data set; ``demo`` are the texts of the standard library."""
+    if name == STANDARD_INPUT:
+        return _standard_input()
     if name is None or os.path.exists(name):
         return name
     if name == DEMO:
@@ -47,6 +53,19 @@ def data_source(name: str | None, part: Literal["calibration", "evaluation"]) ->
     from calipers.calibration.data.named_datasets import load_named
 
     return load_named(named)
+
+
+def _standard_input() -> BinaryIO:
+    """Return the stream that ``-`` stands for."""
+    problem = None
+    if sys.stdin is None:
+        problem = "is closed"
+    elif find_launch().world_size > 1:
+        problem = "cannot be read by several processes"
+    if problem is not None:
+        subject = f"Standard input, --data {STANDARD_INPUT},"
+        raise ConfigurationError(problem, subject=subject, hint="Give a file of data.")
+    return sys.stdin.buffer
 
 
 def packing_for(name: str | None, chosen: bool | None) -> bool | None:
@@ -69,6 +88,16 @@ def data_options(
     skip: int = 0,
 ) -> DataOptions:
     """Return which samples are taken, and how they become batches."""
+    mistakes = Mistakes()
+    for option, number, least in (
+        ("num_samples", samples, 1),
+        ("max_seq_length", 1 if seq_len is None else seq_len, 1),
+        ("batch_size", batch_size, 1),
+        ("skip", skip, 0),
+        ("seed", seed, None),
+    ):
+        mistakes.check(check_whole_number, option, number, least)
+    mistakes.tell()
     return DataOptions(
         tokenizer=tokenizer,
         num_samples=samples,
@@ -83,9 +112,16 @@ def data_options(
 
 def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> ComputeOptions:
     """Return where and how a model computes, and what shows how far it is."""
+    from calipers.calibration.pipelines import usable_device
+    from calipers.calibration.precision import dtype_choice
+
+    mistakes = Mistakes()
+    choice = mistakes.check(dtype_choice, dtype)  # type: ignore[arg-type]  # it checks
+    mistakes.check(usable_device, device)
+    mistakes.tell()
     return ComputeOptions(
         device=device,
-        dtype=dtype,  # type: ignore[arg-type]  # whoever computes checks
+        dtype=choice,
         trust_remote_code=trust_remote_code,
         progress=progress(),
     )

@@ -43,6 +43,7 @@ from calipers.errors.checkpoint import (
     would_replace,
 )
 from calipers.errors.data import (
+    check_whole_number,
     empty_data,
     no_meaning,
     not_allowed,
@@ -132,6 +133,7 @@ __all__ = [
     "cannot_unfuse",
     "cannot_write",
     "cannot_write_file",
+    "check_whole_number",
     "code_not_allowed",
     "counted",
     "damaged_file",

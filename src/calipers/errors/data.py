@@ -39,11 +39,25 @@ def several_splits(splits: Iterable[str], folder: str | None = None) -> DataErro
     )
 
 
-def not_allowed(option: str, value: object, allowed: str | Collection[str]) -> ConfigurationError:
-    """Refuse a value outside the domain of an option: a description, or all its words."""
-    meant = None if isinstance(allowed, str) else nearest(str(value), allowed)
+def not_allowed(
+    option: str, value: object, allowed: str | Collection[str], meant: str | None = None
+) -> ConfigurationError:
+    """Refuse a value outside the domain of an option: a description, or all its words.
+
+    :param meant: the allowed word that the value stands for elsewhere; by default the nearest
+    """
+    if meant is None and not isinstance(allowed, str):
+        meant = nearest(str(value), allowed)
     subject = Option(option, value)
     return ConfigurationError("is not allowed", subject=subject, meant=meant, allowed=allowed)
+
+
+def check_whole_number(option: str, value: object, least: int | None = None) -> None:
+    """Refuse a value of an option that is no whole number, or less than the least one."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or (least is not None and value < least):  # type: ignore[operator]
+        bound = "" if least is None else f", {least} or more"
+        raise not_allowed(option, value, f"a whole number{bound}")
 
 
 def no_meaning(option: str, value: object, here: str) -> ConfigurationError:

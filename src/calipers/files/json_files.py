@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calipers.errors import CalipersError, damaged_file
+from calipers.files.regular_files import read_whole
 
 Damaged = Callable[[object, str], CalipersError]
 """Makes the error that says what is wrong with a file."""
@@ -16,7 +17,7 @@ Damaged = Callable[[object, str], CalipersError]
 def read_json_object(file: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds; every key stands once, every text is text."""
     try:
-        content = file.read_bytes()
+        content = read_whole(file)
     except OSError as error:
         raise damaged_file(file, f"it cannot be read ({error.strerror})") from error
     return parse_json_object(content, file)

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from calipers.errors import CalipersError, damaged_file, library_errors
 from calipers.files.json_files import Damaged, parse_json_object
-
-_LARGEST_HEADER = 100_000_000
-"""What safetensors itself allows, in bytes."""
+from calipers.files.regular_files import LARGEST_JSON, open_regular
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,11 @@ class StoredTensor:
 
 def read_header(file: Path, damaged: Damaged = damaged_file) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, whose header must account for every byte of it."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         start = opened.read(8)
         length = int.from_bytes(start, "little")
         size = file.stat().st_size
-        if len(start) < 8 or length > min(size - 8, _LARGEST_HEADER):
+        if len(start) < 8 or length > min(size - 8, LARGEST_JSON):
             problem = f"{size:,} bytes, which end before its header does (an interrupted download?)"
             raise damaged(file, problem)
         header = parse_json_object(opened.read(length), file, damaged)

@@ -26,6 +26,7 @@ from calipers.errors import (
 )
 from calipers.modifiers.base import Path, Patterns, read_patterns, to_plain
 from calipers.numerics.formats import Format
+from calipers.numerics.library_versions import named_observer
 from calipers.observers import Observer
 from calipers.observers.options import ObserverOptions, parse_options
 from calipers.planning.specs import SCHEME_FIELDS
@@ -96,7 +97,7 @@ def read_args(value: Any) -> QuantizationArgs:
     else:
         raise ConfigurationError("must be a mapping such as {num_bits: 8}", got=repr(value))
     Format.of(args)
-    if args.observer is not None:
+    if named_observer(args) is not None:
         check_observer(args.observer, args.observer_kwargs or {}, "observer")
     return args
 
@@ -242,7 +243,7 @@ def named_observers(value: Any, path: Path = ()) -> Iterator[tuple[Path, Observe
     if isinstance(value, ObserverChoice):
         yield path, value
     elif isinstance(value, QuantizationArgs):
-        if value.observer is not None:
+        if named_observer(value) is not None:
             options = value.observer_kwargs or {}
             yield (*path, "observer"), ObserverChoice(name=value.observer, options=options)
     elif isinstance(value, BaseModel):

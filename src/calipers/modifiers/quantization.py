@@ -6,15 +6,16 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme, is_cached_attention_module
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
-from compressed_tensors.utils.match import is_narrow_match, match_named_modules, match_targets
+from compressed_tensors.utils.match import match_named_modules, match_targets
 
 from calipers.errors import CalipersWarning, Option, RecipeError, listing, unfit
 from calipers.modifiers.choices import ARGS_FIELDS
 from calipers.modifiers.quantization_settings import QuantizationSettings
 from calipers.modifiers.solving import solve_activations, solve_weights
 from calipers.modifiers.steps import Changes, Layer
+from calipers.numerics.library_versions import is_aimed_at, is_cached_attention_module
 from calipers.planning.matching import check_patterns, report, what_there_is
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import (
@@ -155,7 +156,7 @@ def _kind(
 ) -> ModuleKind | None:
     if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
         return "linear"
-    if is_cached_attention_module(module) and is_narrow_match(model, targets, name, module):
+    if is_cached_attention_module(module) and is_aimed_at(model, targets, name, module):
         return "attention"
     return None
 

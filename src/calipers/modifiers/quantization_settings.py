@@ -25,6 +25,7 @@ from calipers.modifiers.choices import (
     preset,
     scheme_to_data,
 )
+from calipers.numerics.library_versions import named_observer
 from calipers.observers.spec import default_observer
 from calipers.planning.matching import Unmatched
 from calipers.planning.schemes import (
@@ -149,7 +150,7 @@ class QuantizationSettings(Modifier):
     def _check_one_observer(self, scheme: QuantizationScheme) -> None:
         for base_name, field in SCHEME_FIELDS.items():
             args, choice = getattr(scheme, field), self._choice(base_name)
-            if choice and args and args.observer and choice.put_into(args) != args:
+            if choice and args and named_observer(args) and choice.put_into(args) != args:
                 key = next(key for key, _ in self._choices(base_name))
                 raise RecipeError(
                     f"{self.label()}.{key} chooses '{choice.name}', but '{field}' names the "
@@ -251,7 +252,7 @@ class QuantizationSettings(Modifier):
             if args is None or args.dynamic is True:
                 continue
             choice = self._choice(base_name)
-            if choice is None and args.observer is None:
+            if choice is None and named_observer(args) is None:
                 choice = self._default_choice(base_name, args.observer_kwargs or {})
             if choice is not None:
                 chosen[field] = choice.put_into(args)

@@ -10,6 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import Self
 
 from calipers.numerics.layout import check_base_name
+from calipers.numerics.library_versions import named_observer
 from calipers.observers.base import Observer
 from calipers.observers.compatibility import construct, constructor_parameters
 from calipers.observers.options import ObserverOptions
@@ -63,7 +64,7 @@ class ObserverSpec:
         if args.dynamic is True:
             return None
         check_base_name(base_name)
-        name = args.observer or default_observer(base_name)
+        name = named_observer(args) or default_observer(base_name)
         kind = Observer.get_value_from_registry(name, allow_code=allow_code)
         given = dict(args.observer_kwargs or {})
         if base_name == "weight" and kind.registered_name() in _MEMORYLESS:

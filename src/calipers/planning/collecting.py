@@ -8,9 +8,10 @@ from functools import partial
 from typing import Literal, get_args
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, is_cached_attention_module
+from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.errors import ConfigurationError, not_allowed
+from calipers.numerics.library_versions import is_cached_attention_module
 from calipers.planning.matching import what_there_is
 from calipers.planning.plan import Plan
 from calipers.planning.specs import COUNTS, SENSITIVITY, SQUARES, Requirement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
@@ -62,6 +63,27 @@ def what_there_is(model: torch.nn.Module) -> str:
     return (
         f"Its classes: {shortened(classes, _SHOWN)}. "
         f"Some of its names: {shortened(leaves, _SHOWN)}."
+    )
+
+
+def what_cannot_be(model: torch.nn.Module) -> str:
+    """Say which classes with matrices a model has that cannot be quantized; nothing if none.
+
+    >>> what_cannot_be(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2)))
+    'Linear and Embedding modules can be quantized; it has 1 Bilinear, which is not supported.'
+    """
+    found = Counter(
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        and getattr(getattr(module, "weight", None), "ndim", 0) > 1
+    )
+    if not found:
+        return ""
+    has = " and ".join(f"{number} {name}" for name, number in sorted(found.items()))
+    are = "is" if found.total() == 1 else "are"
+    return (
+        f"Linear and Embedding modules can be quantized; it has {has}, which {are} not supported."
     )
 
 

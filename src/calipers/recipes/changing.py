@@ -11,6 +11,7 @@ from calipers.errors import (
     ConfigurationError,
     Option,
     RecipeError,
+    check_whole_number,
     listing,
     not_allowed,
 )
@@ -39,8 +40,7 @@ def round_by(modifiers: Modifiers, method: str) -> Modifiers:
 
 def regroup(modifiers: Modifiers, size: int) -> Modifiers:
     """Give every weight whose groups are free groups of this size; if there is none, refuse."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise not_allowed("group_size", size, "a whole number, 1 or more")
+    check_whole_number("group_size", size, least=1)
     changed = [modifier.regrouped(size) for modifier in modifiers]
     if not any(changed):
         raise _no_free_groups(size, _weights(modifiers))

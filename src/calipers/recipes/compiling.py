@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from calipers.calibration.experts import fused_experts, unfuse_experts
 from calipers.errors import RecipeError
 from calipers.planning.checks import check_modules
-from calipers.planning.matching import what_there_is
+from calipers.planning.matching import what_cannot_be, what_there_is
 from calipers.planning.plan import PROPAGATIONS, Plan, Step
 from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
 
@@ -60,7 +60,7 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
         raise RecipeError(
             f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
             "quantized matches",
-            hint=what_there_is(model),
+            hint=f"{what_cannot_be(model)} {what_there_is(model)}".strip(),
         )
     check_modules(model, modules)
     besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}

@@ -76,6 +76,26 @@ def read_document(text: str, source: str) -> Document:
         raise RecipeError(f"this is no YAML: {problem}", source=source, line=line) from None
 
 
+def refuse_surrogates(document: Document, value: Any, path: Path = ()) -> None:
+    """Refuse a text with half a character, which escapes can spell and no file can hold.
+
+    :param value: what the document holds under a path
+    """
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            what = f"{value!a} has half a character (a surrogate) at position {error.start}"
+            raise document.error(what, path, hint="Correct the escape, or remove it.") from None
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            refuse_surrogates(document, key, path)
+            refuse_surrogates(document, inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            refuse_surrogates(document, inner, (*path, index))
+
+
 def _read(text: str, source: str) -> Document:
     loader = yaml.SafeLoader(text)
     try:

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from calipers.errors import CalipersError, RecipeError, code_not_allowed, nearest
+from calipers.files.regular_files import read_whole
 from calipers.html import html_table
 from calipers.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.modifiers.choices import check_observer, named_observers, preset_name
@@ -20,7 +21,7 @@ from calipers.observers.registry import is_file_of_code
 from calipers.planning.plan import Plan
 from calipers.recipes.changing import observe, regroup, round_by
 from calipers.recipes.compiling import compile_plan
-from calipers.recipes.reading import Document, Path, read_document
+from calipers.recipes.reading import Document, Path, read_document, refuse_surrogates
 
 MODIFIERS: Mapping[str, type[Modifier]] = {
     "QuantizationModifier": QuantizationModifier,
@@ -40,6 +41,8 @@ _FOREIGN = (
 )
 _SUFFIXES = (".yaml", ".yml", ".json")
 _DEFAULT = "default"
+_LARGEST = 16 * 2**20
+"""The largest file of a recipe, in bytes: a hundred thousand names of modules have room in it."""
 
 
 @dataclass(frozen=True)
@@ -235,12 +238,15 @@ def _flat(sources: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_path(text: str) -> bool:
-    return "\n" not in text and (text.lower().endswith(_SUFFIXES) or os.path.isfile(text))
+    if "\n" in text:
+        return False
+    is_there = os.path.exists(text) and not os.path.isdir(text)
+    return is_there or text.lower().endswith(_SUFFIXES)
 
 
 def _from_file(path: FilePath, allow_code: bool) -> Recipe:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_whole(path, _LARGEST).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not UTF-8 text"
         raise RecipeError(f"The recipe '{path}' cannot be read: {reason}") from None
@@ -268,6 +274,7 @@ def _from_preset(name: str) -> Recipe:
 
 
 def _from_document(document: Document) -> Recipe:
+    refuse_surrogates(document, document.data)
     stages: list[Stage] = []
     for key, body in _mapping(document, document.data, (), "A recipe").items():
         if key.endswith("_stage") and key != "_stage":

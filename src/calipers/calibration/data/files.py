@@ -1,23 +1,35 @@
-"""Files of records: where each record stands, so that an error can say it, and how it is read."""
+"""Files and streams of records: where each record stands, for errors, and how it is read."""
 
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from calipers.calibration.data.columns import columns_of
 from calipers.errors import DataError, empty_data, library_errors
+from calipers.files.regular_files import irregular_kind, read_whole
 
 LARGEST_TEXT = 64 * 2**20
-"""How many bytes of a text file are read; calibration rarely uses a tenth of what they hold."""
+"""How many bytes of a text or a stream are read; calibration rarely uses a tenth of them."""
+
+LARGEST_LINE = LARGEST_TEXT
+"""The longest line with a record, in bytes; each is read whole."""
+
+LARGEST_LIST = 2**30
+"""The largest JSON file that is one list, in bytes; it is read whole."""
+
+_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\{\s*"|\[\s*([\[{"]|\d+\s*,))')
+"""How records in JSON begin; few texts begin like that."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,14 @@ def open_file(path: Path, text_column: str | None) -> Rows:
             hint="A text itself is given in a list: [text]. A data set of the hub is named "
             "ORG/NAME[@CONFIG][:SPLIT].",
         )
+    kind = irregular_kind(path)
+    if kind is not None:
+        raise DataError(
+            f"is {kind}, and only regular files are opened",
+            subject=f"The data file '{_shortened(str(path))}'",
+            hint="What another program writes can come through standard input, whose name as data "
+            "is '-', or be saved to a file first.",
+        )
     if path.stat().st_size == 0:
         raise empty_data(f"The data file '{path}'")
     readers = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_file}
@@ -88,16 +108,42 @@ def text_file(path: Path) -> Rows:
     return Rows([text], f"'{path}', document", one_document=True, notes=notes)
 
 
-class JsonLines(Sequence[Any]):
-    """The records of a file with one JSON value per line, each read when asked for."""
+def stream(source: io.BufferedIOBase, name: str) -> Rows:
+    """Return what a stream gives: JSON, if it begins as JSON does, or else a text.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    :param name: what it is called in messages
+    """
+    data = source.read(LARGEST_TEXT)
+    if not data.strip():
+        raise empty_data(name)
+    whole = len(data) < LARGEST_TEXT or not source.read(1)
+    notes = () if whole else (f"{name}: only the first {LARGEST_TEXT >> 20} MiB are read.",)
+    if not _JSON.match(data):
+        text = _decoded(data if whole else _whole_characters(data), name, 0)
+        return Rows([text], f"{name}, document", one_document=True, notes=notes)
+    if whole:
+        return _json_rows(data, name, name, lambda: io.BytesIO(data))
+    complete = data[: data.rfind(b"\n") + 1]
+    return replace(_line_rows(name, lambda: io.BytesIO(complete)), notes=notes)
+
+
+class JsonLines(Sequence[Any]):
+    """Records of which each stands on a line as a JSON value, and is read when asked for.
+
+    :param name: what the whole is called in messages
+    :param opened: opens it at its beginning
+    """
+
+    def __init__(self, name: str, opened: Callable[[], IO[bytes]]) -> None:
+        self._name, self._opened = name, opened
         self.numbers = array("Q")
         self._offsets = array("Q")
-        offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        offset = number = 0
+        with opened() as file:
+            while line := file.readline(LARGEST_LINE + 1):
+                number += 1
+                if len(line) > LARGEST_LINE:
+                    raise _too_long(f"{name}, line {number}")
                 if line.strip():
                     self.numbers.append(number)
                     self._offsets.append(offset)
@@ -109,38 +155,58 @@ class JsonLines(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         """Read one record."""
         offset = self._offsets[index]
-        with self._path.open("rb") as file:
+        with self._opened() as file:
             file.seek(offset)
-            line = file.readline()
-        where = f"'{self._path}', line {self.numbers[index]}"
+            line = file.readline(LARGEST_LINE)
+        where = f"{self._name}, line {self.numbers[index]}"
         text = _decoded(line, where, offset)
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise _no_json(where, f"{error.msg} at column {error.colno}") from None
+            raise _no_json(where, _syntax(error)) from None
         except (ValueError, RecursionError) as error:
             raise _no_json(where, _too_much(error)) from None
 
 
 def json_lines(path: Path) -> Rows:
     """Return a file with one JSON value per line."""
-    lines = JsonLines(path)
-    return Rows(lines, f"'{path}', line", numbers=lines.numbers)
+    return _line_rows(f"'{path}'", lambda: path.open("rb"))
 
 
 def json_file(path: Path) -> Rows:
     """Return a JSON file: a list of records, a single one, or in truth one per line."""
-    text = _decoded(path.read_bytes(), f"The data file '{path}'", 0)
+    subject = f"The data file '{path}'"
+    return _json_rows(_content(path), f"'{path}'", subject, lambda: path.open("rb"))
+
+
+def _json_rows(data: bytes, name: str, subject: str, opened: Callable[[], IO[bytes]]) -> Rows:
+    text = _decoded(data, subject, 0)
     try:
         value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except json.JSONDecodeError as error:
-        where = f"'{path}', line {error.lineno}"
-        raise _no_json(where, f"{error.msg} at column {error.colno}") from None
+        raise _no_json(f"{name}, line {error.lineno}", _syntax(error)) from None
     except (ValueError, RecursionError) as error:
-        raise _no_json(f"The data file '{path}'", _too_much(error)) from None
+        raise _no_json(subject, _too_much(error)) from None
     if text[end:].strip():  # another value follows
-        return json_lines(path)
-    return Rows(value if isinstance(value, list) else [value], f"'{path}', record")
+        return _line_rows(name, opened)
+    return Rows(value if isinstance(value, list) else [value], f"{name}, record")
+
+
+def _line_rows(name: str, opened: Callable[[], IO[bytes]]) -> Rows:
+    lines = JsonLines(name, opened)
+    return Rows(lines, f"{name}, line", numbers=lines.numbers)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_whole(path, LARGEST_LIST)
+    except OSError as error:
+        raise DataError(
+            f"cannot be read: {error.strerror}",
+            subject=f"The data file '{path}'",
+            hint="Write it with one record per line, as .jsonl, of which those that are used are "
+            "read.",
+        ) from None
 
 
 def parquet_file(path: Path, text_column: str | None) -> Rows:
@@ -203,6 +269,19 @@ def _no_text(subject: str, byte: int, offset: int) -> DataError:
 def _no_json(subject: str, problem: str) -> DataError:
     hint = "Correct or remove it."
     return DataError(f"is not valid JSON: {problem}", subject=subject, hint=hint)
+
+
+def _syntax(error: json.JSONDecodeError) -> str:
+    """Say what is wrong and where; some of json's messages end with "at", and some do not."""
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+
+
+def _too_long(subject: str) -> DataError:
+    return DataError(
+        f"has more than {LARGEST_LINE >> 20} MiB",
+        subject=subject,
+        hint="Does the file have one record per line? Cut long texts, or give them as .txt.",
+    )
 
 
 def _too_much(error: Exception) -> str:

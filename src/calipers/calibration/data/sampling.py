@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from calipers.calibration.data.padding import PaddingSide
-from calipers.errors import not_allowed
+from calipers.errors import check_whole_number, not_allowed
 
 Use = Literal["ranges", "importance", "evaluation"]
 """What data is for: static ranges of activations, sums of the inputs of weights, or judging."""
@@ -59,17 +59,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_seq_length", "batch_size", "world_size"):
-            self._check_number(name, least=1)
-        self._check_number("skip", least=0)
+            check_whole_number(name, getattr(self, name), least=1)
+        check_whole_number("skip", self.skip, least=0)
         if not 0 <= self.rank < self.world_size:
             raise not_allowed("rank", self.rank, f"0 to {self.world_size - 1}, below world_size")
         if self.padding_side not in get_args(PaddingSide):
             raise not_allowed("padding_side", self.padding_side, "'right' or 'left'")
-
-    def _check_number(self, name: str, least: int) -> None:
-        number = getattr(self, name)
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise not_allowed(name, number, f"a whole number, {least} or more")
 
     @property
     def order(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset as TorchDataset
 
-from calipers.calibration.data.files import Rows, open_file
+from calipers.calibration.data.files import Rows, open_file, stream
 from calipers.calibration.data.named_datasets import SHUFFLE_BUFFER, NamedDataset, load_named
 from calipers.calibration.dataset_names import DatasetName
 from calipers.errors import DataError, Words, empty_data, several_splits
@@ -66,6 +67,8 @@ def open_source(
         if named is not None:
             return open_source(load_named(named), seed=seed, text_column=text_column)
         return _from_rows(open_file(path, text_column), f"The data file '{path}'", seed)
+    if isinstance(dataset, io.BufferedIOBase):
+        return _from_rows(*_rows_of_stream(dataset), seed)
     if isinstance(dataset, NamedDataset):
         label = f"'{dataset.name}', row"
         return _from_stream(dataset.records(seed), label, f"'{dataset.name}'", dataset.notes)
@@ -148,6 +151,12 @@ def _from_mapping(dataset: Mapping[str, Any]) -> ReadyBatches:
     raise _no_dataset(f"of type {_type_name(dataset)} (its keys: {keys})")
 
 
+def _rows_of_stream(dataset: io.BufferedIOBase) -> tuple[Rows, str]:
+    called = getattr(dataset, "name", None)
+    name = "Standard input" if called == "<stdin>" else f"The stream {called!r}"
+    return stream(dataset, name), name
+
+
 def _rows_of_array(dataset: Any) -> Rows:
     if dataset.ndim != 2:
         advice = "One row of token ids is given as ids[None]." if dataset.ndim == 1 else ""
@@ -178,8 +187,8 @@ def _no_dataset(what: str, advice: str = "") -> DataError:
         f"A dataset cannot be {what}",
         allowed="the path of a text, .jsonl, .json or .parquet file or of a folder of "
         "save_to_disk; the name of a data set; a Dataset of datasets; a list of texts, chats, "
-        "records or lists of token ids; a 2-D tensor of token ids; a DataLoader or another "
-        "iterable of batches with input_ids",
+        "records or lists of token ids; a 2-D tensor of token ids; a file that is "
+        "open to read bytes; a DataLoader or another iterable of batches with input_ids",
         hint=advice,
     )
 
