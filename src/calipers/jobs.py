@@ -11,6 +11,7 @@ import torch
 
 from calipers.calibration.coverage import UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
+from calipers.calibration.data.token_masks import check_mask
 from calipers.calibration.pipelines import (
     Run,
     free_memory,
@@ -46,6 +47,7 @@ def check_options(options: MeasureOptions) -> None:
     pipeline = options.calibration.pipeline
     if pipeline not in get_args(PipelineChoice):
         raise not_allowed("pipeline", pipeline, get_args(PipelineChoice))
+    check_mask(options.data.mask)
     dtype_choice(options.compute.dtype)
     usable_device(options.compute.device)
 

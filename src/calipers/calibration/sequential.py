@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calipers.calibration.data import Batch, Batches
+from calipers.calibration.data import Batch, Batches, counted_tokens
 from calipers.calibration.pipelines import Run, call_model, errors_of_forward, moved, onloaded
 from calipers.calibration.precision import computing_in
 from calipers.calibration.propagation import (
@@ -120,10 +120,11 @@ class LayerStack:
                 calls: list[Call] = []
                 for layer in self.layers:
                     vars(layer)["forward"] = self._noting(calls, batch["input_ids"].device)
-                with self.run.calibration.batch(index, batch["attention_mask"]):
+                counted = counted_tokens(batch)
+                with self.run.calibration.batch(index, counted):
                     self._start(batch)
                 self._calls.append(calls)
-                self._masks.append(batch["attention_mask"])
+                self._masks.append(counted)
         if self.run.calibration.plan.propagation == "both":
             self._reference = list(self._hidden)
 

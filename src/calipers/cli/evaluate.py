@@ -16,6 +16,7 @@ from calipers.cli.options import (
     Data,
     Device,
     Dtype,
+    Mask,
     Model,
     Packing,
     Samples,
@@ -63,6 +64,7 @@ def evaluate(
     batch_size: BatchSize = 1,
     packing: Packing = None,
     text_column: TextColumn = None,
+    mask: Mask = None,
     tokenizer: Tokenizer = None,
     layers: Layers = True,
     device: Device = None,
@@ -83,7 +85,9 @@ def evaluate(
     source, texts = model_source(model), data_source(data, "evaluation")
     quantized = [model_source(each) for each in checkpoints or ()]
     joined = packing_for(data, packing)
-    chosen = data_options(samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    chosen = data_options(
+        samples, seq_len, batch_size, joined, seed, text_column, tokenizer, mask, skip
+    )
     from calipers.evaluation import evaluate as compare
 
     done = _Done(model, len(quantized))

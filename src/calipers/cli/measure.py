@@ -14,6 +14,7 @@ from calipers.cli.options import (
     Data,
     Device,
     Dtype,
+    Mask,
     Model,
     Packing,
     Samples,
@@ -99,6 +100,7 @@ def measure(
     batch_size: BatchSize = 1,
     packing: Packing = None,
     text_column: TextColumn = None,
+    mask: Mask = None,
     tokenizer: Tokenizer = None,
     pipeline: Pipeline = "auto",
     calibrate_all_experts: AllExperts = False,
@@ -121,7 +123,9 @@ def measure(
     _check_output(output, overwrite, {"model": model, "data": data, "tokenizer": tokenizer})
     source, texts, tolerance = model_source(model), _texts(data), _checked(tolerance)
     joined = packing_for(data, packing)
-    chosen = data_options(samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    chosen = data_options(
+        samples, seq_len, batch_size, joined, seed, text_column, tokenizer, mask, skip
+    )
     from calipers.measuring import measure as run
 
     found = run(

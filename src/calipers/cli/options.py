@@ -91,6 +91,16 @@ TextColumn = Annotated[
     str | None,
     typer.Option("--text-column", metavar="NAME", help="The column of the text, of several."),
 ]
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        "--mask",
+        metavar="NAME",
+        help="Which tokens count, of data that marks them: assistant, by assistant_masks, "
+        "loss_mask, labels of -100, or the chat template.  [default: all]",
+        show_default=False,
+    ),
+]
 Tokenizer = Annotated[
     str | None,
     typer.Option("--tokenizer", metavar="PATH", help="The tokenizer, if not beside the model."),

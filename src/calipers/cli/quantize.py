@@ -29,6 +29,7 @@ from calipers.cli.options import (
     Dtype,
     GroupSize,
     Ignored,
+    Mask,
     Method,
     Model,
     Packing,
@@ -121,6 +122,7 @@ def quantize(
     batch_size: BatchSize = 1,
     packing: Packing = None,
     text_column: TextColumn = None,
+    mask: Mask = None,
     tokenizer: Tokenizer = None,
     pipeline: Pipeline = "auto",
     on_unseen: OnUnseen = "error",
@@ -149,7 +151,7 @@ def quantize(
     source, texts = model_source(model), data_source(data, "calibration")
     observers = (observer, activation_observer)
     wanted = recipe_source(scheme, recipe, *observers, ignore, group_size, method, allow_code)
-    chosen = data_options(samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    chosen = data_options(samples, seq_len, batch_size, packing, seed, text_column, tokenizer, mask)
     options = OneshotOptions(
         data=replace(chosen, packing=packing_for(data, packing)),
         compute=compute_options(device, dtype, trust_remote_code),
@@ -301,6 +303,7 @@ def _same_samples(chosen: DataOptions) -> list[str]:
         "--seed": chosen.seed or None,
         "--seq-len": chosen.max_seq_length,
         "--text-column": chosen.text_column,
+        "--mask": chosen.mask,
         "--tokenizer": chosen.tokenizer,
     }
     words = [str(word) for option in found.items() if option[1] is not None for word in option]

@@ -66,6 +66,7 @@ def data_options(
     seed: int,
     text_column: str | None,
     tokenizer: str | None,
+    mask: str | None,
     skip: int = 0,
 ) -> DataOptions:
     """Return which samples are taken, and how they become batches."""
@@ -78,6 +79,7 @@ def data_options(
         seed=seed,
         skip=skip,
         text_column=text_column,
+        mask=mask,  # type: ignore[arg-type]  # whoever reads the data checks
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from calipers.calibration.data import calibration_batches, limits_of
+from calipers.calibration.data.token_masks import check_mask
 from calipers.calibration.pipelines import usable_device
 from calipers.calibration.precision import dtype_choice, forward_dtype
 from calipers.calibration.progress import Progress
@@ -60,6 +61,7 @@ def evaluate(
     trusted = options.compute.trust_remote_code
     named = _named(checkpoints)
     usable_device(options.compute.device)
+    check_mask(options.data.mask)
     dtype_choice(options.compute.dtype)
     with hide_library_bars():
         found = [find_checkpoint(name, at, trust_remote_code=trusted) for name, at in named.items()]
