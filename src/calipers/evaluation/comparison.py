@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.data import Batch, Batches, counted_tokens
+from calipers.calibration.offloading import without_accelerate_hooks
 from calipers.calibration.pipelines import call_model, moved, onloaded
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
@@ -100,7 +101,11 @@ class Comparison:
         name = checkpoint.name
         layers = LayerComparison(self._base, model) if self._measure_layers else None
         found: list[dict[str, Tensor]] = []
-        with onloaded([self._base, model], self._device), self._computing(model):
+        with (
+            without_accelerate_hooks(model),
+            onloaded([self._base, model], self._device),
+            self._computing(model),
+        ):
             for number, batch in self._counted(name, found):
                 mask = counted_tokens(batch)
                 # A checkpoint is ready only when it has run once: transformers unpacks it then.
