@@ -107,7 +107,7 @@ class _HookedModule:
         attributes[_HOOK] = _with_tensors(before[_HOOK], self._hook, new) if new else before[_HOOK]
 
 
-class _StoredTensors(CPUCache):
+class _StoredTensors(CPUCache):  # type: ignore[misc]
     """Tensors of a module, loaded from where accelerate has them.
 
     Those that the module gets instead, or besides, are in memory: nothing that accelerate has
@@ -124,7 +124,7 @@ class _StoredTensors(CPUCache):
 
     def onload(self, offloaded: Tensor | None) -> Tensor | None:
         """Return a tensor on the device that the module computes on."""
-        if offloaded not in self._names:
+        if offloaded is None or offloaded not in self._names:
             found: Tensor | None = super().onload(offloaded)
             return found
         value = self._stored[self._names[offloaded]].detach()

@@ -11,7 +11,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The folder or the name of a Hugging Face model; 'demo' is the one that ships.",
+        help="The folder or the name of a Hugging Face model, or a .gguf file; 'demo' is the one "
+        "that ships.",
     ),
 ]
 Scheme = Annotated[

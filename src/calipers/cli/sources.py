@@ -26,7 +26,7 @@ DATA_KINDS = (
 def model_source(name: str) -> str:
     """Return the path or the name of a model; ``demo`` is the one that ships."""
     if name != DEMO or os.path.exists(name):
-        check_location(name)
+        check_location(name, gguf=True)
         return name
     from calipers.demo import MODEL
 
