@@ -70,10 +70,10 @@ class _HookedModule:
 
     def replace_hook(self) -> None:
         attributes, before = vars(self._module), self._before
+        original = before[_WRAPPED].__func__
         for kind in _KINDS:
             attributes[kind] = _StoredTensors(self._hook, before[kind])
         del attributes[_HOOK], attributes[_WRAPPED]
-        original = before[_WRAPPED].__func__
         attributes["_original_forward_func"] = original  # what compressed-tensors wraps
 
         @wraps(original)
