@@ -147,8 +147,8 @@ def oneshot(
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _OneshotJob(options, ranks, Progress.of(wanted))
         parsed = job.read(model, recipe, dataset)
-        loaded, tokenizer = job.load(model, apart_from=options.output.output_dir)
-        with unchanged_on_error(loaded):
+        into = options.output.output_dir
+        with job.loaded(model, apart_from=into) as (loaded, tokenizer), unchanged_on_error(loaded):
             solution, notes = job.measure_and_solve(loaded, parsed, dataset, tokenizer)
             written = job.write(loaded, tokenizer, parsed, solution, notes)
     return OneshotResult(

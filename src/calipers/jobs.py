@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -11,6 +12,8 @@ import torch
 
 from calipers.calibration.coverage import UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
+from calipers.calibration.data.token_masks import check_mask
+from calipers.calibration.offloading import without_accelerate_hooks
 from calipers.calibration.pipelines import (
     Run,
     free_memory,
@@ -44,6 +47,7 @@ PIPELINES: dict[str, Callable[[Run, Any], None]] = {
 def check_options(options: MeasureOptions) -> None:
     """Refuse options that cannot be meant, before anything is read."""
     check_pipeline(options.calibration.pipeline)
+    check_mask(options.data.mask)
     dtype_choice(options.compute.dtype)
     usable_device(options.compute.device)
 
@@ -78,10 +82,11 @@ class Job:
     ranks: Ranks
     progress: Progress
 
-    def load(
+    @contextmanager
+    def loaded(
         self, model: Any, *, apart_from: str | os.PathLike[str] | None = None
-    ) -> tuple[PreTrainedModel, Any]:
-        """Load the model and its tokenizer.
+    ) -> Iterator[tuple[PreTrainedModel, Any]]:
+        """Load the model and its tokenizer, and have the model ready to be read.
 
         :param apart_from: an output folder, in which the model must not be
         """
@@ -100,9 +105,10 @@ class Job:
             if apart_from is not None:
                 check_apart(apart_from, loaded)
             tokenizer = load_tokenizer(options.data.tokenizer, loaded, trust_remote_code=trusted)
-        if ranks.world_size > 1:
-            ranks.agree({"model": fingerprint(loaded)})
-        return loaded, tokenizer
+        with without_accelerate_hooks(loaded):
+            if ranks.world_size > 1:
+                ranks.agree({"model": fingerprint(loaded)})
+            yield loaded, tokenizer
 
     def device_and_dtype(self, model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
         """Return where the model computes, and in which dtype."""
@@ -147,9 +153,7 @@ class Job:
             return "sequential"
         if choice != "auto":
             return choice
-        size = bytes_of_copies(model, dtype)
-        if model.device != device:
-            size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        size = bytes_of_copies(model, dtype, device)
         return "basic" if not size or size < 0.8 * free_memory(device) else "sequential"
 
     def agreed_pipeline(self, mine: str) -> str:

@@ -112,8 +112,10 @@ def measure(
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
         job.read(model, dataset, collected, output_file, overwrite)
-        loaded, tokenizer = job.load(model)
-        with job.partial_file(output_file, save_every) as partial:
+        with (
+            job.loaded(model) as (loaded, tokenizer),
+            job.partial_file(output_file, save_every) as partial,
+        ):
             if output_file is not None and ranks.rank == 0:
                 check_measurements_file(output_file, overwrite)  # a writer was waited for
             with left_as_found(loaded):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Pipeline = Literal["auto", "datafree", "basic", "sequential"]
     OnUnseen = Literal["error", "weights_only", "peers"]
     Method = Literal["rtn", "gptq"]
+    Mask = Literal["assistant"] | None
 
 KEYWORDS = {"num_calibration_samples": "num_samples"}
 """Keywords of functions that groups call otherwise."""
@@ -84,6 +85,9 @@ class DataOptions(OptionGroup):
     :param skip: how many samples to pass over: those that an earlier call took from the same data,
         with the same seed, length and packing
     :param text_column: the column of the text, where records have several
+    :param mask: ``assistant`` leaves tokens out of statistics that the data does not mark by
+        ``assistant_masks``, ``loss_mask`` or ``labels``, or chats by the generation blocks of their
+        template; they still run through the model. None: all tokens count
     """
 
     tokenizer: Tokenizer = None
@@ -95,6 +99,7 @@ class DataOptions(OptionGroup):
     seed: int = 0
     skip: int = 0
     text_column: str | None = None
+    mask: Mask = None
 
     def sampling(self) -> dict[str, Any]:
         """Return what says which samples are taken, without the tokenizer."""
@@ -188,6 +193,7 @@ class EvaluateKeywords(TypedDict, total=False):
     seed: int
     skip: int
     text_column: str | None
+    mask: Mask
     device: Device
     dtype: Dtype
     trust_remote_code: bool

@@ -22,7 +22,12 @@ from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.output import check_output
-from calipers.checkpoint.reader import load_model, load_skeleton, refuse_quantized
+from calipers.checkpoint.reader import (
+    load_model,
+    load_skeleton,
+    load_tokenizer,
+    refuse_quantized,
+)
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.state import offloaded_tensors
@@ -295,6 +300,8 @@ class _QuantizeJob:
             stream,
             output.output_dir or "",
             recipe=recipe.to_yaml(),
+            # Of a model in GGUF there are no files of a tokenizer to copy.
+            tokenizer=None if source_folder(model) is not None else load_tokenizer(None, model),
             overwrite=output.overwrite,
             max_shard_size=output.max_shard_size,
         )
@@ -329,7 +336,7 @@ class _QuantizeJob:
 
 def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedModel:
     """Build a model without values, as transformers has it; else as the names in its files say."""
-    check_location(str(name))
+    check_location(str(name), gguf=True)
     unknown = unknown_model(Path(name)) if Path(name).is_dir() else None
     if unknown is None:
         return load_skeleton(name, trust_remote_code=trusted)

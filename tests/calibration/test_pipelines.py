@@ -29,16 +29,20 @@ from calibrating import (
     small,
 )
 from compressed_tensors.quantization import QuantizationArgs
+from families import build
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import (
     CLIPVisionConfig,
+    DataCollatorForLanguageModeling,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
 )
+from words import byte_tokenizer
 
-from calipers import oneshot
+from calipers import evaluate, oneshot
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
@@ -407,6 +411,63 @@ def test_tensors_return_to_where_they_were() -> None:
         for name, tensor in module.state_dict().items():
             assert tensor.data_ptr() != before[name]
     assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_batches_for_a_trainer_run_as_others_do(pipeline: Any) -> None:
+    """Labels are no input: with them the model would compute a loss of logits it does not have."""
+    tokenizer = byte_tokenizer(pad=True)
+    records = [tokenizer("once upon a time " * (1 + index % 5)) for index in range(32)]
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    loader = DataLoader(records, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    assert "labels" in next(iter(loader))
+    bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in loader]
+    options = {"num_samples": 32, "pipeline": pipeline, "progress": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "32 samples with", CalipersWarning)
+        found, wanted = (oneshot(build(), "FP8", data, **options) for data in (loader, bare))
+    for name in (name for name in linears(wanted.model) if name != "lm_head"):
+        scales = [each.model.get_submodule(name).input_scale for each in (found, wanted)]
+        assert torch.equal(*scales)
+    scores = [evaluate(wanted.model, [], data, num_samples=32) for data in (loader, bare)]
+    assert scores[0].as_dict() == scores[1].as_dict()
+
+
+class TypedLayer(TupleModel):
+    """Hands what it does not know to a part, as models of transformers do."""
+
+    def __init__(self, config: TupleConfig) -> None:
+        super().__init__(config)
+        self.types = TokenTypes()
+
+    def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
+        return super().forward(self.types(input_ids, **others), others["attention_mask"])
+
+
+class TokenTypes(nn.Module):
+    """Takes no more than it names."""
+
+    def forward(self, ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return (ids + token_type_ids) % 64 * attention_mask
+
+
+@pytest.mark.parametrize("pipeline", [run_basic, run_sequential])
+def test_what_a_part_of_the_model_takes_is_passed_and_the_rest_is_not(pipeline: Any) -> None:
+    torch.manual_seed(5)
+    model = TypedLayer(TupleConfig()).eval()
+    plain = batches_of(samples(5), 2)
+    shifted = [{**batch, "token_type_ids": batch["input_ids"] % 2} for batch in plain]
+    ids = [(batch["input_ids"] + batch["token_type_ids"]) for batch in shifted]
+    by_hand = [
+        {**batch, "input_ids": each, "token_type_ids": each * 0}
+        for batch, each in zip(plain, ids, strict=True)
+    ]
+    extra = [{**batch, "length": batch["attention_mask"].sum(1)} for batch in shifted]
+    plan = plan_of(model)
+    found, wanted = (
+        calibrated(model, plan, pipeline, Batches(tuple(each))) for each in (extra, by_hand)
+    )
+    assert same_qparams(found, wanted)
 
 
 def test_nobody_is_solved_twice() -> None:

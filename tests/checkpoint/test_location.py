@@ -44,13 +44,6 @@ def test_other_pickles_beside_safetensors_do_not_matter(tmp_path: Path) -> None:
     assert calipers.oneshot(folder, "W8A16", progress=False).errors
 
 
-def test_gguf(tmp_path: Path) -> None:
-    (tmp_path / "Model-Q4_0.GGUF").touch()
-    text = "is a model in GGUF, the format of llama.cpp (Model-Q4_0.GGUF)"
-    refused(ModelLoadError, text, tmp_path)
-    refused(ModelLoadError, text, tmp_path / "Model-Q4_0.GGUF")
-
-
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     folder = saved(build(), tmp_path / "model")
     refused(ModelLoadError, "it is a file. Give the folder", folder / "model.safetensors")

@@ -117,8 +117,8 @@ def test_a_broken_recipe(model: Path, tmp_path: Path) -> None:
     [
         (["m/readme.txt"], "m", ["'m': there is no config.json in it. Give the folder or the"]),
         (["m.safetensors"], "m.safetensors", ["it is a file"]),
-        (["m/model-Q4_K.gguf"], "m", ["'m' is a model in GGUF", "(model-Q4_K.gguf)"]),
-        (["m.gguf"], "m.gguf", ["in GGUF, the format of llama.cpp", 'gguf_file="m.gguf"']),
+        (["m/Q4_K.gguf"], "m", ["'m/Q4_K.gguf': it does not begin as files in GGUF do"]),
+        (["m/a.gguf", "m/b.gguf"], "m", ["'m' holds several models in GGUF: a.gguf, b.gguf"]),
         (
             ["m/config.json", "m/pytorch_model.bin"],
             "m",

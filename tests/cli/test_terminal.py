@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from shell import Terminal, run
 
 ESCAPE = "\x1b["
-WRONG = ("plan", "m.gguf", "--scheme", "W4A16")
+WRONG = ("plan", "m.pt", "--scheme", "W4A16")
 
 
 def on_terminal(*arguments: str, cwd: Path, env: dict[str, str]) -> str:
@@ -23,16 +23,16 @@ def on_terminal(*arguments: str, cwd: Path, env: dict[str, str]) -> str:
 
 
 def test_errors_are_red_where_there_are_colours(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
+    (tmp_path / "m.pt").touch()
     shown = on_terminal(*WRONG, cwd=tmp_path, env={})
-    assert shown.startswith(f"{ESCAPE}1;31mError: {ESCAPE}0m'm.gguf' is a model in GGUF")
+    assert shown.startswith(f"{ESCAPE}1;31mError: {ESCAPE}0mThe weights of 'm.pt' are pickles")
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
 def test_no_colours_where_there_are_none(env: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
+    (tmp_path / "m.pt").touch()
     shown = on_terminal(*WRONG, cwd=tmp_path, env=env)
-    assert shown.startswith("Error: 'm.gguf' is a model in GGUF")
+    assert shown.startswith("Error: The weights of 'm.pt' are pickles")
     assert ESCAPE not in shown
 
 

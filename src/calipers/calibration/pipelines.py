@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from calipers.calibration.context import Calibration
-from calipers.calibration.data import Batch, Batches
+from calipers.calibration.data import Batch, Batches, counted_tokens
 from calipers.calibration.early import EarlyLook
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Add, Progress
@@ -79,9 +79,10 @@ def run_basic(run: Run, batches: Batches) -> None:
         ):
             for index, batch in enumerate(batches):
                 run.ranks.check()
-                with calibration.batch(index, batch["attention_mask"]):
+                counted = counted_tokens(batch)
+                with calibration.batch(index, counted):
                     call_model(model, moved(batch, run.device), skip_head=bool(idle))
-                add(int(batch["attention_mask"].sum()))
+                add(int(counted.sum()))
                 if run.early is not None:
                     run.early.after(index, len(batches), calibration.plan.names)
                 if run.after_batch is not None:
@@ -92,7 +93,7 @@ def run_basic(run: Run, batches: Batches) -> None:
 def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> Any:
     """Run a batch without a cache and, where the model can, without logits that nobody needs.
 
-    Tokens have the positions they would have without padding.
+    Tokens have the positions they would have without padding. What no module takes is left out.
     """
     accepted = inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1 if skip_head else 0}
@@ -101,7 +102,20 @@ def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False)
         kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     wanted = {name: value for name, value in kwargs.items() if name in accepted}
     with errors_of_forward(model):
-        return model(**{**wanted, **batch})
+        return model(**{**wanted, **_inputs(model, batch)})
+
+
+def _inputs(model: torch.nn.Module, batch: Batch) -> Batch:
+    """Return what a model is called with, without what only data sets and trainers need.
+
+    Models hand keywords that they do not know to their parts, so the parts are asked, too.
+    """
+    extra = batch.keys() - {"input_ids", "attention_mask"}
+    if not extra:
+        return batch
+    forwards = {type(module).forward for module in model.modules()}
+    known = {name for each in forwards for name in inspect.signature(each).parameters}
+    return {name: value for name, value in batch.items() if name not in extra or name in known}
 
 
 def errors_of_forward(model: torch.nn.Module) -> AbstractContextManager[None]:

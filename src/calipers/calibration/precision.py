@@ -106,11 +106,12 @@ def computing_in(
             tensor.data = data
 
 
-def bytes_of_copies(model: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Return what :func:`computing_in` takes beside the model."""
+def bytes_of_copies(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Return what a model takes, beside itself, that computes in a dtype on a device."""
     with disable_onloading():
-        changed = (p for p in model.parameters() if _computes(p) and p.dtype != dtype)
-        return sum(parameter.numel() * dtype.itemsize for parameter in changed)
+        parameters = [p for p in model.parameters() if _computes(p)]
+    copied = (p for p in parameters if p.dtype != dtype or p.device != device)
+    return sum(parameter.numel() * dtype.itemsize for parameter in copied)
 
 
 def _computes(tensor: Tensor) -> bool:

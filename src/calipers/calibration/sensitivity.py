@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calipers.calibration.data import Batch
+from calipers.calibration.data import Batch, counted_tokens
 from calipers.errors import ModelRunError
 from calipers.statistics.sensitivity import Sensitivity
 
@@ -30,7 +30,8 @@ def add_sensitivities(
     :param call: runs the model on a batch, and returns its output
     """
     mask = batch["attention_mask"].bool()
-    counts = mask[:, 1:] & mask[:, :-1]
+    # A loss counts where the token that is predicted does.
+    counts = mask[:, :-1] & counted_tokens(batch)[:, 1:].bool()
     tokens = [int(row.sum()) for row in counts]
     with _differentiable(model), _listening(model, statistics, tokens):
         logits = call(model, batch).logits[:, :-1].float()

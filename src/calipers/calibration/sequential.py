@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.activation_cache import ActivationCache, Budget, ResumePoints
-from calipers.calibration.data import Batch, Batches
+from calipers.calibration.data import Batch, Batches, counted_tokens
 from calipers.calibration.pipelines import (
     Run,
     call_model,
@@ -150,10 +150,11 @@ class LayerStack:
                 calls: list[Call] = []
                 for layer in self.layers:
                     vars(layer)["forward"] = self._noting(calls, batch["input_ids"].device)
-                with self.run.calibration.batch(index, batch["attention_mask"]):
+                counted = counted_tokens(batch)
+                with self.run.calibration.batch(index, counted):
                     self._start(batch)
                 self._calls.append(calls)
-                self._masks.append(batch["attention_mask"])
+                self._masks.append(counted)
         if self.run.calibration.plan.propagation == "both":
             self._reference = list(self._hidden)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from calipers.checkpoint.folder_contents import is_auxiliary
+from calipers.checkpoint.gguf_files import check_gguf, gguf_file
 from calipers.checkpoint.hub import refuse_mistyped
 from calipers.errors import ModelLoadError, cannot_load, damaged_file, pickled_weights
 from calipers.files.json_files import read_json_object
@@ -18,10 +19,12 @@ _MOST_LISTED = 1 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def check_location(name: str) -> None:
+def check_location(name: str, *, gguf: bool = False) -> None:
     """Refuse what is on disk and is not a model of transformers in safetensors.
 
     What is not on disk may be a name on the hub.
+
+    :param gguf: whether it may also be a model in GGUF
     """
     path = Path(name)
     if not path.exists():
@@ -29,6 +32,12 @@ def check_location(name: str) -> None:
         if path.is_absolute() or not _can_be_on_hub(name):
             raise cannot_load(name, "there is no such folder")
         return
+    file = gguf_file(name)
+    if file is not None and gguf:
+        check_gguf(file)
+        return
+    if file is not None:
+        raise _in_gguf(name, file.name)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     _refuse_other_weights(name, files)
     check_files(files)
@@ -80,8 +89,6 @@ def _refuse_other_weights(name: str, files: list[Path]) -> None:
     first = {file.suffix.lower(): file.name for file in reversed(files)}
     if ".safetensors" in first:
         return
-    if ".gguf" in first:
-        raise _in_gguf(name, first[".gguf"])
     for suffix in _PICKLES:
         if suffix in first:
             raise pickled_weights(name, first[suffix])
@@ -89,12 +96,10 @@ def _refuse_other_weights(name: str, files: list[Path]) -> None:
 
 def _in_gguf(name: str, file: str) -> ModelLoadError:
     return ModelLoadError(
-        f"is a model in GGUF, the format of llama.cpp ({file}), and most such models are quantized "
-        "already",
+        f"is a model in GGUF, the format of llama.cpp ({file}), which can be measured, quantized "
+        "and evaluated, but not looked at in its files",
         subject=f"'{name}'",
-        hint="Give the folder or the name of the Hugging Face model that it was made from. If "
-        "there is none, transformers can turn it back: AutoModelForCausalLM.from_pretrained("
-        f'folder, gguf_file="{file}") and save_pretrained(…), the same with AutoTokenizer.',
+        hint="Give the folder of a model in safetensors.",
     )
 
 

@@ -6,7 +6,8 @@ import re
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from compressed_tensors.utils import patch_attr
 from torch import Tensor
 
 from calipers.checkpoint.completeness import build_on_meta, check_weights, refuse_different
+from calipers.checkpoint.gguf_files import dequantized_dtype, gguf_file
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.checkpoint.hub import has_no_safetensors, hub_access
 from calipers.checkpoint.location import check_files, check_location
@@ -66,6 +68,9 @@ def load_model(
 
     name = str(model)
     config = _load_config(name, trust_remote_code, quantized=quantized)
+    if (file := gguf_file(name)) is not None:
+        with _errors_of_loading(name, files=file.name):
+            return _load_gguf(file, dtype)
     with _errors_of_loading(name):
         if Path(name).is_dir():
             check_weights(Path(name), config, trust_remote_code)
@@ -86,6 +91,36 @@ def load_model(
     return loaded
 
 
+def _load_gguf(file: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Load a model from GGUF; what is quantized in it is dequantized."""
+    import transformers
+    from transformers.utils import logging
+
+    options: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # older versions dequantize without being asked
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with ExitStack() as stack:
+        with suppress(ImportError):  # its bar cannot be turned off otherwise
+            reader = import_module("transformers.modeling_gguf_pytorch_utils")
+            stack.enter_context(patch_attr(reader, "tqdm", logging.tqdm))
+        told: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            dtype=dtype or dequantized_dtype(file),
+            output_loading_info=True,
+            **options,
+        )
+    model: PreTrainedModel = told[0]
+    refuse_different(str(file), model, told[1])
+    # It is a model like any other now, which transformers would still not save.
+    for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(attribute, None)
+    vars(model.config).pop("quantization_config", None)
+    model.config._name_or_path = str(file)
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
 def load_skeleton(
     name: str | Path, *, trust_remote_code: bool = False, quantized: bool = False
 ) -> PreTrainedModel:
@@ -97,12 +132,14 @@ def load_skeleton(
     """
     name = str(name)
     config = _load_config(name, trust_remote_code, quantized=quantized)
+    file = gguf_file(name)
+    name = str(file or name)
     with _errors_of_loading(name):
         if Path(name).is_dir():
             check_weights(Path(name), config, trust_remote_code)
-        model = build_on_meta(
-            config, trust_remote_code, config.dtype or first_float_dtype(stored_tensors(Path(name)))
-        )
+        dtype = config.dtype if file is None else dequantized_dtype(file)
+        dtype = dtype or first_float_dtype(stored_tensors(Path(name)))
+        model = build_on_meta(config, trust_remote_code, dtype)
         model.tie_weights()
     _keep_precise(model)
     model.config._name_or_path = name
@@ -159,15 +196,18 @@ def load_tokenizer(
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
         return tokenizer
     name = str(tokenizer or getattr(model.config, "_name_or_path", ""))
-    if tokenizer is None and not _has_tokenizer(name):
+    file = gguf_file(name)
+    if tokenizer is None and file is None and not _has_tokenizer(name):
         return None
     if Path(name).is_dir():
         check_files(Path(name).iterdir())
     from transformers import AutoTokenizer
 
-    with _errors_of_loading(name, "tokenizer"):
+    with _errors_of_loading(name, "tokenizer", None if file is None else file.name):
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code
+            name if file is None else file.parent,
+            trust_remote_code=trust_remote_code,
+            **({} if file is None else {"gguf_file": file.name}),
         )
     return loaded
 
@@ -224,10 +264,13 @@ def _load_config(
     """Return the config of a model; one that is quantized is refused where it may not be."""
     from transformers import AutoConfig
 
-    check_location(name)
-    with _errors_of_loading(name, files="config.json"):
+    check_location(name, gguf=True)
+    file = gguf_file(name)
+    with _errors_of_loading(name, files="config.json" if file is None else file.name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            name, trust_remote_code=trust_remote_code
+            name if file is None else file.parent,
+            trust_remote_code=trust_remote_code,
+            **({} if file is None else {"gguf_file": file.name}),
         )
         if not quantized:
             refuse_quantized(config, name)

@@ -17,6 +17,7 @@ from calipers.cli.options import (
     Data,
     Device,
     Dtype,
+    Mask,
     Model,
     Packing,
     Samples,
@@ -64,6 +65,7 @@ def evaluate(
     batch_size: BatchSize = 1,
     packing: Packing = None,
     text_column: TextColumn = None,
+    mask: Mask = None,
     tokenizer: Tokenizer = None,
     layers: Layers = True,
     device: Device = None,
@@ -82,7 +84,7 @@ def evaluate(
     texts = mistakes.check(_texts, data)
     source = mistakes.check(model_source, model)
     quantized = [mistakes.check(model_source, each) for each in checkpoints or ()]
-    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, mask, skip)
     chosen = mistakes.check(data_options, *taken)
     compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
     mistakes.tell()

@@ -15,6 +15,7 @@ from calipers.cli.options import (
     Data,
     Device,
     Dtype,
+    Mask,
     Model,
     Packing,
     Samples,
@@ -110,6 +111,7 @@ def measure(
     batch_size: BatchSize = 1,
     packing: Packing = None,
     text_column: TextColumn = None,
+    mask: Mask = None,
     tokenizer: Tokenizer = None,
     pipeline: Pipeline = "auto",
     calibrate_all_experts: AllExperts = False,
@@ -138,7 +140,7 @@ def measure(
     texts = mistakes.check(_texts, data)
     tolerance = mistakes.check(_checked, tolerance)
     mistakes.check(measuring.check_save_every, save_every)
-    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, mask, skip)
     chosen = mistakes.check(data_options, *taken)
     compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
     mistakes.tell()

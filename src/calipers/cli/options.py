@@ -20,7 +20,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The folder or the name of a Hugging Face model; 'demo' is the one that ships.",
+        help="The folder or the name of a Hugging Face model, or a .gguf file; 'demo' is the one "
+        "that ships.",
     ),
 ]
 Scheme = Annotated[
@@ -100,6 +101,16 @@ Data = Annotated[
 TextColumn = Annotated[
     str | None,
     typer.Option("--text-column", metavar="NAME", help="The column of the text, of several."),
+]
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        "--mask",
+        metavar="NAME",
+        help="Which tokens count, of data that marks them: assistant, by assistant_masks, "
+        "loss_mask, labels of -100, or the chat template.  [default: all]",
+        show_default=False,
+    ),
 ]
 Tokenizer = Annotated[
     str | None,

@@ -30,6 +30,7 @@ from calipers.cli.options import (
     Dtype,
     GroupSize,
     Ignored,
+    Mask,
     Method,
     Model,
     Packing,
@@ -124,6 +125,7 @@ def quantize(
     batch_size: BatchSize = 1,
     packing: Packing = None,
     text_column: TextColumn = None,
+    mask: Mask = None,
     tokenizer: Tokenizer = None,
     pipeline: Pipeline = "auto",
     on_unseen: OnUnseen = "error",
@@ -152,7 +154,7 @@ def quantize(
     texts = mistakes.check(_texts, data, measurements)
     how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)
     wanted = mistakes.check(recipe_source, *how)
-    taken = (samples, seq_len, batch_size, packing, seed, text_column, tokenizer)
+    taken = (samples, seq_len, batch_size, packing, seed, text_column, tokenizer, mask)
     chosen = mistakes.check(data_options, *taken)
     compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
     mistakes.check(_check_calibration, pipeline, on_unseen)
@@ -349,6 +351,7 @@ def _same_samples(chosen: DataOptions) -> list[str]:
         "--seed": chosen.seed or None,
         "--seq-len": chosen.max_seq_length,
         "--text-column": chosen.text_column,
+        "--mask": chosen.mask,
         "--tokenizer": chosen.tokenizer,
     }
     words = [str(word) for option in found.items() if option[1] is not None for word in option]

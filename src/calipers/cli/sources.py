@@ -30,7 +30,7 @@ DATA_KINDS = (
 def model_source(name: str) -> str:
     """Return the path or the name of a model; ``demo`` is the one that ships."""
     if name != DEMO or os.path.exists(name):
-        check_location(name)
+        check_location(name, gguf=True)
         return name
     from calipers.demo import MODEL
 
@@ -85,6 +85,7 @@ def data_options(
     seed: int,
     text_column: str | None,
     tokenizer: str | None,
+    mask: str | None,
     skip: int = 0,
 ) -> DataOptions:
     """Return which samples are taken, and how they become batches."""
@@ -107,6 +108,7 @@ def data_options(
         seed=seed,
         skip=skip,
         text_column=text_column,
+        mask=mask,  # type: ignore[arg-type]  # whoever reads the data checks
     )
 
 

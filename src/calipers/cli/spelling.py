@@ -22,7 +22,7 @@ FLAGS = {
             *("source",),
             *("device", "dtype", "group_size", "layers", "max_shard_size", "method"),
             *("on_unseen", "overwrite", "packing", "pipeline", "seed", "share_inputs", "skip"),
-            *("text_column", "tokenizer", "trust_remote_code"),
+            *("mask", "text_column", "tokenizer", "trust_remote_code"),
         )
     },
 }

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from calipers.calibration.data import Batch, Batches
+from calipers.calibration.data import Batch, Batches, counted_tokens
+from calipers.calibration.offloading import without_accelerate_hooks
 from calipers.calibration.pipelines import call_model, moved, onloaded
 from calipers.calibration.precision import computing_in
 from calipers.calibration.progress import Progress
@@ -100,9 +101,13 @@ class Comparison:
         name = checkpoint.name
         layers = LayerComparison(self._base, model) if self._measure_layers else None
         found: list[dict[str, Tensor]] = []
-        with onloaded([self._base, model], self._device), self._computing(model):
+        with (
+            without_accelerate_hooks(model),
+            onloaded([self._base, model], self._device),
+            self._computing(model),
+        ):
             for number, batch in self._counted(name, found):
-                mask = batch["attention_mask"]
+                mask = counted_tokens(batch)
                 # A checkpoint is ready only when it has run once: transformers unpacks it then.
                 with nullcontext() if layers is None else layers.other_runs():
                     logits = self._logits(model, batch)
@@ -211,7 +216,7 @@ class Comparison:
                 yield number, batch
                 nll, tokens = nll + found[-1]["nll"].sum(), tokens + found[-1]["tokens"].sum()
                 so_far = f"perplexity {float((nll / tokens).exp()):.4f} so far" if tokens else ""
-                add(int(batch["attention_mask"].sum()), so_far)
+                add(int(counted_tokens(batch).sum()), so_far)
 
     def _base_logits(self, number: int, batch: Batch) -> Tensor:
         if self._kept is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from calipers.calibration.data import calibration_batches, limits_of
+from calipers.calibration.data.token_masks import check_mask
+from calipers.calibration.offloading import without_accelerate_hooks
 from calipers.calibration.pipelines import usable_device
 from calipers.calibration.precision import dtype_choice, forward_dtype
 from calipers.calibration.progress import Progress
@@ -60,12 +63,10 @@ def evaluate(
     trusted = options.compute.trust_remote_code
     named = _named(checkpoints)
     usable_device(options.compute.device)
+    check_mask(options.data.mask)
     dtype_choice(options.compute.dtype)
     with hide_library_bars():
         found = [find_checkpoint(name, at, trust_remote_code=trusted) for name, at in named.items()]
-    comparison = _compared(model, dataset, layers, options)
-    for checkpoint in found:
-        comparison.check_same_model(checkpoint)
     sizes = {name: _stored_size(source) for name, source in named.items()}
 
     def tell() -> Evaluation:
@@ -74,15 +75,21 @@ def evaluate(
             each(known)
         return known
 
-    comparison.run_base()
-    known = tell()
-    for checkpoint in found:
-        comparison.load_and_run(checkpoint, trust_remote_code=trusted)
+    with _compared(model, dataset, layers, options) as comparison:
+        for checkpoint in found:
+            comparison.check_same_model(checkpoint)
+        comparison.run_base()
         known = tell()
+        for checkpoint in found:
+            comparison.load_and_run(checkpoint, trust_remote_code=trusted)
+            known = tell()
     return known
 
 
-def _compared(model: Source, dataset: Any, layers: bool, options: EvaluateOptions) -> Comparison:
+@contextmanager
+def _compared(
+    model: Source, dataset: Any, layers: bool, options: EvaluateOptions
+) -> Iterator[Comparison]:
     """Load the float model and the data."""
     data, compute = options.data, options.compute
     bars = Progress.of(compute.progress)
@@ -94,12 +101,13 @@ def _compared(model: Source, dataset: Any, layers: bool, options: EvaluateOption
     with bars.waiting("reading the data"):
         sampling = {**data.sampling(), **limits_of(base, data.max_seq_length)}
         batches = calibration_batches(dataset, tokenizer, use="evaluation", **sampling)
-    device = usable_device(compute.device) or base.device
     computes_in = dtype_choice(compute.dtype)
-    forward = forward_dtype(computes_in, base, device)
-    if computes_in == "auto" and forward != base.dtype:
-        _tell_of_dtype(base.dtype, forward)
-    return Comparison(base, batches, device, bars, measure_layers=layers, dtype=forward)
+    with without_accelerate_hooks(base):
+        device = usable_device(compute.device) or base.device
+        forward = forward_dtype(computes_in, base, device)
+        if computes_in == "auto" and forward != base.dtype:
+            _tell_of_dtype(base.dtype, forward)
+        yield Comparison(base, batches, device, bars, measure_layers=layers, dtype=forward)
 
 
 def _tell_of_dtype(own: torch.dtype, forward: torch.dtype) -> None:

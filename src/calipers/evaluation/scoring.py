@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.calibration.data import Batch
+from calipers.calibration.data import Batch, counted_tokens
 
 _AT_ONCE = 1 << 24
 """How many logits are looked at in float32 at a time."""
@@ -20,15 +20,23 @@ def score(logits: Tensor, batch: Batch, base: Tensor | None = None) -> dict[str,
     """
     rows = [
         _score_row(
-            logits[row], batch["input_ids"][row], mask != 0, None if base is None else base[row]
+            logits[row], batch["input_ids"][row], predicted, None if base is None else base[row]
         )
-        for row, mask in enumerate(batch["attention_mask"])
+        for row, predicted in enumerate(_predicted(batch))
     ]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _score_row(logits: Tensor, ids: Tensor, mask: Tensor, base: Tensor | None) -> dict[str, Tensor]:
-    places = (mask[1:] & mask[:-1]).nonzero().squeeze(1)
+def _predicted(batch: Batch) -> Tensor:
+    """Return which tokens but the first are predicted from one before them, and count."""
+    mask = batch["attention_mask"] != 0
+    return mask[:, :-1] & (counted_tokens(batch)[:, 1:] != 0)
+
+
+def _score_row(
+    logits: Tensor, ids: Tensor, predicted: Tensor, base: Tensor | None
+) -> dict[str, Tensor]:
+    places = predicted.nonzero().squeeze(1)
     zero = torch.zeros((), dtype=torch.float64)
     names = ("tokens", "nll") if base is None else ("tokens", "nll", "kl", "agreed")
     totals = dict.fromkeys(names, zero)

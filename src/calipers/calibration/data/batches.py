@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from calipers.calibration.data.padding import Batch, pad_id, padded
+from calipers.calibration.data.padding import COUNTED, Batch, counted_tokens, pad_id, padded
 from calipers.calibration.data.records import RecordTokenizer
+from calipers.calibration.data.sample import Sample
 from calipers.calibration.data.samples import take_samples
 from calipers.calibration.data.sampling import Sampling
 from calipers.calibration.data.sources import ReadyBatches, Records, open_source
+from calipers.calibration.data.token_masks import about_unused
 from calipers.calibration.data.user_batches import check_batches
 from calipers.errors import CalipersWarning, Option, Text, Words, empty_data, no_meaning
 
@@ -27,7 +27,8 @@ LONG_SAMPLE = 2048
 class Batches:
     """The batches of one rank; can be gone through again and again.
 
-    :param batches: the batches, each with input_ids and attention_mask, (rows, tokens) int64
+    :param batches: the batches, each with input_ids and attention_mask, (rows, tokens) int64;
+        ``counted_tokens`` tells which tokens count, where not all of them do
     :param warnings: what the user was told about the data of all ranks
     :param parts: to which part of the data each batch belongs
     :param ends: how many batches there are at each point where the run may stop, the last for all
@@ -52,8 +53,8 @@ class Batches:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens this rank has, padding not counted."""
-        return sum(int(batch["attention_mask"].sum()) for batch in self.batches)
+        """How many tokens of this rank count; padding never does."""
+        return sum(int(counted_tokens(batch).sum()) for batch in self.batches)
 
 
 def calibration_batches(dataset: Any, tokenizer: Any = None, **options: Any) -> Batches:
@@ -85,12 +86,14 @@ def calibration_batches(dataset: Any, tokenizer: Any = None, **options: Any) -> 
 
 def _sampled(source: Records, tokenizer: Any, sampling: Sampling) -> Batches:
     """Take samples of records, and make batches of those of this rank."""
-    encoder = RecordTokenizer.of(source.first, tokenizer, sampling.text_column, sampling.vocab_size)
+    encoder = RecordTokenizer.of(
+        source.first, tokenizer, sampling.text_column, sampling.vocab_size, sampling.mask
+    )
     taken, notes = take_samples(source, encoder, sampling)
     samples = taken[sampling.skip :]
     if not samples:
         raise empty_data(source.name, _all_skipped(len(taken), sampling.skip))
-    notes += _about_size(len(samples), sum(map(len, samples)), sampling)
+    notes += _about_size(len(samples), sum(each.num_counted for each in samples), sampling)
     pad = pad_id(tokenizer, sampling.vocab_size)
     found: list[tuple[int, Batch]] = []
     ends = []
@@ -114,11 +117,11 @@ def _between(stops: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _groups(samples: Sequence[Tensor], sampling: Sampling) -> Iterator[tuple[int, list[Tensor]]]:
+def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
     """Go through samples in batches of one part each; the last of each may have fewer rows."""
-    waiting: dict[int, list[Tensor]] = {}
+    waiting: dict[int, list[Sample]] = {}
     for sample in samples:
-        part = 0 if sampling.part_of is None else sampling.part_of(sample)
+        part = 0 if sampling.part_of is None else sampling.part_of(sample.ids)
         group = waiting.setdefault(part, [])
         group.append(sample)
         if len(group) == sampling.batch_size:
@@ -169,17 +172,21 @@ def _dealt(source: ReadyBatches, sampling: Sampling) -> Batches:
     ends, stops = [], iter(sampling.stops)
     stop = next(stops, None)
     samples = tokens = 0
-    ready = check_batches(source.batches, sampling.num_samples, sampling.vocab_size)
+    notes: tuple[Words, ...] = ()
+    ready = check_batches(source.batches, sampling.num_samples, sampling.vocab_size, sampling.mask)
     for index, batch in enumerate(ready):
+        if sampling.mask is None and (counted := batch.pop(COUNTED, None)) is not None:
+            attended = batch["attention_mask"] != 0
+            notes = notes or about_unused(batch["input_ids"][attended], counted[attended] != 0)
         samples += len(batch["input_ids"])
-        tokens += int(batch["attention_mask"].sum())
+        tokens += int(counted_tokens(batch).sum())
         if index % sampling.world_size == sampling.rank:
             mine.extend(_rows_of_parts(batch, sampling))
         while stop is not None and samples >= stop:
             ends.append(len(mine))
             stop = next(stops, None)
     ends.append(len(mine))
-    return _with_parts(mine, ends, _about_size(samples, tokens, sampling))
+    return _with_parts(mine, ends, notes + _about_size(samples, tokens, sampling))
 
 
 def _rows_of_parts(batch: Batch, sampling: Sampling) -> Iterator[tuple[int, Batch]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from calipers.calibration.data.columns import columns_of
+from calipers.calibration.data.token_masks import COLUMNS
 from calipers.errors import DataError, empty_data, library_errors
 from calipers.files.regular_files import irregular_kind, read_whole
 
@@ -217,8 +218,10 @@ def parquet_file(path: Path, text_column: str | None) -> Rows:
         first = next(file.iter_batches(batch_size=1), None)
         if not first:
             return Rows([], label)
-        columns = columns_of(first.to_pylist()[0], text_column, f"{label} 0")
-        table = file.read(columns=list(columns))
+        record = first.to_pylist()[0]
+        columns = columns_of(record, text_column, f"{label} 0")
+        masks = [column for column in COLUMNS if column in record]
+        table = file.read(columns=[*columns, *masks])
         table.validate(full=True)  # or texts that are none end the process
     return Rows(_TableRows(table), label)
 

@@ -8,9 +8,16 @@ from typing import Any, Literal
 import torch
 
 from calipers.calibration.data.records import special_id
+from calipers.calibration.data.sample import Sample
 
 Batch = dict[str, torch.Tensor]
 """What a model is called with: input_ids and attention_mask, (rows, tokens) int64, and the like."""
+
+COUNTED = "counted_tokens"
+"""Which tokens of a batch count, (rows, tokens) int64, where not all but padding do.
+
+It is no input of a model: statistics leave the other tokens out, the forward pass does not.
+"""
 
 PaddingSide = Literal["right", "left"]
 
@@ -23,17 +30,25 @@ def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
     return 0
 
 
-def padded(samples: Sequence[torch.Tensor], side: PaddingSide, pad: int) -> Batch:
+def padded(samples: Sequence[Sample], side: PaddingSide, pad: int) -> Batch:
     """Return samples as one batch, as long as the longest of them.
 
-    >>> padded([torch.tensor([5, 6]), torch.tensor([7])], "left", pad=0)["input_ids"].tolist()
+    >>> samples = [Sample(torch.tensor([5, 6])), Sample(torch.tensor([7]))]
+    >>> padded(samples, "left", pad=0)["input_ids"].tolist()
     [[5, 6], [0, 7]]
     """
     length = max(map(len, samples))
     ids = torch.full((len(samples), length), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
+    mask, counted = torch.zeros_like(ids), torch.zeros_like(ids)
     for row, sample in enumerate(samples):
         start = length - len(sample) if side == "left" else 0
-        ids[row, start : start + len(sample)] = sample
-        mask[row, start : start + len(sample)] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+        place = slice(start, start + len(sample))
+        ids[row, place], mask[row, place] = sample.ids, 1
+        counted[row, place] = 1 if sample.counted is None else sample.counted.long()
+    marked = any(sample.counted is not None for sample in samples)
+    return {"input_ids": ids, "attention_mask": mask, **({COUNTED: counted} if marked else {})}
+
+
+def counted_tokens(batch: Batch) -> torch.Tensor:
+    """Return which tokens of a batch count, (rows, tokens): all but padding, or fewer."""
+    return batch.get(COUNTED, batch["attention_mask"])

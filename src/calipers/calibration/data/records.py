@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,14 @@ from calipers.calibration.data.columns import (
     is_optional,
     is_pair,
     joined,
+)
+from calipers.calibration.data.sample import Sample
+from calipers.calibration.data.token_masks import (
+    COLUMNS,
+    MaskChoice,
+    about_unused,
+    marked_tokens,
+    no_mask,
 )
 from calipers.calibration.data.tokenizing import first_token_ids
 from calipers.errors import (
@@ -31,6 +40,7 @@ _NO_TEMPLATE = (
     "chat model, use its own tokenizer."
 )
 _NOTHING = torch.empty(0, dtype=torch.int64)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -41,16 +51,23 @@ class RecordTokenizer:
     :param columns: which columns of a record to read, where records have columns
     :param vocab_size: how many tokens the model knows, if that is known
     :param notes: what the user should know about how records are read
+    :param mask: which tokens count: ``assistant``, those that are marked, or None, all
     """
 
     tokenizer: Any = None
     columns: tuple[str, ...] = ()
     vocab_size: int | None = None
     notes: tuple[Words, ...] = ()
+    mask: MaskChoice | None = None
 
     @classmethod
     def of(
-        cls, first: tuple[str, Any], tokenizer: Any, text_column: str | None, vocab_size: int | None
+        cls,
+        first: tuple[str, Any],
+        tokenizer: Any,
+        text_column: str | None,
+        vocab_size: int | None,
+        mask: MaskChoice | None = None,
     ) -> RecordTokenizer:
         """Look at the first record, given with its place: it shows which columns there are."""
         place, record = first
@@ -58,12 +75,38 @@ class RecordTokenizer:
         columns = columns_of(record, text_column, place) if listed else ()
         shown = record[columns[0]] if columns else record
         untold = tokenizer is not None and not _has_template(tokenizer) and _is_chat(shown)
-        return cls(tokenizer, columns, vocab_size, (_NO_TEMPLATE,) if untold else ())
+        notes: tuple[Words, ...] = (_NO_TEMPLATE,) if untold else ()
+        if mask is None and columns[:1] == ("input_ids",) and not {*COLUMNS}.isdisjoint(record):
+            seen = _with_mask(record, columns, place)
+            notes += about_unused(seen.ids, seen.counted)
+        return cls(tokenizer, columns, vocab_size, notes, mask)
 
     @property
     def separator(self) -> int | None:
         """The token that ends a text, if there is one."""
         return special_id(self.tokenizer, "eos_token_id", self.vocab_size)
+
+    def sample(self, record: Any, where: str, enough: int | None = None) -> Sample:
+        """Return the tokens of a record, and which of them count."""
+        if self.mask is None:
+            return Sample(self.token_ids(record, where, enough))
+        columns: tuple[str, ...] = ()
+        if isinstance(record, Mapping):
+            columns = self.columns or columns_of(record, None, where)
+        if columns[:1] == ("input_ids",):
+            self._value(record, where)  # refuses what cannot be read
+            found = _with_mask(record, columns, where)
+            if found.counted is None:
+                raise no_mask(where, f"has no mask (it has: {', '.join(record)})")
+        else:
+            value = self._value(record, where) if columns else record
+            if hasattr(value, "__len__") and not len(value):
+                return Sample(_NOTHING)
+            if not _is_chat(value):
+                raise no_mask(where, "has no mask")
+            found = self._marked_chat(value, where)
+        check_ids(found.ids, where, self.vocab_size)
+        return found
 
     def token_ids(self, record: Any, where: str, enough: int | None = None) -> torch.Tensor:
         """Return the token ids of a record, (tokens,) int64; none for an empty one.
@@ -135,9 +178,26 @@ class RecordTokenizer:
             return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
 
     def _chat_text(self, chat: Iterable[Mapping[str, Any]], where: str) -> str:
+        return str(self._templated(chat, where, tokenize=False))
+
+    def _marked_chat(self, chat: Iterable[Mapping[str, Any]], where: str) -> Sample:
+        """Tokenize a chat; the chat template tells what the assistant says."""
+        if not _has_template(self.tokenizer):
+            raise no_mask(where, "is a chat, for which the tokenizer has no chat template")
+        found = self._templated(
+            chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids = torch.tensor(found["input_ids"], dtype=torch.int64)
+        return Sample(ids, torch.tensor(found["assistant_masks"], dtype=torch.bool))
+
+    def _templated(self, chat: Iterable[Mapping[str, Any]], where: str, **options: Any) -> Any:
         messages = [_message(message, where) for message in chat]
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+            if options["tokenize"] and not _GENERATION.search(self.tokenizer.get_chat_template()):
+                raise no_mask(where, "is a chat whose template has no {% generation %} blocks")
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except DataError:
+            raise
         except Exception as error:  # templates are programs of others: anything can come
             problem = f"the chat template refused it: {error}"
             raise _unusable_chat(where, problem.rstrip(".")) from error
@@ -220,8 +280,19 @@ def _element_kind(value: Any) -> str:
     return " and ".join(sorted(kinds))
 
 
+def _with_mask(record: Mapping[str, Any], columns: tuple[str, ...], where: str) -> Sample:
+    """Return the token ids of a record without padding, and those of them that it marks."""
+    ids = _as_ids(record["input_ids"], where).to(torch.int64)
+    marked = marked_tokens(record, ids)
+    if "attention_mask" not in columns:
+        return Sample(ids, marked)
+    attention = _as_ids(record["attention_mask"], where)
+    kept = None if marked is None else _counted(marked, attention, where)
+    return Sample(_counted(ids, attention, where), kept)
+
+
 def _counted(ids: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
-    """Token ids without padding."""
+    """Return what belongs to tokens that are not padding."""
     if ids.shape != mask.shape:
         raise unreadable_record(
             where, f"has {len(ids)} input_ids and an attention_mask of {len(mask)}"

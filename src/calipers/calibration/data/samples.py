@@ -8,12 +8,10 @@ from itertools import islice
 import torch
 
 from calipers.calibration.data.records import RecordTokenizer
+from calipers.calibration.data.sample import Sample
 from calipers.calibration.data.sampling import Sampling
 from calipers.calibration.data.sources import Records, shuffled
 from calipers.errors import Option, Words, empty_data, no_meaning
-
-Sample = torch.Tensor
-"""The token ids of one sample, (tokens,) int64."""
 
 
 def take_samples(
@@ -25,8 +23,9 @@ def take_samples(
     """
     count, length = sampling.skip + sampling.num_samples, sampling.max_seq_length
     needed = None if source.one_document else length * (count if sampling.packing else 1)
-    texts = (encoder.token_ids(record, place, needed) for place, record in source.numbered)
-    documents = (ids for ids in texts if len(ids))
+    texts = (encoder.sample(record, place, needed) for place, record in source.numbered)
+    within = None if sampling.packing or source.one_document else length
+    documents = (text for text in texts if text[:within].num_counted)
     notes = source.notes + encoder.notes
     if source.one_document:
         if sampling.packing is False:
@@ -39,7 +38,8 @@ def take_samples(
         samples, cut = truncated(documents, count, length)
         notes += _about_cutting(cut, len(samples), length)
     if not samples:
-        raise empty_data(source.name, "has only empty records")
+        marked = "records of which no token is marked" if sampling.mask else "empty records"
+        raise empty_data(source.name, f"has only {marked}")
     return samples, notes
 
 
@@ -49,7 +49,7 @@ def truncated(documents: Iterable[Sample], count: int, length: int) -> tuple[lis
     :return: the samples, and how many of them were cut off
     """
     taken = list(islice(documents, count))
-    return [ids[:length] for ids in taken], sum(len(ids) > length for ids in taken)
+    return [text[:length] for text in taken], sum(len(text) > length for text in taken)
 
 
 def packed(
@@ -57,12 +57,14 @@ def packed(
 ) -> list[Sample]:
     """Join documents and cut the whole into pieces of exactly ``length`` tokens.
 
-    What remains at the end is shorter and is dropped, unless it is all there is.
+    What remains at the end is shorter and is dropped, unless it is all there is. So are pieces of
+    which no token counts.
 
     :param count: how many pieces are wanted; None for all
     :param separator: the token put between two documents, if the first does not end with it
 
-    >>> packed([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], None, 2, separator=0)
+    >>> documents = [Sample(torch.tensor([1, 2, 3])), Sample(torch.tensor([4, 5]))]
+    >>> [piece.ids for piece in packed(documents, None, 2, separator=0)]
     [tensor([1, 2]), tensor([3, 0]), tensor([4, 5])]
     """
     joined: list[Sample] = []
@@ -74,20 +76,21 @@ def packed(
         total += len(part)
     if not joined:
         return []
-    whole = torch.cat(joined)
-    pieces = list(torch.split(whole, length))
+    whole = Sample.joined(joined)
+    pieces = [whole[start : start + length] for start in range(0, total, length)]
     if len(pieces) > 1 and len(pieces[-1]) < length:
         pieces.pop()
-    return pieces[:count]
+    return [piece for piece in pieces[:count] if piece.num_counted]
 
 
 def _separated(documents: Iterable[Sample], separator: int | None) -> Iterator[Sample]:
     last = separator
-    for ids in documents:
+    for text in documents:
         if separator is not None and last != separator:
-            yield torch.tensor([separator])
-        yield ids
-        last = int(ids[-1])
+            between = torch.tensor([separator])
+            yield Sample(between, None if text.counted is None else between.new_zeros(1).bool())
+        yield text
+        last = int(text.ids[-1])
 
 
 def _about_cutting(cut: int, samples: int, length: int) -> tuple[Words, ...]:

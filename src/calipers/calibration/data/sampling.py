@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from calipers.calibration.data.padding import PaddingSide
+from calipers.calibration.data.token_masks import MaskChoice, check_mask
 from calipers.errors import check_whole_number, not_allowed
 
 Use = Literal["ranges", "importance", "evaluation"]
@@ -39,6 +40,8 @@ class Sampling:
     :param part_of: tells of the token ids of a sample to which part of the data it belongs;
         samples of different parts share no batch
     :param stops: after how many samples, over all ranks, the run may stop: no batch reaches over
+    :param mask: ``assistant`` counts only the tokens that masks in the data, or the generation
+        blocks of the chat template, mark; None counts all
     """
 
     num_samples: int = 512
@@ -56,6 +59,7 @@ class Sampling:
     skip: int = 0
     part_of: Callable[[Tensor], int] | None = None
     stops: tuple[int, ...] = ()
+    mask: MaskChoice | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_seq_length", "batch_size", "world_size"):
@@ -63,6 +67,7 @@ class Sampling:
         check_whole_number("skip", self.skip, least=0)
         if not 0 <= self.rank < self.world_size:
             raise not_allowed("rank", self.rank, f"0 to {self.world_size - 1}, below world_size")
+        check_mask(self.mask)
         if self.padding_side not in get_args(PaddingSide):
             raise not_allowed("padding_side", self.padding_side, "'right' or 'left'")
 

@@ -7,23 +7,37 @@ from typing import Any
 
 import torch
 
-from calipers.calibration.data.padding import Batch
+from calipers.calibration.data.padding import COUNTED, Batch, counted_tokens
 from calipers.calibration.data.records import check_ids, whole_numbers
-from calipers.errors import DataError
+from calipers.calibration.data.token_masks import COLUMNS, MaskChoice, marked_tokens, no_mask
+from calipers.errors import DataError, empty_data
 
 
 def check_batches(
-    batches: Iterable[Any], num_samples: int, vocab_size: int | None
+    batches: Iterable[Any], num_samples: int, vocab_size: int | None, mask: MaskChoice | None = None
 ) -> Iterator[Batch]:
-    """Go through a user's batches until there are enough rows."""
+    """Go through a user's batches until there are enough rows.
+
+    Masks that the data has are in them, whether they are used or not.
+
+    :param mask: ``assistant`` where only tokens that are marked count: then every batch must have a
+        mask, and those are passed over of which no token counts
+    """
     rows = 0
     for index, given in enumerate(batches):
         batch = _as_batch(given, f"Batch {index}", vocab_size)
+        if mask is not None:
+            if COUNTED not in batch:
+                raise no_mask(f"Batch {index}", f"has no mask (it has: {', '.join(given)})")
+            if not batch[COUNTED].any():
+                continue
         batch = _first_rows(batch, num_samples - rows)
         rows += len(batch["input_ids"])
         yield batch
         if rows >= num_samples:
             return
+    if not rows:
+        raise empty_data("The dataset", "has only batches of which no token is marked")
 
 
 def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
@@ -45,8 +59,15 @@ def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
             subject=where,
             hint="The mask is 1 for tokens that count; correct it, or leave the batch out.",
         )
-    others = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-    return {**others, "input_ids": ids, "attention_mask": mask}
+    # Labels would have the model compute a loss, of logits that it is not asked for.
+    others = {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, torch.Tensor) and key not in COLUMNS
+    }
+    marked = marked_tokens(given, ids)
+    counted = {} if marked is None else {COUNTED: mask * marked}
+    return {**others, "input_ids": ids, "attention_mask": mask, **counted}
 
 
 def _wrong_batch(where: str, problem: str) -> DataError:
@@ -75,4 +96,4 @@ def _first_rows(batch: Batch, count: int) -> Batch:
     if rows <= count or any(not v.ndim or len(v) != rows for v in batch.values()):
         return batch
     first = {key: value[:count] for key, value in batch.items()}
-    return first if first["attention_mask"].any() else batch
+    return first if counted_tokens(first).any() else batch
