@@ -122,16 +122,15 @@ def run(options: argparse.Namespace) -> float:
     return time.perf_counter() - started
 
 
-def run_ours(model: Any, propagation: str) -> None:
+def run_ours(model: Any, propagation: Any) -> None:
     """Quantize with Calipers."""
     import warnings
 
     import calipers
 
     warnings.simplefilter("ignore", calipers.CalipersWarning)  # there is little data
-    modifier = calipers.GPTQModifier(
-        weights=WEIGHTS, ignore="lm_head", error_propagation=propagation
-    )
+    recipe: dict[str, Any] = {"weights": WEIGHTS, "ignore": "lm_head"}
+    modifier = calipers.GPTQModifier(**recipe, error_propagation=propagation)
     calipers.oneshot(model, modifier, samples(), num_calibration_samples=SAMPLES, progress=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class TracedTensor(NamedTuple):
     module: str
     tensor: Tensor
     is_output: bool
-    value: object = None
+    value: Any = None
     version: int = 0
 
 
