@@ -57,7 +57,7 @@ def test_keywords_beside_a_group_that_says_something_else() -> None:
     merged = OneshotOptions.merged({"batch_size": 2}, data=group, output=None)
     assert merged.data == DataOptions(num_samples=7, batch_size=2)
     assert merged.data.given() == {"num_samples": 7, "batch_size": 2}
-    assert (group.batch_size, group.given()) == (1, {"num_samples": 7})
+    assert (group.batch_size, group.given()) == (None, {"num_samples": 7})
     assert EvaluateOptions.merged({"seed": 3}, data=group).data.num_samples == 7
 
 

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+_BATCH_TOKENS = 2048  # of batches of like samples: beyond, larger ones are no faster
+
+
 @dataclass(frozen=True)
 class OneshotResult:
     """What ``oneshot`` did.
@@ -243,7 +246,12 @@ class _OneshotJob(Job):
         if dataset is None or self.options.calibration.pipeline == "datafree":
             raise _no_data(wanting, has_dataset=dataset is not None)
         for_ranges = plan.has_static_activations
-        return self.batches_for(model, dataset, tokenizer, for_ranges=for_ranges)
+        # Sums do not depend on how samples are batched. Observers with moving averages do, and what
+        # runs on the float model is to be that of a file of measurements, to the bit.
+        is_free = plan.propagation != "float" and not for_ranges
+        by_length = is_free and self.options.data.batch_size is None
+        cut = {"batch_tokens": _BATCH_TOKENS} if by_length else {}
+        return self.batches_for(model, dataset, tokenizer, for_ranges=for_ranges, **cut)
 
     def _run(
         self,

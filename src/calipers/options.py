@@ -78,7 +78,8 @@ class DataOptions(OptionGroup):
     :param num_samples: how many samples to take, over all processes
     :param max_seq_length: the longest sample, in tokens; None: 2048, or what the model can take
         where that is less
-    :param batch_size: samples per batch
+    :param batch_size: samples per batch; None: one, or, for GPTQ on quantized inputs, samples of
+        like length together
     :param packing: whether samples are joined and cut to equal length, so that nothing is padded
     :param shuffle: whether to take samples from everywhere, or from the beginning
     :param seed: of the shuffling
@@ -93,7 +94,7 @@ class DataOptions(OptionGroup):
     tokenizer: Tokenizer = None
     num_samples: int = 512
     max_seq_length: int | None = None
-    batch_size: int = 1
+    batch_size: int | None = None
     packing: bool | None = None
     shuffle: bool = True
     seed: int = 0
@@ -103,7 +104,8 @@ class DataOptions(OptionGroup):
 
     def sampling(self) -> dict[str, Any]:
         """Return what says which samples are taken, without the tokenizer."""
-        return {name: getattr(self, name) for name in self.names() if name != "tokenizer"}
+        chosen = {name: getattr(self, name) for name in self.names() if name != "tokenizer"}
+        return {**chosen, "batch_size": 1 if self.batch_size is None else self.batch_size}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,7 @@ class EvaluateKeywords(TypedDict, total=False):
     tokenizer: Tokenizer
     num_samples: int
     max_seq_length: int | None
-    batch_size: int
+    batch_size: int | None
     packing: bool | None
     shuffle: bool
     seed: int

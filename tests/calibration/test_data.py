@@ -238,3 +238,16 @@ def test_enough_data_is_not_talked_about_and_other_ranks_are_silent() -> None:
 def test_what_is_little(count: int, length: int) -> None:
     with pytest.warns(CalipersWarning, match=f"^{count} samples with {count * length} tokens"):
         calibration_batches(torch.zeros(count, length, dtype=torch.int64), num_samples=count)
+
+
+@given(DOCUMENTS)
+def test_samples_of_like_length_share_batches(documents: list[list[int]]) -> None:
+    batches = calibration_batches(documents, batch_tokens=16, num_samples=len(documents))
+    assert Counter(map(tuple, rows(batches))) == Counter(map(tuple, documents))
+    for batch in batches:
+        lengths = batch["attention_mask"].sum(1)
+        assert batch["input_ids"].numel() <= 16
+        assert lengths.max() <= 1.125 * lengths.min()
+    lengths = [len(row) for row in rows(batches)]
+    if len(set(lengths)) == 1 and lengths[0] <= 8:  # nothing keeps them apart but the size
+        assert len(batches) == -(-len(lengths) // (16 // lengths[0]))

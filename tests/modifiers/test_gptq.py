@@ -13,7 +13,7 @@ import torch
 from calibrating import batches_of, captured, run, samples, small
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from torch import Tensor
+from torch import Tensor, nn
 
 from calipers import GPTQModifier, QuantizationModifier, oneshot
 from calipers.calibration.experts import unfuse_experts
@@ -292,3 +292,29 @@ def test_the_default_observer_is_exact_under_the_hessian() -> None:
     weights = GPTQModifier(scheme="W4A16").schemes["group_0"].weights
     assert isinstance(weights, QuantizationArgs)
     assert (weights.observer, weights.observer_kwargs) == ("optimal", {"importance": "hessian"})
+
+
+def test_samples_of_like_length_run_together_unless_a_size_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, sizes = torch.randint(1, 64, (24, 9)).tolist(), []
+    run_layer = nn.Module.__call__
+
+    def noting(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, nn.Embedding):
+            sizes.append(len(args[0]))
+        return run_layer(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", noting)
+    weights = {}
+    for size in (None, 1):
+        sizes.clear()
+        model = small("llama")
+        modifier = GPTQModifier(weights=ARGS, ignore="lm_head")
+        quietly(model, [modifier], data, num_calibration_samples=24, batch_size=size)
+        assert max(sizes) == (24 if size is None else 1)
+        weights[size] = {n: w for n, w in model.state_dict().items() if n.endswith("proj.weight")}
+    for name, weight in weights[1].items():
+        # Sums in another order may turn a code that is nearly at a tie.
+        same = (weights[None][name] - weight).abs() < 1e-3 * weight.abs().max()
+        assert same.double().mean() > 0.97, name

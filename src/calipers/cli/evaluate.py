@@ -62,7 +62,7 @@ def evaluate(
     samples: Samples = 512,
     skip: Skip = 0,
     seq_len: SeqLen = None,
-    batch_size: BatchSize = 1,
+    batch_size: BatchSize = None,
     packing: Packing = None,
     text_column: TextColumn = None,
     mask: Mask = None,

@@ -108,7 +108,7 @@ def measure(
     samples: Samples = 512,
     skip: Skip = 0,
     seq_len: SeqLen = None,
-    batch_size: BatchSize = 1,
+    batch_size: BatchSize = None,
     packing: Packing = None,
     text_column: TextColumn = None,
     mask: Mask = None,

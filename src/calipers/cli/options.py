@@ -117,8 +117,13 @@ Tokenizer = Annotated[
     typer.Option("--tokenizer", metavar="PATH", help="The tokenizer, if not beside the model."),
 ]
 BatchSize = Annotated[
-    int,
-    typer.Option("--batch-size", metavar="N", parser=_whole_number, help="Samples per batch."),
+    int | None,
+    typer.Option(
+        "--batch-size",
+        metavar="N",
+        parser=_whole_number,
+        help="Samples per batch. Default: 1; for --method gptq, samples of like length together.",
+    ),
 ]
 Samples = Annotated[
     int,

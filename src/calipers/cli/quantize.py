@@ -122,7 +122,7 @@ def quantize(
     ignore: Ignored = None,
     samples: Samples = 512,
     seq_len: SeqLen = None,
-    batch_size: BatchSize = 1,
+    batch_size: BatchSize = None,
     packing: Packing = None,
     text_column: TextColumn = None,
     mask: Mask = None,

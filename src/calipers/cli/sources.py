@@ -80,7 +80,7 @@ def packing_for(name: str | None, chosen: bool | None) -> bool | None:
 def data_options(
     samples: int,
     seq_len: int | None,
-    batch_size: int,
+    batch_size: int | None,
     packing: bool | None,
     seed: int,
     text_column: str | None,
@@ -93,7 +93,7 @@ def data_options(
     for option, number, least in (
         ("num_samples", samples, 1),
         ("max_seq_length", 1 if seq_len is None else seq_len, 1),
-        ("batch_size", batch_size, 1),
+        ("batch_size", 1 if batch_size is None else batch_size, 1),
         ("skip", skip, 0),
         ("seed", seed, None),
     ):

@@ -17,6 +17,7 @@ from calipers.calibration.data.token_masks import about_unused
 from calipers.calibration.data.user_batches import check_batches
 from calipers.errors import CalipersWarning, Option, Text, Words, empty_data, no_meaning
 
+_LIKE_LENGTH = 1.125  # the longest sample of a batch, in terms of the shortest
 FEW_SAMPLES = 32
 FEW_TOKENS = 4096
 LONG_SAMPLE = 2048
@@ -119,6 +120,9 @@ def _between(stops: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
 
 def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
     """Go through samples in batches of one part each; the last of each may have fewer rows."""
+    if sampling.batch_tokens:
+        yield from _like_length(samples, sampling)
+        return
     waiting: dict[int, list[Sample]] = {}
     for sample in samples:
         part = 0 if sampling.part_of is None else sampling.part_of(sample.ids)
@@ -126,6 +130,22 @@ def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int
         group.append(sample)
         if len(group) == sampling.batch_size:
             yield part, waiting.pop(part)
+    yield from waiting.items()
+
+
+def _like_length(
+    samples: Sequence[Sample], sampling: Sampling
+) -> Iterator[tuple[int, list[Sample]]]:
+    """Go through samples in batches of one part each, from the shortest on, with little padding."""
+    waiting: dict[int, list[Sample]] = {}
+    for sample in sorted(samples, key=len):
+        part = 0 if sampling.part_of is None else sampling.part_of(sample.ids)
+        group = waiting.setdefault(part, [])
+        is_full = (len(group) + 1) * len(sample) > sampling.batch_tokens
+        if group and (is_full or len(sample) > _LIKE_LENGTH * len(group[0])):
+            yield part, waiting.pop(part)
+            group = waiting.setdefault(part, [])
+        group.append(sample)
     yield from waiting.items()
 
 

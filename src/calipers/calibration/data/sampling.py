@@ -23,6 +23,8 @@ class Sampling:
     :param num_samples: how many samples to take, over all ranks
     :param max_seq_length: the longest sample, in tokens
     :param batch_size: samples per batch
+    :param batch_tokens: where it is not 0, samples of like length share batches of at most so many
+        tokens, padding included, instead of ``batch_size`` samples
     :param packing: join documents, with the end-of-text token between them, and cut the whole
         into samples of exactly ``max_seq_length``; a shorter rest is dropped unless it is all
         there is. Without it a document is a sample, cut off at ``max_seq_length``. None packs
@@ -47,6 +49,7 @@ class Sampling:
     num_samples: int = 512
     max_seq_length: int = 2048
     batch_size: int = 1
+    batch_tokens: int = 0
     packing: bool | None = None
     padding_side: PaddingSide = "right"
     shuffle: bool = True
