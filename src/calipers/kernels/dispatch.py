@@ -84,9 +84,7 @@ class NativeKernels:
 
 def _resolving(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*given: Any) -> Any:
-        return function(
-            *[each.resolve_neg() if isinstance(each, Tensor) else each for each in given]
-        )
+        return function(*[x.resolve_neg() if isinstance(x, Tensor) else x for x in given])
 
     return call
 
