@@ -60,6 +60,11 @@ def one(modifier: dict[str, Any]) -> list[Any]:
     return [{"QuantizationModifier": {"ignore": ["lm_head"], **modifier}}]
 
 
+def gptq(modifier: dict[str, Any]) -> list[Any]:
+    """Return a recipe that rounds with error feedback, and leaves the head alone."""
+    return [{"GPTQModifier": {"ignore": ["lm_head"], **modifier}}]
+
+
 # Name: the model, the modifiers, options of oneshot, the number of processes.
 CASES: dict[str, tuple[str, Any, dict[str, Any], int]] = {
     "w4a16": ("demo", one({"scheme": "W4A16"}), {}, 1),
@@ -102,6 +107,19 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], int]] = {
             *one({"scheme": "W4A16", "weight_observer": "imatrix_mse"}),
         ],
         {},
+        1,
+    ),
+    "gptq-w4a16": ("demo", gptq({"scheme": "W4A16"}), {}, 1),
+    "gptq-nvfp4a16": (
+        "demo",
+        gptq({"scheme": "NVFP4A16", "error_propagation": "quantized"}),
+        {},
+        1,
+    ),
+    "gptq-w3a16-plain": (
+        "demo",
+        gptq({"scheme": "W3A16", "error_propagation": "float", "actorder": None, "sweeps": 0}),
+        {"group_size": 32},
         1,
     ),
     "mixed-kv-cache": ("demo", one(MIXED), {}, 1),

@@ -13,6 +13,7 @@ import torch
 from calibrating import batches_of, captured, run, samples, small
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
+from engines import NATIVE_ENGINES, engine_in_use, native_only
 from torch import Tensor, nn
 
 from calipers import GPTQModifier, QuantizationModifier, oneshot
@@ -202,6 +203,28 @@ def test_experts_are_fed_back_with_what_reaches_them(kind: str) -> None:
         nearest = rounded(before.get_submodule(name).weight.double(), scales, 4)
         torch.testing.assert_close(rounded(found.double(), scales, 4), found.double())
         assert bool(((found - nearest).abs() > 0.5 * scales).any()), name
+
+
+@native_only
+def test_a_weight_of_one_row_is_the_same_in_torch_and_natively() -> None:
+    """Its column is contiguous whichever way it is turned."""
+    gates = ["re:.*shared_expert_gate$"]
+    weights = {**ARGS, "strategy": "channel", "group_size": None, "num_bits": 8}
+    modifier = GPTQModifier(weights=weights, targets=gates, actorder=None)
+    before = small("qwen2_moe")
+    found = []
+    for engine in ("torch", NATIVE_ENGINES[-1]):
+        model = copy.deepcopy(before)
+        with engine_in_use(engine):
+            result = quietly(model, [modifier], samples(24))
+        found.append((model, result.errors))
+    (in_torch, _), (natively, _) = found
+    for name in found[0][1]:
+        meant, one, other = (m.get_submodule(name).weight for m in (before, in_torch, natively))
+        assert meant.shape == (1, 32)
+        torch.testing.assert_close(one, other)
+        assert (one - meant).norm() < 0.05 * meant.norm()
+        assert found[0][1][name] == pytest.approx(found[1][1][name], rel=1e-3)
 
 
 def test_experts_without_tokens_are_rounded_to_nearest_and_it_is_said() -> None:

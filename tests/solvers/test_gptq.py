@@ -10,7 +10,7 @@ from torch import Tensor
 from calipers.kernels.feedback import Rounding
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout
-from calipers.solvers.gptq import corrected, curvature, feed_back_errors, losses
+from calipers.solvers.gptq import Curvature, corrected, curvature, feed_back_errors, losses
 from calipers.solvers.refit import Scales
 
 GROUPED = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
@@ -42,10 +42,15 @@ def rounding_of(weight: Tensor, args: QuantizationArgs) -> Rounding:
     return Rounding(layout.by_rows(scale, len(weight)), zeros, groups, fmt)
 
 
-def loss(x: Tensor, difference: Tensor, added: float = 0.0) -> Tensor:
-    """Σ‖Δx‖² of each row over the tokens, in float64."""
+def loss(x: Tensor, difference: Tensor, curve: Curvature) -> Tensor:
+    """Σ‖Δx‖² of each row over the tokens, in float64, and what damping adds to it."""
     difference = difference.double()
-    return (difference @ x.T).square().mean(1) + added * difference.square().sum(1)
+    damping = added_to(curve) * difference.square().sum(1)
+    return (difference @ x.T).square().mean(1) + damping
+
+
+def added_to(curve: Curvature) -> float:
+    return curve.added * curve.unit
 
 
 @pytest.mark.parametrize(
@@ -68,20 +73,20 @@ def test_no_row_loses_more_than_by_rounding_to_nearest_and_no_sweep_adds_to_it(
     curve = curvature(hessian_of(x), 0.01, by_activation)
     assert curve is not None
     rounding = rounding_of(weight, args)
-    before = loss(x, rounding.nearest(weight) - weight, curve.added)
+    before = loss(x, rounding.nearest(weight) - weight, curve)
     total = before.sum()
     for sweeps in (0, 1, 4):
         values, same = feed_back_errors(weight, curve, rounding, block=16, sweeps=sweeps)
         assert same is rounding
         torch.testing.assert_close(rounding.nearest(values), values)
-        now = loss(x, values - weight, curve.added)
+        now = loss(x, values - weight, curve)
         assert bool((now <= before * (1 + 1e-5)).all())
         assert now.sum() < total if sweeps == 0 else now.sum() <= total * (1 + 1e-5)
         before, total = now, now.sum()
     scales = Scales(None, Layout.of("weight", args).rows_per_scale(len(weight)))
     values, refitted = feed_back_errors(weight, curve, rounding, scales, block=16)
     torch.testing.assert_close(refitted.nearest(values), values)
-    assert loss(x, values - weight, curve.added).sum() < total * (1 - 1e-3)
+    assert loss(x, values - weight, curve).sum() < total * (1 - 1e-3)
 
 
 def test_scales_that_are_far_apart_take_turns_with_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +101,7 @@ def test_scales_that_are_far_apart_take_turns_with_values(monkeypatch: pytest.Mo
         if turns is not None:
             monkeypatch.setattr(Scales, "turns", turns)
         values, _ = feed_back_errors(weight, curve, rounding, Scales(storable, 1))
-        found.append(loss(x, values - weight, curve.added))
+        found.append(loss(x, values - weight, curve))
     assert found[0].sum() < found[1].sum()
     assert bool((found[0] <= found[1] * (1 + 1e-5)).all())
 
@@ -106,8 +111,9 @@ def test_losses_are_what_the_outputs_lose() -> None:
     for by_activation in (False, True):
         curve = curvature(hessian_of(x), 0.02, by_activation)
         assert curve is not None
-        expected = loss(x, difference, curve.added)
-        torch.testing.assert_close(losses(difference, curve, block=20), expected, rtol=1e-5, atol=0)
+        expected = loss(x, difference, curve)
+        found = losses(difference, curve, block=20) * curve.unit
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 def test_the_corrected_weight_is_the_least_squares_solution() -> None:
@@ -118,7 +124,7 @@ def test_the_corrected_weight_is_the_least_squares_solution() -> None:
         curve = curvature(hessian_of(y), 0.03, by_activation)
         assert curve is not None
         # Damping towards W: as many more tokens on which nothing has changed.
-        anchor = (len(x) * curve.added) ** 0.5 * torch.eye(48, dtype=torch.float64)
+        anchor = (len(x) * added_to(curve)) ** 0.5 * torch.eye(48, dtype=torch.float64)
         wanted = torch.cat([x, anchor]) @ weight.double().T
         expected = torch.linalg.lstsq(torch.cat([y, anchor]), wanted).solution.T
         found = corrected(weight, x.T @ y / len(x), None, curve)
@@ -133,18 +139,42 @@ def test_the_corrected_weight_is_the_least_squares_solution() -> None:
 def test_damping_grows_until_the_hessian_can_be_factorised() -> None:
     x = inputs(tokens=5)  # fewer than channels
     flat = hessian_of(x)
-    curve = curvature(flat, 1e-30)
-    assert curve is not None
     mean = float(flat.diagonal().mean())
-    assert 1e-30 * mean < curve.added <= mean
-    torch.testing.assert_close(
-        curve.root @ curve.root.T, flat + curve.added * torch.eye(48), rtol=1e-6, atol=1e-9
-    )
+    for damping in (1e-30, 0.0):
+        curve = curvature(flat, damping)
+        assert curve is not None
+        assert damping * mean < added_to(curve) <= mean
+        found = curve.root @ curve.root.T * curve.unit
+        expected = flat + added_to(curve) * torch.eye(48)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
 def test_a_hessian_without_meaning_has_no_curvature(value: float) -> None:
     assert curvature(torch.full((4, 4), value, dtype=torch.float64), 0.01) is None
+
+
+@pytest.mark.parametrize("by_activation", [False, True])
+def test_how_large_inputs_are_does_not_matter(by_activation: bool) -> None:
+    """In a far greater range than float32 has, and to the bit for powers of two."""
+    weight, rounding = weight_of(), rounding_of(weight_of(), GROUPED)
+    x, residual = inputs(), weight_of(seed=3).double()
+    hessian = hessian_of(x)
+    cross = hessian + hessian.roll(1, 0) * 0.01
+    damped = curvature(hessian, 0.01)
+    assert damped is not None
+    found = {}
+    for factor in (1.0, 2.0, 2.0**-1, 2.0**120, 2.0**-135, 2.0**500, 2.0**-500, 1e36, 1e-40):
+        curve = curvature(hessian * factor, 0.01, by_activation)
+        assert curve is not None
+        values, refitted = feed_back_errors(weight, curve, rounding, Scales(None, 1), block=16)
+        meant = corrected(weight, cross * factor, residual * factor, curve)
+        found[factor] = values, refitted.scales, meant
+        if factor in (1e36, 1e-40):
+            now, before = (loss(x, found[each][0] - weight, damped).sum() for each in (factor, 1.0))
+            assert now == pytest.approx(float(before), rel=1e-3)
+        else:
+            assert all(map(torch.equal, found[factor], found[1.0])), factor
 
 
 def test_dead_columns_are_rounded_to_nearest() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from calipers.kernels.counts import count_values
-from calipers.kernels.dispatch import native_for
+from calipers.kernels.dispatch import NativeKernels, native_for
 from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.threads import num_threads
@@ -47,7 +46,7 @@ def summarize_channels(
 
 
 def _natively(
-    kernels: ModuleType, tokens: Tensor, mask: Tensor | None, counts: Tensor | None
+    kernels: NativeKernels, tokens: Tensor, mask: Tensor | None, counts: Tensor | None
 ) -> ChannelSummary | None:
     count, channels = tokens.shape
     chunks = kernels.sum_of_squares_chunks(count)

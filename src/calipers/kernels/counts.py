@@ -68,6 +68,6 @@ def _in_torch(pieces: Tensor, table: Tensor) -> None:
 
 def _codes(values: Tensor) -> Tensor:
     if values.dtype in (torch.float16, torch.bfloat16):
-        return values.view(torch.int16).long() & 0xFFFF
+        return values.resolve_neg().view(torch.int16).long() & 0xFFFF
     codes = values.to(torch.bfloat16).view(torch.int16).long() & 0xFFFF
     return codes.masked_fill_(values.isnan(), NAN_BIN)

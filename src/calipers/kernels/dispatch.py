@@ -13,10 +13,11 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,33 +67,58 @@ class KernelReport:
         )
 
 
+class NativeKernels:
+    """The functions of the native module, which read and write the memory of tensors.
+
+    Every tensor goes through here on its way to them. A view with torch's negative bit, such as
+    ``torch.imag(z.conj())``, has the opposite sign in memory: it is replaced by a copy.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = _resolving(getattr(self._module, name))
+        setattr(self, name, function)
+        return function
+
+
+def _resolving(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        return function(*[x.resolve_neg() if isinstance(x, Tensor) else x for x in given])
+
+    return call
+
+
 def describe() -> KernelReport:
     """Say which kernels run, and why.
 
     >>> describe().threads == torch.get_num_threads()
     True
     """
-    module, reason = _load()
+    kernels, reason = _load()
     return KernelReport(
-        native=module is not None,
+        native=kernels is not None,
         reason=reason,
-        instruction_set=module.instruction_set() if module else None,
-        instruction_sets=tuple(module.instruction_sets()) if module else (),
+        instruction_set=kernels.instruction_set() if kernels else None,
+        instruction_sets=tuple(kernels.instruction_sets()) if kernels else (),
         threads=torch.get_num_threads(),
     )
 
 
-def native_for(values: Tensor, fmt: Format | None = None, norm: float = 2.0) -> ModuleType | None:
+def native_for(
+    values: Tensor, fmt: Format | None = None, norm: float = 2.0
+) -> NativeKernels | None:
     """Return the native kernels if they can work on this tensor, in this format, by this norm."""
     if not values.is_cpu or values.dtype not in NATIVE_DTYPES or not values.numel():
         return None
     if norm > HIGHEST_NATIVE_NORM or not _has_memory(values):
         return None
-    module = _load()[0]
-    if module is None:
+    kernels = _load()[0]
+    if kernels is None:
         _warn_once()
         return None
-    return module if fmt is None or fmt.grid.native_name in module.grids() else None
+    return kernels if fmt is None or fmt.grid.native_name in kernels.grids() else None
 
 
 def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
@@ -100,7 +126,7 @@ def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:
 
     ``ordered`` keeps the order of the values within a piece, which most operations do not need.
     """
-    pieces = pieces.detach().resolve_neg()
+    pieces = pieces.detach()
     observations, *grid, rows, columns = pieces.shape
     last = grid[-1] if grid else 1
     five = pieces.reshape(observations, math.prod(grid[:-1]), last, rows, columns)
@@ -114,8 +140,8 @@ def geometry(pieces: Tensor) -> tuple[Tensor, Sequence[int], Sequence[int]]:
 
     No tensor is made for it, which counts where tensors are small.
     """
-    if pieces.ndim > 5 or pieces.is_neg():
-        grid = as_grid(pieces)
+    if pieces.ndim > 5 or pieces.is_neg():  # the address of the latter's memory would be taken
+        grid = as_grid(pieces.resolve_neg())
         return grid, grid.shape, grid.stride()
     (observations, *sizes), (step, *steps) = pieces.shape, pieces.stride()
     missing = (1,) * (4 - len(sizes))
@@ -136,7 +162,7 @@ def _has_memory(values: Tensor) -> bool:
 
 
 @cache
-def _load() -> tuple[ModuleType | None, str]:
+def _load() -> tuple[NativeKernels | None, str]:
     wanted = os.environ.get(SWITCH, "")
     if wanted == "0":
         return None, f"{SWITCH}=0 is set"
@@ -144,16 +170,17 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, "they were not built when it was installed"
     from calipers.kernels import _native
 
+    kernels = NativeKernels(_native)
     if wanted in ("", "1"):
-        return _native, "the best this machine has"
-    if wanted not in _native.instruction_sets():
-        allowed = ", ".join(_native.instruction_sets())
+        return kernels, "the best this machine has"
+    if wanted not in kernels.instruction_sets():
+        allowed = ", ".join(kernels.instruction_sets())
         raise ConfigurationError(
             f"{SWITCH}={wanted}: this machine has {allowed}. Use one of them, 1 for the best of "
             "them, or 0 for none."
         )
-    _native.use(wanted)
-    return _native, f"{SWITCH}={wanted} is set"
+    kernels.use(wanted)
+    return kernels, f"{SWITCH}={wanted} is set"
 
 
 @cache

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import NATIVE_DTYPES, geometry, native_for
+from calipers.kernels.dispatch import NATIVE_DTYPES, NativeKernels, geometry, native_for
 from calipers.kernels.threads import num_threads
 
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in NATIVE_DTYPES}
@@ -38,7 +37,7 @@ def extrema(pieces: Tensor) -> Extrema:
     return _natively(kernels, pieces) if kernels else _in_torch(pieces)
 
 
-def _natively(kernels: ModuleType, pieces: Tensor) -> Extrema:
+def _natively(kernels: NativeKernels, pieces: Tensor) -> Extrema:
     values, shape, strides = geometry(pieces)
     low = values.new_empty(tuple(pieces.shape)[1:-2])  # what is not torch.Size takes less time
     high = torch.empty_like(low)

@@ -8,13 +8,12 @@ gives each the best value that all others leave it.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import native_for
+from calipers.kernels.dispatch import NativeKernels, native_for
 from calipers.kernels.threads import num_threads
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
@@ -132,7 +131,7 @@ def descend(
     target = _working(target)
     if values.shape != target.shape:
         raise ValueError(f"Values of shape {tuple(values.shape)} for {tuple(target.shape)}.")
-    values = values.detach().to(target).clone(memory_format=torch.contiguous_format)
+    values = _copied(values.detach().to(target))
     rounding = _rounding(target, scales, zeros, groups, fmt)
     hessian = _square(hessian, target, "hessian")
     kernels = native_for(target, fmt)
@@ -141,9 +140,11 @@ def descend(
         if pulls is not None:
             torch.mm(values - target, hessian, out=pulls)
         return values, count
-    if pulls is None:
-        pulls = (values - target) @ hessian
-    return values, _descend_natively(kernels, values, pulls, hessian, rounding, sweeps, block)
+    known = (values - target) @ hessian if pulls is None else pulls.resolve_neg().contiguous()
+    count = _descend_natively(kernels, values, known, hessian, rounding, sweeps, block)
+    if pulls is not None and known is not pulls:
+        pulls.copy_(known)
+    return values, count
 
 
 # What comes in
@@ -153,6 +154,10 @@ def _working(target: Tensor) -> Tensor:
     if target.dim() != 2 or not target.is_floating_point():
         raise ValueError("The target must be a matrix of floats.")
     return target.detach().to(torch.promote_types(target.dtype, torch.float32)).contiguous()
+
+
+def _copied(matrix: Tensor) -> Tensor:
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _square(matrix: Tensor, target: Tensor, name: str) -> Tensor:
@@ -200,7 +205,7 @@ def _told(rounding: Rounding) -> tuple[Any, ...]:
 
 
 def _descend_natively(
-    kernels: ModuleType,
+    kernels: NativeKernels,
     values: Tensor,
     pulls: Tensor,
     hessian: Tensor,
@@ -237,8 +242,9 @@ def _feed_back_in_torch(
     errors: Tensor,
 ) -> None:
     """Quantize a block, which comes adjusted to all before it; write its values and errors."""
-    # One column after the other: they are to lie together.
-    left, wanted = adjusted.T.contiguous(), target[:, columns].T.contiguous()
+    # One column after the other: they are to lie together. Both are written to, and contiguous()
+    # would be a view of a target with one row or column.
+    left, wanted = adjusted.T.contiguous(), _copied(target[:, columns].T)
     groups, within = rounding.groups[columns].tolist(), factor[columns, columns]
     for i, group in enumerate(groups):
         left[i] = _rounded(left[i], rounding, group)

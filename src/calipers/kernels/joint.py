@@ -8,14 +8,13 @@ others, until nothing changes. Each choice lowers the error, so that this ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 from torch.nn.functional import pad
 
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
 from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import TILE
 from calipers.numerics.formats import Format
@@ -47,7 +46,7 @@ def choose_together(
 
 
 def _natively(
-    kernels: ModuleType,
+    kernels: NativeKernels,
     grid: Tensor,
     scales: Tensor,
     zeros: Tensor | None,

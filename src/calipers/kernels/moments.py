@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import native_for
+from calipers.kernels.dispatch import NativeKernels, native_for
 from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import runs
 
@@ -24,7 +22,7 @@ def sum_of_squares(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     return _natively(kernels, tokens, mask) if kernels else _in_torch(tokens, mask)
 
 
-def _natively(kernels: ModuleType, tokens: Tensor, mask: Tensor | None) -> Tensor:
+def _natively(kernels: NativeKernels, tokens: Tensor, mask: Tensor | None) -> Tensor:
     count, channels = tokens.shape
     sums = tokens.new_empty(kernels.sum_of_squares_chunks(count), channels, dtype=torch.float64)
     marks = None if mask is None else mask.to("cpu", torch.bool).view(torch.uint8).contiguous()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
 from calipers.kernels.optimum_in_torch import optimum_in_torch
 from calipers.kernels.polishing import polished
 from calipers.kernels.scale_search import Optimum, ScaleSearch, by_piece, length_of, overflows
@@ -87,7 +86,7 @@ def _can_be_swept(search: ScaleSearch) -> bool:
     return len(search.windows) <= 2 and length <= _MOST_SWEPT
 
 
-def _kernels_for(search: ScaleSearch) -> ModuleType | None:
+def _kernels_for(search: ScaleSearch) -> NativeKernels | None:
     """Return the native kernels; a sweep is told all numbers of a format, and needs no row."""
     fmt = None if search.storable is None else search.fmt
     return native_for(search.pieces, fmt, search.norm)
@@ -101,7 +100,7 @@ def _search(search: ScaleSearch) -> Optimum:
     return found if search.storable is not None else _without_overflow(search, found)
 
 
-def _natively(kernels: ModuleType, search: ScaleSearch) -> Optimum:
+def _natively(kernels: NativeKernels, search: ScaleSearch) -> Optimum:
     values = as_grid(search.pieces, ordered=True)
     weights = None if search.weights is None else as_grid(search.weights, ordered=True)
     low, high = (bound.float().contiguous() for bound in (search.low, search.high))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from torch import Tensor
 
-from calipers.kernels.dispatch import NATIVE_DTYPES, as_grid, native_for
+from calipers.kernels.dispatch import NATIVE_DTYPES, NativeKernels, as_grid, native_for
 from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import runs
 from calipers.numerics.formats import GRIDS, Grid
@@ -118,7 +117,7 @@ def _native_grid(asked: Packing) -> Grid | None:
 
 
 def _natively(
-    kernels: ModuleType, asked: Packing, grid: Grid, height: int, width: int
+    kernels: NativeKernels, asked: Packing, grid: Grid, height: int, width: int
 ) -> Tensor | None:
     """Return the packed codes; None if there was a NaN, whose code the library alone knows."""
     working = torch.promote_types(asked.weight.dtype, asked.scale.dtype)

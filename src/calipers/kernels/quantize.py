@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
 from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import TILE, runs
 from calipers.numerics.formats import Format
@@ -107,7 +106,7 @@ def _quantization(
     return Quantization(pieces, scale, zero_point, Format.of(args), norm, weights, working)
 
 
-def _natively(kernels: ModuleType, asked: Quantization, output: Tensor | None = None) -> Tensor:
+def _natively(kernels: NativeKernels, asked: Quantization, output: Tensor | None = None) -> Tensor:
     """Return the errors; the quantized values go nowhere but into ``output``, if it is given."""
     grid, shape = as_grid(asked.pieces, ordered=True), asked.pieces.shape[1:-2]
     count, zero_point = shape.numel(), asked.zero_point

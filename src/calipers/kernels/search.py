@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import as_grid, native_for
+from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
 from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import runs, tile_for
 from calipers.numerics.formats import Format, ScaleKind
@@ -98,18 +97,18 @@ def _proportions(weights: Tensor) -> Tensor:
 
 
 def _natively(
-    kernels: ModuleType, search: Search, factors: Sequence[float], patience: int | None
+    kernels: NativeKernels, search: Search, factors: Sequence[float], patience: int | None
 ) -> tuple[Tensor, Tensor]:
     best = _best_natively(kernels, search, factors, patience)
     low, high = search.pieces.new_empty(2, best.numel())
     threads = num_threads()
-    candidates = search.low.new_tensor(factors)
+    candidates = torch.tensor(factors, dtype=search.low.dtype)
     kernels.scale_ranges(search.low, search.high, candidates, best, low, high, threads)
     return low, high
 
 
 def _best_natively(
-    kernels: ModuleType, search: Search, factors: Sequence[float], patience: int | None
+    kernels: NativeKernels, search: Search, factors: Sequence[float], patience: int | None
 ) -> Tensor:
     if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
         search = _counted(search)
@@ -117,7 +116,7 @@ def _best_natively(
     weights = None if search.weights is None else _like(values, search.weights)
     stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
     known = _Known.nothing(search.low.numel(), len(factors), stop_after)
-    source, candidates = _scale_source(search), search.low.new_tensor(factors)
+    source, candidates = _scale_source(search), torch.tensor(factors, dtype=search.low.dtype)
     work = _NativeSearch(kernels, search, values, weights, candidates, source, known)
     parts = [slice(0, values.shape[1])]
     if source == "given":  # tables of scales are made part by part
@@ -166,7 +165,7 @@ class _Known(NamedTuple):
 class _NativeSearch(NamedTuple):
     """A search, with its pieces and weights as the native kernel takes them."""
 
-    kernels: ModuleType
+    kernels: NativeKernels
     search: Search
     values: Tensor
     weights: Tensor | None

@@ -8,6 +8,7 @@ nearest is the fallback of each row: no row loses more than with it.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -17,22 +18,24 @@ from torch import Tensor
 from calipers.kernels.feedback import Rounding, descend, feed_back
 from calipers.solvers.refit import Scales, refit_scales
 
-_LARGEST_DAMPING = 1.0  # of the mean of the diagonal
+_LEAST_DAMPING, _LARGEST_DAMPING = 1e-10, 1.0  # that are tried, of the mean of the diagonal
 
 
 class Curvature(NamedTuple):
-    """A Hessian that can be worked with.
+    """A Hessian that can be worked with, divided by a unit near the mean of its diagonal.
 
     :param hessian: H with its damping, (columns, columns), symmetric
     :param root: V of H = V Vᵀ, upper triangular, for columns in the order in which they are rounded
     :param order: that order; None: as they come
     :param added: what was added to the diagonal
+    :param unit: a power of two, so that dividing by it is exact
     """
 
     hessian: Tensor
     root: Tensor
     order: Tensor | None
     added: float
+    unit: float
 
 
 def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> Curvature | None:
@@ -47,14 +50,17 @@ def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> C
     if not 0 < mean < torch.inf:
         return None
     order = torch.argsort(diagonal, descending=True, stable=True) if by_activation else None
+    unit = math.ldexp(1.0, math.frexp(mean)[1] - 1)
     while damping <= _LARGEST_DAMPING:
-        damped = hessian + torch.diag_embed(torch.full_like(diagonal, damping * mean))
+        added = damping * (mean / unit)
+        damped = hessian / unit
+        damped.diagonal().add_(added)
         ordered = damped if order is None else damped[order][:, order]
         # V is upper triangular: it is found from the last column to the first.
         lower, failed = torch.linalg.cholesky_ex(ordered.flip(0, 1))
         if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
-            return Curvature(damped.float(), lower.flip(0, 1), order, damping * mean)
-        damping *= 10
+            return Curvature(damped.float(), lower.flip(0, 1), order, added, unit)
+        damping = max(10 * damping, _LEAST_DAMPING)
     return None
 
 
@@ -69,9 +75,9 @@ def corrected(weight: Tensor, cross: Tensor, residual: Tensor | None, curve: Cur
     :param residual: D in float64; None where there is nothing to make up for
     """
     given = weight.double()
-    wanted = given @ cross + given * curve.added
+    wanted = given @ (cross / curve.unit) + given * curve.added
     if residual is not None:
-        wanted += residual
+        wanted += residual / curve.unit
     ordered = wanted if curve.order is None else wanted[:, curve.order]
     ordered = torch.linalg.solve_triangular(curve.root.T, ordered, upper=False, left=False)
     ordered = torch.linalg.solve_triangular(curve.root, ordered, upper=True, left=False)
@@ -124,7 +130,7 @@ def _fed_back(weight: Tensor, curve: Curvature, rounding: Rounding, block: int) 
 
 
 def losses(differences: Tensor, curve: Curvature, block: int = 512) -> Tensor:
-    """Return Δᵀ H Δ of each row."""
+    """Return Δᵀ H Δ of each row, in the unit of H."""
     ordered = differences if curve.order is None else differences[:, curve.order]
     total = torch.zeros(len(ordered), dtype=torch.float64, device=ordered.device)
     root = curve.root.to(ordered)

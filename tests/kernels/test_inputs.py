@@ -1,0 +1,220 @@
+"""No operation writes to what it is given, and how that lies in memory changes no result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationArgs
+from engines import NATIVE_ENGINES
+from torch import Tensor
+
+from calipers.kernels.channels import summarize_channels
+from calipers.kernels.counts import BINS, count_values, distinct_values
+from calipers.kernels.dispatch import OPERATIONS
+from calipers.kernels.extrema import extrema
+from calipers.kernels.feedback import descend, feed_back
+from calipers.kernels.joint import choose_together
+from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.optimum import best_scales
+from calipers.kernels.packing import pack_weight
+from calipers.kernels.quantize import quantization_errors, quantize_with_error
+from calipers.kernels.search import search_range
+from calipers.numerics.formats import Format
+from calipers.numerics.scales import windows_of
+
+INT4 = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
+FMT = Format.of(INT4)
+SYMMETRIC = Format.of(QuantizationArgs(num_bits=4))
+INT2 = Format.of(QuantizationArgs(num_bits=2, symmetric=False))
+SHAPES = [(3, 8), (1, 8), (3, 1), (1, 1)]
+STORABLE = torch.arange(1.0, 65.0) / 64
+ENGINES = ("torch", *NATIVE_ENGINES[-1:])
+
+
+def as_pieces(matrix: Tensor) -> Tensor:
+    """A piece for each row: (observations, *qparam_shape, rows, columns)."""
+    return matrix[None, :, None, None]
+
+
+class Given(NamedTuple):
+    """What operations are given: matrices, but for the groups, of which there is one per column."""
+
+    values: Tensor
+    target: Tensor
+    hessian: Tensor
+    scales: Tensor
+    zeros: Tensor
+    low: Tensor
+    high: Tensor
+    weights: Tensor
+    mask: Tensor
+    groups: Tensor
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], dtype: torch.dtype) -> Given:
+        rows, columns = shape
+        generator = torch.Generator().manual_seed(rows + columns)
+        values = torch.randn(shape, generator=generator).to(dtype)
+        inputs = torch.randn(2 * columns, columns, generator=generator)
+        largest = values.abs().amax(1, keepdim=True)
+        return cls(
+            values,
+            torch.randn(shape, generator=generator).to(dtype),
+            inputs.T @ inputs / len(inputs),
+            (largest / 5).float(),
+            torch.randint(-2, 3, (rows, 1), generator=generator).float(),
+            -largest,
+            largest,
+            torch.rand(1, columns, generator=generator) + 0.1,
+            torch.arange(rows) % 3 != 1,
+            torch.zeros(columns, dtype=torch.int64),
+        )
+
+    def laid_out(self, memory: Callable[[Tensor], Tensor]) -> Given:
+        return Given(*map(memory, self))
+
+
+# Each of these returns what an operation does, and what it fills in place by its description.
+
+
+def _search(x: Given) -> Any:
+    factors = [1 - i / 10 for i in range(9)]
+    ends = (x.low, x.high)
+    return search_range(
+        as_pieces(x.values), *ends, INT4, factors=factors, norm=2.4, weights=x.weights
+    )
+
+
+def _optimum(x: Given, storable: Tensor | None, fmt: Format = SYMMETRIC) -> Any:
+    pieces, windows = as_pieces(x.values), windows_of(fmt, fmt.symmetric)
+    ends = (x.low, x.high)
+    return best_scales(
+        pieces, *ends, fmt, windows=windows, storable=storable, weights=x.weights, keep=2
+    )
+
+
+def _count(x: Given) -> Any:
+    counts = torch.ones(len(x.values), 1, BINS, dtype=torch.int64)
+    return count_values(as_pieces(x.values)), count_values(as_pieces(x.values), into=counts)
+
+
+def _summarize(x: Given) -> Any:
+    counts = torch.ones(1, BINS, dtype=torch.int64)
+    found = summarize_channels(x.values, x.mask, counts=counts), summarize_channels(x.values)
+    return [*found, counts]
+
+
+def _quantize(x: Given) -> Any:
+    given = as_pieces(x.values), x.scales, x.zeros, INT4
+    return *quantize_with_error(*given), quantization_errors(*given, 2.4, x.weights)
+
+
+def _feed_back(x: Given) -> Any:
+    return feed_back(x.target, x.hessian, x.scales, x.zeros, x.groups, FMT, block=3)
+
+
+def _descend(x: Given) -> Any:
+    rounding = x.scales, x.zeros, x.groups, FMT
+    values, target = (each.float().resolve_neg().contiguous() for each in (x.values, x.target))
+    pulls = (values - target) @ x.hessian.resolve_neg().contiguous()
+    known = torch._neg_view(-pulls.T).T
+    found = [
+        descend(x.values, x.target, x.hessian, *rounding, 2, block=3, pulls=given)
+        for given in (None, pulls, known)
+    ]
+    return *found, pulls, known
+
+
+def _choose(x: Given) -> Any:
+    width = min(4, x.values.shape[1])
+    pieces = x.values.unflatten(1, (-1, width))[None, :, :, None]
+    shape = (*pieces.shape[1:3], -1)
+    scales = torch.cat([x.scales, x.scales * 0.9], 1)[:, None].expand(*shape)
+    zeros = x.zeros[:, None].expand_as(scales)
+    return choose_together(pieces, scales, zeros, x.hessian[None], INT4)
+
+
+def _pack(x: Given) -> Any:
+    form = CompressionFormat.pack_quantized
+    scales = x.scales.to(x.values.dtype)
+    return pack_weight(x.values, scales, x.zeros.to(torch.int8), None, INT4, form)
+
+
+CALLS: dict[str, Callable[[Given], Any]] = {
+    "extrema": lambda x: extrema(as_pieces(x.values)),
+    "search": _search,
+    "optimum": lambda x: _optimum(x, STORABLE),
+    "optimum swept": lambda x: _optimum(x, None),
+    "optimum polished": lambda x: _optimum(x, None, INT2),
+    "sum_of_squares": lambda x: (sum_of_squares(x.values), sum_of_squares(x.values, x.mask)),
+    "count_values": _count,
+    "count_values distinct": lambda x: distinct_values(as_pieces(x.values.bfloat16())),
+    "summarize_channels": _summarize,
+    "quantize": _quantize,
+    "feed_back": _feed_back,
+    "descend": _descend,
+    "choose_together": _choose,
+    "pack": _pack,
+}
+
+
+def _inside(plain: Tensor) -> Tensor:
+    """Amid a larger tensor, whose other values would show."""
+    memory = torch.full([2 * size + 3 for size in plain.shape], 99).to(plain.dtype)
+    view = memory[tuple(slice(1, 2 * size + 1, 2) for size in plain.shape)]
+    return view.copy_(plain)
+
+
+def _negated(plain: Tensor) -> Tensor:
+    """A view whose sign is to be turned, such as ``torch.imag`` of a conjugate."""
+    return torch._neg_view(-plain) if plain.is_floating_point() else plain
+
+
+MEMORIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda plain: plain,
+    "inside": _inside,
+    "transposed": lambda plain: plain.T.contiguous().T if plain.dim() == 2 else plain,
+    "rows expanded": lambda plain: plain[:1].expand_as(plain) if plain.dim() == 2 else plain,
+    "columns expanded": lambda plain: plain[..., :1].expand_as(plain),
+    "negated": _negated,
+    "negated and inside": lambda plain: _negated(_inside(plain)),
+}
+
+
+def bits_of(given: Given) -> list[bytes]:
+    """All memory that tensors are views of."""
+    return [bytes(each.untyped_storage()) for each in given]
+
+
+def tensors_in(found: Any) -> Iterator[Tensor]:
+    for each in found if isinstance(found, (tuple, list)) else [found]:
+        if isinstance(each, (tuple, list)):
+            yield from tensors_in(each)
+        elif each is not None:
+            yield torch.as_tensor(each)
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("call", CALLS)
+def test_inputs_stay_as_they_are_wherever_they_lie(call: str, memory: str) -> None:
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            given = Given.of(shape, dtype).laid_out(MEMORIES[memory])
+            plain = Given(*(each.resolve_neg().clone().contiguous() for each in given))
+            expected = list(tensors_in(CALLS[call](plain)))
+            before = bits_of(given)
+            found = list(tensors_in(CALLS[call](given)))
+            assert bits_of(given) == before, (shape, dtype)
+            for ours, theirs in zip(found, expected, strict=True):
+                # Sums may run in another order.
+                rtol = 1e-12 if ours.dtype == torch.float64 else 0
+                torch.testing.assert_close(ours, theirs, rtol=rtol, atol=0)
+
+
+def test_no_operation_is_left_out() -> None:
+    assert {name.partition(" ")[0] for name in CALLS} == set(OPERATIONS)
