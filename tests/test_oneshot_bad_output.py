@@ -89,6 +89,21 @@ def test_the_model_itself_is_not_overwritten(holder: str, pipeline: str, tmp_pat
         write_checkpoint(loaded, output, recipe="", overwrite=True)
 
 
+@pytest.mark.parametrize("holder", ["source", "link"])
+def test_nothing_is_written_into_the_folder_of_the_model(holder: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    build().save_pretrained(source)
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(os.listdir(source))
+    output = tmp_path / holder / "quantized"
+    text = f"The output folder '{source / 'quantized'}' is inside that of the model in use"
+    for model in (tmp_path / "link", source, AutoModelForCausalLM.from_pretrained(source)):
+        refused(errors.CheckpointExistsError, text, model, FP8, token_ids(), output=output)
+    with pytest.raises(errors.CheckpointExistsError, match="inside that of the model in use"):
+        write_checkpoint(model, output, recipe="")
+    assert sorted(os.listdir(source)) == before
+
+
 # A full disk
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -31,6 +32,12 @@ from calipers.errors import (
     TensorValueError,
 )
 from calipers.files.safetensors_header import StoredTensor, read_header
+from calipers.measurements.stored_fields import OpenFile
+from calipers.modifiers import Modifier
+from calipers.modifiers.steps import Changes
+from calipers.planning.plan import StepPlan
+from calipers.planning.specs import SQUARES, Requirement
+from calipers.statistics.moments import SquareSums
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -52,7 +59,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(llama: Path) -> Measurements:
-    return calipers.measure(llama, IDS, collect=COLLECTED, progress=False)
+    file = llama.with_name("seen")
+    calipers.measure(llama, IDS, collect=COLLECTED, output_file=file, progress=False)
+    return Measurements.load(file)
 
 
 def quantize(model: Path, recipe: Any, out: Path, **options: Any) -> calipers.QuantizeResult:
@@ -232,6 +241,34 @@ class TestFromMeasurements:
         assert found.plan.propagation == "float"
         assert recipe.error_propagation == "both"  # the user's own is not touched
 
+    @pytest.mark.parametrize(
+        "recipe",
+        [modifier("W4A16", gptq=True), modifier("W8A8_STATIC"), modifier("NVFP4")],
+        ids=["hessians", "counts", "channels"],
+    )
+    def test_statistics_come_and_go(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Any
+    ) -> None:
+        """What is in memory of a file at a time does not depend on the number of layers."""
+        model = model_folder(tmp_path / "model", num_hidden_layers=12)
+        file = tmp_path / "seen"
+        calipers.measure(model, IDS, collect="hessian", output_file=file, progress=False)
+        alive: dict[int, int] = {}
+        peak, read = [0], OpenFile.read
+
+        def reading(self: OpenFile, stored: StoredTensor) -> Any:
+            pages = read(self, stored)
+            alive[id(pages)] = len(pages)
+            peak[0] = max(peak[0], sum(list(alive.values())))
+            weakref.finalize(pages, alive.pop, id(pages))
+            return pages
+
+        monkeypatch.setattr(OpenFile, "read", reading)
+        quantize(model, recipe, tmp_path / "out", measurements=file)
+        stored = read_header(file)
+        layer = sum(each.size for name, each in stored.items() if ".layers.0." in name)
+        assert 0 < peak[0] <= layer
+
     @pytest.mark.parametrize("policy", ["weights_only", "peers"])
     def test_experts_that_saw_nothing(self, tmp_path: Path, policy: str) -> None:
         model = model_folder(tmp_path / "model", "mixtral", num_local_experts=8)
@@ -294,6 +331,32 @@ class TestWhatIsRefused:
         with pytest.raises(ConfigurationError, match="one process, and this is one of 2"):
             quantize(llama, "FP8_DYNAMIC", tmp_path / "out")
 
+    @pytest.mark.parametrize("names", ["quantized", "measured"])
+    def test_a_step_that_changes_other_weights(
+        self, names: str, llama: Path, seen: Measurements, tmp_path: Path
+    ) -> None:
+        """As oneshot would write them; from disk to disk they would be lost."""
+        norm = "model.layers.1.input_layernorm"
+
+        class Doubling(Modifier):
+            def plan(self, model: torch.nn.Module, step: str) -> StepPlan:  # noqa: ARG002
+                wanted = Requirement("input", SQUARES, lambda _: SquareSums(), is_optional=True)
+                return StepPlan(measured={norm: (wanted,)} if names == "measured" else {})
+
+            def solve(self, layer: Any) -> Changes:
+                if names == "measured" and norm not in layer.names:
+                    return Changes()
+                return Changes(weights={norm: 2 * torch.ones_like(layer.weight(norm))})
+
+        recipe = [Doubling(), modifier("W4A16")]
+        with pytest.raises(ConfigurationError, match=f"would lose that: {norm}") as error:
+            quantize(llama, recipe, tmp_path / "out", measurements=seen)
+        assert "to oneshot, in Python" in str(error.value)
+        assert os.listdir(tmp_path) == []
+        calipers.oneshot(llama, recipe, IDS, output_dir=tmp_path / "memory", progress=False)
+        stored = stored_tensors(tmp_path / "memory")[f"{norm}.weight"].read()
+        assert bool((stored == 2).all())
+
     def test_no_output_and_one_that_is_there(self, llama: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="no place for the checkpoint"):
             calipers.quantize(llama, "FP8_DYNAMIC")
@@ -302,6 +365,14 @@ class TestWhatIsRefused:
             quantize(llama, modifier("FP8_DYNAMIC"), tmp_path / "out")
         with pytest.raises(CheckpointExistsError, match="model"):
             quantize(llama, modifier("FP8_DYNAMIC"), llama, overwrite=True)
+        (tmp_path / "link").symlink_to(llama)
+        for source, out in (
+            (llama, tmp_path / "link" / "a" / "b"),
+            (tmp_path / "link", llama / "a"),
+        ):
+            with pytest.raises(CheckpointExistsError, match="inside that of the model in use"):
+                quantize(source, modifier("FP8_DYNAMIC"), out)
+        assert not (llama / "a").exists()
 
     def test_a_file_that_becomes_shorter_meanwhile(self, llama: Path, tmp_path: Path) -> None:
         shutil.copytree(llama, tmp_path / "model")

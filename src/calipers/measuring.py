@@ -37,8 +37,9 @@ from calipers.errors import (
 )
 from calipers.files.output_file import output_file as place_of
 from calipers.jobs import PIPELINES, Job, check_options
+from calipers.kernels.memory import Freed
 from calipers.measurements import Measurements, MeasurementsInfo
-from calipers.measurements.halves import with_halves
+from calipers.measurements.halves import parted, with_halves
 from calipers.measurements.info import half_of, sample_digests
 from calipers.measurements.partial import PartialFile, remove_superfluous
 from calipers.measurements.store import check_measurements_file
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
 SAVE_EVERY = 60.0
 """Seconds between two files of what was measured so far."""
+_FREED_BY_BATCH = 1 << 28
+"""Bytes, more or less: products of inputs, gradients and logits, between sums that stay."""
 
 
 def measure(
@@ -220,19 +223,20 @@ class _MeasureJob(Job):
         done = 0
         if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
             done = partial.begin(self._arguments(seen, dtype, collected))
-        run = _DataRun(self, model, plan, chosen, device, dtype, seen, partial)
-        known = None if partial is None else partial.earlier
+        known = None if partial is None else partial.earlier()
+        run = _DataRun(self, model, plan, chosen, device, dtype, seen, partial, known or {})
         last = len(batches.ends) - 1
         for number, end in enumerate(batches.ends):
             if end > done or self.ranks.world_size > 1:
-                known = run.through(done, end, known)
+                run.go_through(done, end)
                 done = end
             if end < done and number < last:
                 continue  # an earlier run has gone on here
-            found = Measurements.of_tensors(self._info(seen, end), unified(known or {}))
+            found = Measurements.of_tensors(self._info(seen, end), unified(run.known))
             if number == last or self._is_stable(found):
-                break
-        return found
+                return found
+            del found  # sums that go on are not kept as they were
+        raise AssertionError("the last of the data is the end of it")
 
     def _is_stable(self, found: Measurements) -> bool:
         """Whether a run can stop; one process decides for all."""
@@ -277,9 +281,12 @@ class _MeasureJob(Job):
         return replace(mine, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _DataRun:
-    """How the data of a process runs through a model, as much of it at a time as is wanted."""
+    """How the data of a process runs through a model, as much of it at a time as is wanted.
+
+    :param known: what was seen so far, in all processes
+    """
 
     job: _MeasureJob
     model: PreTrainedModel
@@ -289,28 +296,35 @@ class _DataRun:
     dtype: torch.dtype
     seen: _Seen
     partial: PartialFile | None
+    known: Tensors
 
-    def through(self, start: int, end: int, known: Tensors | None) -> Tensors:
-        """Let batches run, and return what was seen of them in all processes, and before.
-
-        :param known: what was seen of the batches before them
-        """
+    def go_through(self, start: int, end: int) -> None:
+        """Let batches run, and know what was seen of them in all processes, too."""
         job, batches = self.job, self.seen.batches
-        share = job.options.calibration.share_inputs
-        halves = batches.parts[start:end]
+        is_alone = job.ranks.world_size == 1
+        before, self.known = self.known, {}
+        freed = Freed()
         with Calibration(
-            self.model, self.plan, share_inputs=share, dtype=self.dtype, halves=halves
+            self.model,
+            self.plan,
+            share_inputs=job.options.calibration.share_inputs,
+            dtype=self.dtype,
+            halves=batches.parts[start:end],
+            known=parted(before) if is_alone and before else None,
         ) as calibration:
+            if is_alone:
+                before = {}  # it is in the sums that go on
 
             def so_far() -> Tensors:
-                return _together(known, with_halves(*calibration.so_far()))
+                return with_halves(*calibration.so_far())
 
             def after_batch(index: int) -> None:
                 with calibration.paused():
                     _add_sensitivities(self.model, calibration, batches.batches[start + index])
-                if self.partial is not None and job.ranks.world_size == 1:
+                if self.partial is not None and is_alone:
                     number = start + index + 1
                     self.partial.save(self.seen.info(number), so_far, number)
+                freed.count(_FREED_BY_BATCH)
 
             def merge(names: Iterable[str]) -> Mapping[str, Tensor]:
                 job.ranks.merge(calibration.measured(names))
@@ -328,11 +342,8 @@ class _DataRun:
             )
             PIPELINES[self.pipeline](run, replace(batches, batches=batches.batches[start:end]))
         first, second = calibration.measurements, calibration.second_half
-        return _together(known, with_halves(first.tensors(), second.tensors()))
-
-
-def _together(known: Tensors | None, new: Tensors) -> Tensors:
-    return new if known is None else merged(known, new)
+        found = with_halves(first.tensors(), second.tensors())
+        self.known = merged(before, found) if before else found
 
 
 @dataclass(frozen=True)

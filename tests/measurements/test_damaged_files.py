@@ -54,7 +54,7 @@ def taken_apart(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def signed(file: Path, header: Any, tensors: dict[str, Tensor]) -> Path:
     """Write a file whose checksum is right, whatever it says."""
     text = header if isinstance(header, str) else json.dumps(header)
-    save_file(tensors, file, {"calipers": text, "sha256": checksum(text, tensors)})
+    save_file(tensors, file, {"calipers": text, "sha256": checksum(text, sorted(tensors.items()))})
     return file
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import calipers
 from calipers import Measurements, jobs
 from calipers.errors import CheckpointExistsError, ConfigurationError, MeasurementsError
 from calipers.measurements.partial import PartialFile
+from calipers.statistics.hessian import BlockHessians
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -31,7 +33,8 @@ class Killed(BaseException):
 
 
 def measure(file: Path, data: torch.Tensor = IDS, **options: Any) -> Measurements:
-    options = {"collect": "outputs", "batch_size": 1, "save_every": 0, **options}
+    collect = "hessian,outputs,sensitivity"
+    options = {"collect": collect, "batch_size": 1, "save_every": 0, **options}
     return calipers.measure(build("llama"), data, output_file=file, progress=False, **options)
 
 
@@ -72,15 +75,44 @@ def test_a_run_goes_on_with_what_it_has_not_seen(
     found = measure(file)
     assert sizes == [8, 5, 3]
     assert_same(found, whole)
-    assert_same(Measurements.load(file), whole)
+    assert file.read_bytes() == (tmp_path / "whole").read_bytes()  # sums, too, to the bit
     assert sorted(os.listdir(tmp_path)) == ["m", "whole"]
+
+
+def test_inputs_that_are_one_are_measured_once_by_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_after(3, tmp_path / "m", monkeypatch)
+    updates, update = Counter[str](), BlockHessians.update
+
+    def counting(self: BlockHessians, *args: Any, **kwargs: Any) -> None:
+        updates[self.owner] += 1
+        update(self, *args, **kwargs)
+
+    monkeypatch.setattr(BlockHessians, "update", counting)
+    measure(tmp_path / "m")
+    layers = [owner for owner in updates if "layers.0" in owner]
+    assert sorted(owner.rpartition(".")[2] for owner in layers) == [
+        "down_proj",
+        "gate_proj",
+        "o_proj",
+        "q_proj",
+    ]
+    assert set(updates.values()) == {5}
+
+
+def test_stopping_points_do_not_change_sums(tmp_path: Path) -> None:
+    ids = token_ids(30, 12)
+    for name, tolerance in (("stops", 1e-9), ("whole", False)):
+        measure(tmp_path / name, ids, num_samples=30, until_stable=tolerance)
+    assert (tmp_path / "stops").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"batch_size": 2}, "batch_size was 1, and is 2 now"),
-        ({"collect": ""}, "collect was ['outputs'], and is [] now"),
+        ({"collect": ""}, "collect was ['hessian', 'outputs', 'sensitivity'], and is [] now"),
         ({"dtype": "bfloat16"}, "dtype was 'float32', and is 'bfloat16' now"),
         ({"data": IDS.flip(1)}, "data was '"),
     ],
@@ -154,7 +186,7 @@ def test_a_killed_process(tmp_path: Path) -> None:
     assert killed == 2
     done = run(*command)
     assert done.returncode == 0, done.stderr
-    assert_same(Measurements.load(place / "m"), Measurements.load(tmp_path / "whole"))
+    assert (place / "m").read_bytes() == (tmp_path / "whole").read_bytes()
     assert os.listdir(place) == ["m"]
 
 

@@ -20,6 +20,7 @@ from calipers.calibration.sharing import Measuring, PairedTensors, SharedInputs,
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import LayoutError, TensorValueError
 from calipers.measurements import Measurements
+from calipers.measurements.tensors import Tensors, check_same
 from calipers.numerics.tensors import first_tensor
 from calipers.planning.plan import Plan
 from calipers.planning.specs import Requirement
@@ -42,6 +43,8 @@ class Calibration:
         rounded to that of the module, in which its scales are judged and stored
     :param halves: to which half of the data each batch belongs, 0 or 1: what a plan asks for in
         halves is measured apart for the second, in ``second_half``; None: all is one
+    :param known: what was measured before of each half; statistics go on from there, batch after
+        batch, so that sums are the same to the bit as if they had not been interrupted
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class Calibration:
         share_inputs: bool = True,
         dtype: torch.dtype | None = None,
         halves: Sequence[int] | None = None,
+        known: tuple[Tensors, Tensors] | None = None,
     ) -> None:
         self.model, self.plan = model, plan
         self.measurements, self.second_half = Measurements(), Measurements()
         self._halves, self._half = halves, 0
+        self._known = known
         self._twins: dict[Statistic, Statistic] = {}  # of the first half → of the second
         self._dtype = dtype
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
@@ -77,6 +82,7 @@ class Calibration:
                 if any(each.base_name in ("q", "k", "v") for each in requirements):
                     expose_states(self.model, self.module(name), "attention")
             self._measure()
+            self._go_on()
             self._leaving = stack.pop_all()
         return self
 
@@ -232,6 +238,19 @@ class Calibration:
             hooked.pop("weight", None)  # what is measured of a weight, whoever runs the model adds
             for base_name, statistics in hooked.items():
                 self._hook(name, base_name, statistics)
+
+    def _go_on(self) -> None:
+        """Let statistics know what was measured before."""
+        if self._known is None:
+            return
+        (first, second), self._known = self._known, None
+        check_same(first, self.measurements.tensors())
+        for measurements, known in ((self.measurements, first), (self.second_half, second)):
+            for place, statistics in known.items():
+                for key, statistic in statistics.items():
+                    mine = measurements.get(*place, key)
+                    if mine is not None:
+                        mine.copy_from(statistic)
 
     def _add(self, name: str, requirement: Requirement) -> tuple[Statistic, bool]:
         """Begin a statistic, and tell whether an earlier run has left all there is to it."""

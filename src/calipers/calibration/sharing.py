@@ -26,6 +26,9 @@ class Measuring(Protocol):
     def label(self) -> str:
         """Return how messages call it."""
 
+    def known(self) -> Hashable:
+        """Return what two have in common that know the same by :meth:`copy_from`."""
+
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor; ``mask`` says which tokens count."""
 
@@ -137,8 +140,12 @@ class _Reader:
 
     @cached_property
     def key(self) -> Hashable:
-        """What two readers have in common that measure the same of a tensor."""
-        return str(sorted(self.statistic.configuration().items())), self.dtype
+        """What two readers have in common that measure the same of a tensor, and know the same.
+
+        It is first asked for before anything is measured.
+        """
+        configuration = str(sorted(self.statistic.configuration().items()))
+        return configuration, self.dtype, self.statistic.known()
 
     def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
         """Take a tensor in."""

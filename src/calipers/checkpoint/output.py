@@ -19,6 +19,7 @@ from calipers.errors import (
     CheckpointExistsError,
     Option,
     cannot_write,
+    inside_source,
     shortened,
     would_replace,
 )
@@ -38,30 +39,36 @@ def check_output(
 
     :param overwrite: whether a checkpoint (or an empty folder) that is there may be replaced
     :param inputs: what the checkpoint is made from, by what messages call it; where that is a path,
-        it is never replaced
+        it is never replaced, and nothing is written into it
     """
     path = Path(os.path.realpath(directory))
     if path.is_symlink():
         raise cannot_write(path, "it is a link that leads to itself")
     if path.exists() and not path.is_dir():
         raise cannot_write(path, "it is a file")
+    sources = {
+        what: Path(os.path.realpath(place))
+        for what, place in (inputs or {}).items()
+        if isinstance(place, (str, os.PathLike)) and os.path.exists(place)
+    }
+    for what, source in sources.items():
+        if source in path.parents:
+            raise inside_source(path, source, what)
     restore_outputs(path.parent)
     _check_ancestor(path)
     if path.is_dir():
         if not overwrite:
             raise _exists(path)
         with suppress(FileNotFoundError):  # somebody is just replacing it
-            _check_replaceable(Path(directory), path, inputs or {})
+            _check_replaceable(Path(directory), path, sources)
     return path
 
 
-def _check_replaceable(given: Path, path: Path, inputs: Mapping[str, object]) -> None:
+def _check_replaceable(given: Path, path: Path, sources: Mapping[str, Path]) -> None:
     """Refuse to replace what is more than a checkpoint, or in use, or known by another name."""
-    for what, place in inputs.items():
-        if isinstance(place, (str, os.PathLike)) and os.path.exists(place):
-            source = Path(os.path.realpath(place))
-            if path in (source, *source.parents):
-                raise would_replace(path, source, what)
+    for what, source in sources.items():
+        if path in (source, *source.parents):
+            raise would_replace(path, source, what)
     with suppress(FileNotFoundError):
         here = Path.cwd().resolve()
         if path in (here, *here.parents):

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
-from calipers.errors import would_replace
+from calipers.errors import inside_source, would_replace
 
 
 def source_folder(model: PreTrainedModel) -> Path | None:
@@ -31,7 +31,11 @@ def source_folder(model: PreTrainedModel) -> Path | None:
 
 
 def check_apart(directory: str | os.PathLike[str], model: PreTrainedModel) -> None:
-    """Refuse an output folder that is, or holds, the one the model was loaded from."""
+    """Refuse an output folder that is, holds or is inside the one the model was loaded from."""
     source, path = source_folder(model), Path(os.path.realpath(directory))
-    if source is not None and path in (source.resolve(), *source.resolve().parents):
+    if source is None:
+        return
+    if path in (source.resolve(), *source.resolve().parents):
         raise would_replace(path, source)
+    if source.resolve() in path.parents:
+        raise inside_source(path, source)

@@ -19,10 +19,11 @@ from calipers.checkpoint.compression import compressed_state, name_on_disk
 from calipers.checkpoint.names import StoredNames
 from calipers.checkpoint.state import join, module_state, own_modules
 from calipers.checkpoint.stored_weights import ModelWeights
+from calipers.errors import ANY, ConfigurationError, Option, shortened
 from calipers.kernels.memory import Freed
 from calipers.kernels.threads import kernels_only
 from calipers.modifiers.costs import ModuleCosts
-from calipers.modifiers.needs import grouped_by_input
+from calipers.modifiers.needs import grouped_by_input, hessian_bytes
 from calipers.modifiers.solving import StepDriver
 from calipers.planning.plan import Changes
 
@@ -91,6 +92,7 @@ class SolvedTensors:
 
         :param state: what ``state`` has returned in a run that was killed
         """
+        self._ask_for_others()
         left = set(self._modules)
         with (
             self._progress.counting("quantizing", len(left), "modules") as add,
@@ -115,10 +117,14 @@ class SolvedTensors:
 
         :param others: the same modules of the same model with other schemes
         """
+        for each in (self, *others):
+            each._ask_for_others()
+        freed = Freed()
         with closing(in_background(self._read(0))) as read:
             for _, name, _, states in read:
                 if name in self._modules and states:
                     seconds = [each._seconds_to_solve(states) for each in (self, *others)]
+                    freed.count(hessian_bytes([self._modules[each] for each in states]))
                     yield tuple(states), seconds
 
     def _seconds_to_solve(self, states: dict[str, State]) -> float:
@@ -173,6 +179,7 @@ class SolvedTensors:
             for number, name, module, states in read:
                 if name in self._modules and states:
                     self._solve(states)
+                    freed.count(hessian_bytes([self._modules[each] for each in states]))
                 state = self._solved.pop(name) if name in self._modules else states[name]
                 for local, tensor in state.items():
                     stored = name_on_disk(self._names, name, module, local)
@@ -195,9 +202,28 @@ class SolvedTensors:
         for name, state in states.items():
             _fill(self._model.get_submodule(name), state, self._device)
         _, changes = self._driver.solve_prepared(tuple(states))
+        beyond = [name for name in changes.weights if name not in self._modules]
+        if beyond or changes.weights.keys() - states.keys():
+            raise ConfigurationError(
+                "The recipe changes other weights than those it quantizes, and going from disk to "
+                f"disk would lose that: {shortened(beyond or list(changes.weights), 3)}",
+                hint="Pass "
+                + Option("dataset", ANY)
+                + " (to oneshot, in Python): the model is then loaded, and all that steps change "
+                "is written.",
+            )
         solution = self._driver.solution
         solution.changes = solution.changes.joined(Changes(notes=changes.notes))
         return changes
+
+    def _ask_for_others(self) -> None:
+        """Let steps solve modules that are measured and not quantized, whose weights must stay."""
+        others = [name for name in self._driver.solution.plan.names if name not in self._modules]
+        if others:
+            with self._solving():
+                self._changes({name: self._state_of(name) for name in others})
+            for name in others:
+                _empty(self._model.get_submodule(name))
 
     def _solve(self, states: dict[str, State]) -> None:
         """Solve modules together, and keep what is stored of each."""

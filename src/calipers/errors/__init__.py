@@ -39,6 +39,7 @@ from calipers.errors.checkpoint import (
     damaged_file,
     damaged_measurements,
     file_in_use,
+    inside_source,
     pickled_weights,
     would_replace,
 )
@@ -144,6 +145,7 @@ __all__ = [
     "first_line",
     "group_sizes_for",
     "in_one_line",
+    "inside_source",
     "joined",
     "library_errors",
     "listing",

@@ -66,6 +66,16 @@ def would_replace(directory: object, source: object, what: str = "model") -> Che
     )
 
 
+def inside_source(directory: object, source: object, what: str = "model") -> CheckpointExistsError:
+    """Refuse an output folder within one that the checkpoint is made from."""
+    return CheckpointExistsError(
+        f"is inside that of the {what} in use, '{source}', to which nothing is added. Nothing was "
+        "written",
+        subject=f"The output folder '{directory}'",
+        hint="Choose a folder elsewhere, such as one beside it.",
+    )
+
+
 def cannot_write_file(path: object, problem: str) -> CheckpointError:
     """Say why there can be no output file at a path."""
     return CheckpointError(f"Cannot write to '{path}': {problem}", hint="Choose another file.")

@@ -36,7 +36,7 @@ class StoredTensor:
         values = torch.empty(self.shape, dtype=self.dtype)
         with self.file.open("rb", buffering=0) as opened:
             opened.seek(self.begin)
-            self._fill(opened, values.view(-1).view(torch.uint8))
+            self.fill(opened, values.view(-1).view(torch.uint8).numpy().data)
         return values
 
     def map(self) -> Tensor:
@@ -65,12 +65,11 @@ class StoredTensor:
         with self.file.open("rb", buffering=0) as opened:
             for index, value in enumerate(values.view(torch.uint8).view(len(values), size)):
                 opened.seek(self.begin + index * step * size)
-                self._fill(opened, value)
+                self.fill(opened, value.numpy().data)
         return values
 
-    def _fill(self, opened: RawIOBase, values: Tensor) -> None:
-        """Read until a tensor of bytes is full."""
-        room: memoryview = values.numpy().data
+    def fill(self, opened: RawIOBase, room: memoryview) -> None:
+        """Read from where a file is until there is no room left."""
         while len(room):
             count = opened.readinto(room)
             if not count:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -21,12 +22,19 @@ from calipers.errors import (
 )
 from calipers.files.json_files import parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
-from calipers.measurements.halves import is_of_half, problem_with_halves, whole_beside
+from calipers.kernels.memory import Freed
+from calipers.measurements.halves import (
+    is_of_half,
+    missing_halves,
+    problem_with_halves,
+    whole_beside,
+)
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.kinds import problem_with, problem_with_table, statistic_of
+from calipers.measurements.stored_fields import OpenFile, StoredField
 from calipers.measurements.tensors import Place, Statistics, Tensors, name_of, readers_of
 from calipers.numerics.layout import STRATEGIES
-from calipers.statistics.base import Statistic
+from calipers.statistics.base import Load, Statistic
 from calipers.statistics.value_counts import TABLES
 
 FORMAT = "calipers.measurements"
@@ -45,6 +53,8 @@ _DTYPES = {
     torch.bfloat16: "BF16",
 }
 _ALIGNMENT = 8
+_KEPT_IN_MEMORY = 1 << 10
+"""Bytes of the largest field that is not left in its file: counts of tokens, extrema of tensors."""
 Shape = list[Annotated[int, Field(ge=0)]]
 
 
@@ -90,34 +100,53 @@ class Header(_Strict):
 # Writing
 
 
+class _Outgoing(NamedTuple):
+    """A tensor of a file that is written; it is made again each time, so that one is in memory."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    size: int
+    make: Load
+
+
 def encoded(info: MeasurementsInfo, tensors: Tensors) -> Iterator[bytes | memoryview]:
     """Give the bytes of a file, part by part."""
     text, stored = _described(info, tensors)
     # The widest numbers come first, so that each tensor lies at a multiple of their size.
-    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
-    metadata = {HEADER: text, CHECKSUM: checksum(text, stored)}
+    order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))
+    metadata = {HEADER: text, CHECKSUM: _checksum_of(text, stored)}
     yield from _file(metadata, {name: stored[name] for name in order})
 
 
 def digest_of_file(info: MeasurementsInfo, tensors: Tensors) -> str:
     """Return the checksum that a file would have."""
-    return checksum(*_described(info, tensors))
+    return _checksum_of(*_described(info, tensors))
 
 
-def _described(info: MeasurementsInfo, tensors: Tensors) -> tuple[str, dict[str, Tensor]]:
+def _checksum_of(text: str, stored: Mapping[str, _Outgoing]) -> str:
+    return checksum(text, ((name, stored[name].make()) for name in sorted(stored)))
+
+
+def _described(info: MeasurementsInfo, tensors: Tensors) -> tuple[str, dict[str, _Outgoing]]:
     """Return the header of a file, and its tensors."""
     described: dict[str, Any] = {}
-    stored: dict[str, Tensor] = {}
+    stored: dict[str, _Outgoing] = {}
     for readers, statistics in readers_of(tensors):
-        name = name_of(readers[0])
-        described[name] = {"readers": list(map(name_of, readers)), "statistics": {}}
+        tensor = name_of(readers[0])
+        described[tensor] = {"readers": list(map(name_of, readers)), "statistics": {}}
         for key, statistic in statistics.items():
-            described[name]["statistics"][key] = {
+            whole, shapes = whole_beside(key, statistics), {}
+            for name, value in statistic.fields().items():
+                shapes[name] = list(value.shape)
+                make = partial(stored_field, statistic, name, whole)
+                packed = make()
+                stored[f"{tensor}/{key}.{name}"] = _Outgoing(
+                    packed.dtype, list(packed.shape), packed.nbytes, make
+                )
+            described[tensor]["statistics"][key] = {
                 "configuration": statistic.configuration(),
-                "fields": {n: list(value.shape) for n, value in statistic.fields().items()},
+                "fields": shapes,
             }
-            fields = stored_fields(statistic, whole_beside(key, statistics))
-            stored |= {f"{name}/{key}.{n}": value for n, value in fields.items()}
     text = json.dumps(_head(info, described), separators=(",", ":"), ensure_ascii=False)
     return text, stored
 
@@ -136,45 +165,50 @@ def _head(info: MeasurementsInfo, tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def stored_fields(statistic: Statistic, whole: Statistic | None = None) -> dict[str, Tensor]:
-    """Return the fields of a statistic as they are stored: tables of counts are sparse.
+def stored_field(statistic: Statistic, name: str, whole: Statistic | None = None) -> Tensor:
+    """Return a field of a statistic as it is stored: tables of counts are sparse.
 
     :param whole: where it is of a half, the same of all data: its counts are at the places of those
     """
-    found = {}
-    tables = {} if whole is None else whole.fields()
-    for name, value in statistic.fields().items():
-        if name in TABLES and name in tables:
-            packed = value.detach().flatten()[tables[name].flatten().nonzero().squeeze(1)].cpu()
-        else:
-            packed = statistic.packed(name, value.detach()).cpu()
-        if name in TABLES and (not packed.numel() or int(packed.max()) < 2**31):
-            packed = packed.to(torch.int32)
-        found[name] = packed.contiguous()
-    return found
+    value: Tensor = getattr(statistic, name).detach()
+    if name not in TABLES:
+        return value.cpu().contiguous()
+    table = None if whole is None else whole.field(name)
+    if table is None:
+        packed = statistic.packed(name, value).cpu()
+    else:
+        packed = value.flatten()[table.flatten().nonzero().squeeze(1)].cpu()
+    if not packed.numel() or int(packed.max()) < 2**31:
+        packed = packed.to(torch.int32)
+    return packed.contiguous()
 
 
-def _file(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _file(
+    metadata: dict[str, str], tensors: Mapping[str, _Outgoing]
+) -> Iterator[bytes | memoryview]:
     entries: dict[str, Any] = {"__metadata__": metadata}
     start = 0
-    for name, tensor in tensors.items():
+    for name, each in tensors.items():
         entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, start + tensor.nbytes],
+            "dtype": _DTYPES[each.dtype],
+            "shape": each.shape,
+            "data_offsets": [start, start + each.size],
         }
-        start += tensor.nbytes
+        start += each.size
     head = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     head = head.ljust(-(-len(head) // _ALIGNMENT) * _ALIGNMENT)
     yield len(head).to_bytes(8, "little") + head
-    yield from map(_bytes, tensors.values())
+    for each in tensors.values():
+        yield _bytes(each.make())
 
 
-def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the digest of the header and of all tensors, in the order of their names."""
+def checksum(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the digest of the header and of all tensors, which come in the order of their names.
+
+    They are looked at one after another, and may be made as they are asked for.
+    """
     digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
+    for name, tensor in tensors:
         digest.update(f"{name} {_DTYPES[tensor.dtype]} {list(tensor.shape)}\n".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
@@ -188,16 +222,30 @@ def _bytes(tensor: Tensor) -> memoryview:
 # Reading
 
 
-def decoded(file: Path) -> tuple[MeasurementsInfo, dict[Place, dict[str, Statistic]]]:
-    """Read a file; refuse it as a whole where anything in it cannot be."""
+class Decoded(NamedTuple):
+    """What a file says.
+
+    :param tensors: statistics whose larger fields stay in the file until they are needed
+    :param digest: its checksum
+    """
+
+    info: MeasurementsInfo
+    tensors: dict[Place, dict[str, Statistic]]
+    digest: str
+
+
+def decoded(file: Path) -> Decoded:
+    """Check a file, and refuse it as a whole where anything in it cannot be."""
     try:
+        opened = OpenFile(file)
         stored = read_header(file, damaged_measurements)
     except MeasurementsError:
         raise
     except OSError as error:
         raise damaged_measurements(file, f"it cannot be read ({error.strerror})") from error
+    fields = {name: StoredField(opened, each) for name, each in stored.items()}
     with library_errors(lambda words: damaged_measurements(file, words)):
-        return _FileReader(file, stored).read()
+        return _FileReader(file, stored, fields).read()
 
 
 def is_measurements(file: Path) -> bool:
@@ -213,11 +261,14 @@ def is_measurements(file: Path) -> bool:
 class _FileReader:
     """Reads one file."""
 
-    def __init__(self, file: Path, stored: Mapping[str, StoredTensor]) -> None:
-        self._file, self._stored = file, stored
+    def __init__(
+        self, file: Path, stored: Mapping[str, StoredTensor], fields: Mapping[str, Load]
+    ) -> None:
+        self._file, self._stored, self._fields = file, stored, fields
         self._used: set[str] = set()
+        self._freed = Freed()
 
-    def read(self) -> tuple[MeasurementsInfo, dict[Place, dict[str, Statistic]]]:
+    def read(self) -> Decoded:
         with safe_open(self._file, "pt") as opened:
             metadata = opened.metadata() or {}
             if HEADER not in metadata or CHECKSUM not in metadata:
@@ -227,15 +278,15 @@ class _FileReader:
             for name, each in self._stored.items():
                 if each.dtype not in _DTYPES:
                     raise self._damaged(f"'{name}' is of {each.dtype}, which no field is")
-            tensors = {name: opened.get_tensor(name) for name in self._stored}
+        tensors = ((name, self._fields[name]()) for name in sorted(self._fields))
         if checksum(metadata[HEADER], tensors) != metadata[CHECKSUM]:
             raise self._damaged("its checksum is not that of its content: some of it has changed")
         header = self._validated(raw)
-        places = self._places(header, tensors)
-        unused = sorted(tensors.keys() - self._used)
+        places = self._places(header)
+        unused = sorted(self._fields.keys() - self._used)
         if unused:
             raise self._damaged(f"its header does not speak of '{unused[0]}'")
-        return self._info(header), places
+        return Decoded(self._info(header), places, metadata[CHECKSUM])
 
     def _damaged(self, problem: str) -> MeasurementsError:
         return damaged_measurements(self._file, problem)
@@ -272,18 +323,17 @@ class _FileReader:
             header.run,
         )
 
-    def _places(
-        self, header: Header, tensors: Mapping[str, Tensor]
-    ) -> dict[Place, dict[str, Statistic]]:
+    def _places(self, header: Header) -> dict[Place, dict[str, Statistic]]:
         found: dict[Place, dict[str, Statistic]] = {}
         for name, entry in header.tensors.items():
             statistics: dict[str, Statistic] = {}
             for key, each in sorted(entry.statistics.items(), key=lambda item: is_of_half(item[0])):
                 whole = whole_beside(key, statistics)
-                statistics[key] = self._statistic(f"{name}/{key}", each, tensors, whole)
+                statistics[key] = self._statistic(f"{name}/{key}", each, whole)
             problem = problem_with_halves(statistics)
             if problem:
                 raise self._damaged(f"{name}: {problem}")
+            statistics |= missing_halves(statistics)
             for place in self._read_at(name, entry.readers):
                 if place in found:
                     raise self._damaged(f"it has '{name_of(place)}' twice")
@@ -299,37 +349,34 @@ class _FileReader:
                 raise self._damaged(f"'{reader}' is no tensor of a module")
             yield module, base_name
 
-    def _statistic(
-        self,
-        where: str,
-        header: StatisticHeader,
-        tensors: Mapping[str, Tensor],
-        whole: Statistic | None,
-    ) -> Statistic:
+    def _statistic(self, where: str, header: StatisticHeader, whole: Statistic | None) -> Statistic:
         with library_errors(lambda words: self._damaged(f"{where}: {words}")):
             statistic = statistic_of(header.configuration)
         statistic.owner = where
-        fields = {}
+        loads: dict[str, Load] = {}
         for name, shape in header.fields.items():
             stored = f"{where}.{name}"
-            if name not in statistic.declared() or stored not in tensors:
+            if name not in statistic.declared() or stored not in self._fields:
                 raise self._damaged(f"it has no '{stored}', or should not have it")
             self._used.add(stored)
             if name in TABLES and whole is not None:
-                fields[name] = self._counts_of_half(whole, name, tensors[stored], shape, stored)
-                continue
-            fields[name] = self._field(statistic, name, tensors[stored], tuple(shape), stored)
+                loads[name] = partial(self._counts_of_half, whole, name, shape, stored)
+            else:
+                loads[name] = partial(self._field, statistic, name, tuple(shape), stored)
+        fields = {name: load() for name, load in loads.items()}
         problem = problem_with(statistic, fields)
         if problem:
             raise self._damaged(f"{where}: {problem}")
-        statistic.load_fields(fields)
+        statistic.load_fields({n: v for n, v in fields.items() if v.nbytes <= _KEPT_IN_MEMORY})
+        for name in fields.keys() - statistic.fields():
+            statistic.defer(name, loads[name])
+        self._freed.count(sum(value.nbytes for value in fields.values()))
         return statistic
 
-    def _counts_of_half(
-        self, whole: Statistic, name: str, saved: Tensor, shape: Shape, stored: str
-    ) -> Tensor:
+    def _counts_of_half(self, whole: Statistic, name: str, shape: Shape, stored: str) -> Tensor:
         """Lay out the counts of a half, which are at the places of those of all data."""
-        table = whole.fields().get(name, torch.zeros(0, dtype=torch.int64))
+        saved, table = self._fields[stored](), whole.field(name)
+        table = torch.zeros(0, dtype=torch.int64) if table is None else table
         places = table.flatten().nonzero().squeeze(1)
         if shape != list(table.shape):
             raise self._damaged(f"{stored}: its table is of shape {shape}, that of all is not")
@@ -340,8 +387,9 @@ class _FileReader:
         return torch.zeros_like(table).flatten().index_copy_(0, places, saved.long()).view_as(table)
 
     def _field(
-        self, statistic: Statistic, name: str, saved: Tensor, shape: tuple[int, ...], stored: str
+        self, statistic: Statistic, name: str, shape: tuple[int, ...], stored: str
     ) -> Tensor:
+        saved = self._fields[stored]()
         if name in TABLES:
             problem = problem_with_table(saved, shape)
             if problem is None and saved.dtype == torch.int32:
@@ -359,7 +407,8 @@ class _FileReader:
 
 def size_of(statistics: Statistics) -> dict[str, int]:
     """Return how many bytes each statistic of a tensor takes in a file."""
-    return {
-        key: sum(v.nbytes for v in stored_fields(each, whole_beside(key, statistics)).values())
-        for key, each in statistics.items()
-    }
+    found = {}
+    for key, each in statistics.items():
+        whole = whole_beside(key, statistics)
+        found[key] = sum(stored_field(each, name, whole).nbytes for name in each.fields())
+    return found

@@ -1,8 +1,9 @@
 """Two halves of the data, measured apart: what the whole does not tell of them is kept beside it.
 
 A sample belongs to a half by its digest, so that halves merge like everything else, in whatever
-order, and whichever process has seen it. Of the first half a few statistics are kept. Those of the
-second are what the whole has beyond them; only its extrema cannot be worked out, and are kept too.
+order, and whichever process has seen it. A few statistics are kept of both halves. Counts of the
+second are what the whole has beyond the first, exactly; extrema and sums of floats cannot be worked
+out to the bit, and are kept.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from calipers.measurements.kinds import statistic_of
 from calipers.measurements.tensors import Place, Statistics, Tensors, merged, unified
-from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.value_counts import TABLES
+from calipers.statistics.base import Statistic
+from calipers.statistics.value_counts import TABLES, ValueCounts
 
 FIRST, SECOND = "first/", "second/"
 _KEPT = ("counts", "extrema", "squares")
-"""The keys of what solvers read that need no more than a tensor: it is kept of the first half."""
+"""The keys of what solvers read that need no more than a tensor: they are kept of each half."""
 
 
 class Halves(NamedTuple):
@@ -77,13 +78,44 @@ def with_halves(first: Tensors, second: Tensors) -> dict[Place, dict[str, Statis
 def _kept(first: Statistics, second: Statistics) -> dict[str, Statistic]:
     kept = {FIRST + key: first[key] for key in _KEPT if key in first}
     return kept | {
-        SECOND + key: second[key] for key in _KEPT if key in second and not _is_sum(second[key])
+        SECOND + key: second[key]
+        for key in _KEPT
+        if key in second and not isinstance(second[key], ValueCounts)
     }
 
 
-def _is_sum(statistic: Statistic) -> bool:
-    """Whether one half is what the whole has beyond the other."""
-    return all(each is Reduction.SUM for each in statistic.declared().values())
+def missing_halves(statistics: Statistics) -> dict[str, Statistic]:
+    """Return what files of earlier versions leave out: sums of the second half, by subtraction."""
+    return {
+        SECOND + key: _difference(statistics[key], statistics[FIRST + key])
+        for key in _KEPT
+        if FIRST + key in statistics
+        and SECOND + key not in statistics
+        and not isinstance(statistics[key], ValueCounts)
+    }
+
+
+def parted(tensors: Tensors) -> tuple[dict[Place, Statistics], dict[Place, Statistics]]:
+    """Return what was seen of each half, from which whoever measures can go on.
+
+    What is not kept of halves counts as seen in the first. Tensors that are one stay one.
+    """
+    made: dict[tuple[int, ...], Halves] = {}
+    for statistics in tensors.values():
+        key = _identity(statistics)
+        if key not in made:
+            whole = {name: each for name, each in statistics.items() if not is_of_half(name)}
+            first, second = halves_of(statistics) or Halves({}, {})
+            made[key] = Halves({**whole, **first}, second)
+    found = {place: made[_identity(statistics)] for place, statistics in tensors.items()}
+    return (
+        {place: each.first for place, each in found.items()},
+        {place: each.second for place, each in found.items()},
+    )
+
+
+def _identity(statistics: Statistics) -> tuple[int, ...]:
+    return tuple(map(id, statistics.values()))
 
 
 def halves_of(statistics: Statistics) -> Halves | None:

@@ -45,9 +45,14 @@ def statistic_of(configuration: Mapping[str, Any]) -> Statistic:
     if not (options.get("nonfinite", "keep") in get_args(NonFinite) and _is_width(options)):
         raise ValueError(f"there is no {kind} of {options}")
     made = _KINDS[kind](**options)
-    if made.configuration() != dict(configuration):
+    if _given(made.configuration()) != _given(configuration):
         raise ValueError(f"there is no {kind} of {options}")
     return made
+
+
+def _given(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says; what it leaves out may be there as None or not at all."""
+    return {name: value for name, value in configuration.items() if value is not None}
 
 
 def _is_width(options: Mapping[str, Any]) -> bool:
@@ -77,13 +82,19 @@ def _problem_with_field(name: str, value: Tensor) -> str | None:
         fits = value.is_floating_point() and value.shape == (0,)
         return None if fits else "must be an empty tensor of floats"
     if name in ("min_vals", "max_vals"):
-        fits = value.is_floating_point() and bool(torch.isfinite(value).all())
+        fits = value.is_floating_point() and _is_finite(value)
         return None if fits else "must be finite floats"
     if name.endswith("_sum"):
-        fits = value.dtype == torch.float64 and bool(torch.isfinite(value).all())
+        fits = value.dtype == torch.float64 and _is_finite(value)
         return None if fits else "must be finite float64"
     fits = value.dtype == torch.int64 and not value.ndim and int(value) >= 0
     return None if fits else "must be one int64, not below zero"
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether all values are finite; unlike torch.isfinite, without copies of a large Hessian."""
+    ends = value.aminmax() if value.numel() else ()
+    return all(bool(torch.isfinite(end)) for end in ends)
 
 
 def _problem_with_all(statistic: Statistic, fields: Mapping[str, Tensor]) -> str | None:

@@ -66,10 +66,10 @@ class PartialFile:
                     "begin anew.",
                 )
 
-    @property
     def earlier(self) -> Tensors | None:
-        """What the run before this one has seen; None where there was none."""
-        return None if self._before is None else self._before.with_halves()
+        """Return, once, what the run before this one has seen; None where there was none."""
+        before, self._before = self._before, None
+        return None if before is None else before.with_halves()
 
     def save(self, info: MeasurementsInfo, tensors: Callable[[], Tensors], batches: int) -> None:
         """Write what was seen so far, if it is time.

@@ -61,6 +61,7 @@ class Measurements:
         self._statistics: dict[str, dict[tuple[str, str], Statistic]] = {}
         self._needed: dict[str, list[Statistic]] = {}
         self._earlier: dict[str, list[Statistic]] = {}
+        self._digest: str | None = None  # of the file that it is in
 
     def add(
         self,
@@ -172,12 +173,19 @@ class Measurements:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file; what is damaged, or of another kind or version, is refused."""
-        return cls.of_tensors(*decoded(Path(path)))
+        """Open a file; what is damaged, or of another kind or version, is refused.
+
+        All of it is checked. Hessians and counts stay in the file, which stays open, and are read
+        each time they are needed.
+        """
+        info, tensors, digest = decoded(Path(path))
+        made = cls.of_tensors(info, tensors)
+        made._digest = digest
+        return made
 
     def digest(self) -> str:
-        """Return by what all of it is known: the digest of the file that it would be saved in."""
-        return digest_of_file(self._known_info(), self.with_halves())
+        """Return by what all of it is known: the digest of the file that it is or would be in."""
+        return self._digest or digest_of_file(self._known_info(), self.with_halves())
 
     def merge(self, other: Measurements) -> Self:
         """Take in what others have seen, as if all had been seen at once; or refuse, unchanged.
@@ -190,7 +198,7 @@ class Measurements:
         if self.has_halves != other.has_halves:
             ours, theirs = whole_of(ours), whole_of(theirs)
         both = type(self).of_tensors(info, merged(ours, theirs))
-        self.info = info
+        self.info, self._digest = info, None
         self._statistics, self._needed, self._earlier = both._statistics, both._needed, {}
         return self
 
@@ -211,11 +219,11 @@ class Measurements:
         tolerance = check_tolerance(tolerance)
         if not self.has_halves:
             raise no_halves()
-        found = []
-        for readers, statistics in readers_of(self.with_halves()):
-            halves = halves_of(statistics)
-            if halves is not None:
-                found.append((tuple(map(name_of, readers)), statistics, halves))
+        found = (
+            (tuple(map(name_of, readers)), statistics, halves)
+            for readers, statistics in readers_of(self.with_halves())
+            if (halves := halves_of(statistics)) is not None
+        )
         samples = 0 if self.info is None else len(self.info.samples)
         return sufficiency_of(found, samples, tolerance)
 

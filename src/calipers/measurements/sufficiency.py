@@ -7,10 +7,10 @@ much follows how far what is found in all data is from what much more data would
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -220,31 +220,46 @@ def no_halves() -> MeasurementsError:
     )
 
 
+class _Compared(NamedTuple):
+    """What two halves tell of a tensor; the statistics themselves are let go."""
+
+    readers: tuple[str, ...]
+    tokens: int
+    half_tokens: tuple[int, int]
+    movements: dict[str, float]
+
+    @classmethod
+    def of(cls, readers: tuple[str, ...], statistics: Statistics, halves: Halves) -> _Compared:
+        first, second = (min(each.num_tokens for each in half.values()) for half in halves)
+        tokens = min(each.num_tokens for each in statistics.values())
+        return cls(readers, tokens, (first, second), dict(_movements(statistics, halves)))
+
+
 def sufficiency_of(
-    tensors: Sequence[tuple[tuple[str, ...], Statistics, Halves]], samples: int, tolerance: float
+    tensors: Iterable[tuple[tuple[str, ...], Statistics, Halves]], samples: int, tolerance: float
 ) -> Sufficiency:
     """Compare two halves of the data.
 
     :param tensors: of each distinct tensor its names, what is known of it, and of its halves
     """
-    raw = [dict(_movements(statistics, halves)) for _, statistics, halves in tensors]
+    compared = [_Compared.of(*each) for each in tensors]
+    raw = [each.movements for each in compared]
     typical = {kind: _typical(raw, kind) for kind in ("minmax", "mse", "importance")}
     found = []
-    for (readers, statistics, halves), each in zip(tensors, raw, strict=True):
+    for readers, tokens, half_tokens, movements in compared:
         moderated = {
-            kind: None if kind not in each else _moderated(each[kind], usual)
+            kind: None if kind not in movements else _moderated(movements[kind], usual)
             for kind, usual in typical.items()
         }
-        tokens = tuple(min(s.num_tokens for s in half.values()) for half in halves)
         known = [value for value in moderated.values() if value is not None]
         found.append(
             TensorSufficiency(
                 readers[0],
                 readers,
-                min(each.num_tokens for each in statistics.values()),
-                (tokens[0], tokens[1]),
+                tokens,
+                half_tokens,
                 **moderated,
-                is_sufficient=all(tokens) and SURE * max(known, default=math.inf) <= tolerance,
+                is_sufficient=all(half_tokens) and SURE * max(known, default=math.inf) <= tolerance,
             )
         )
     return Sufficiency(tuple(found), samples, tolerance)

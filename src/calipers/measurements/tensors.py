@@ -45,7 +45,7 @@ def unified(tensors: Tensors) -> dict[Place, Statistics]:
 
 def merged(mine: Tensors, theirs: Tensors) -> dict[Place, dict[str, Statistic]]:
     """Return new statistics of what both have seen; refuse others than the same of both."""
-    _check_same(mine, theirs)
+    check_same(mine, theirs)
     made: dict[tuple[int, int], Statistic] = {}  # what is shared in both is shared again
     return {
         place: {key: _sum(made, statistic, theirs[place][key]) for key, statistic in each.items()}
@@ -63,7 +63,7 @@ def _sum(made: dict[tuple[int, int], Statistic], mine: Statistic, theirs: Statis
     return made[pair]
 
 
-def _check_same(mine: Tensors, theirs: Tensors) -> None:
+def check_same(mine: Tensors, theirs: Tensors) -> None:
     """Refuse statistics that one side lacks; those of other configurations refuse each other."""
     for one, other, where in ((mine, theirs, "here"), (theirs, mine, "there")):
         lacking = [
@@ -90,10 +90,14 @@ def name_of(place: Place) -> str:
 
 def _outline(statistics: Statistics) -> object:
     """Return what equal statistics have in common, and others hardly."""
-    return tuple(
-        (key, str(each.configuration()), tuple(map(_glimpse, each.fields().values())))
-        for key, each in sorted(statistics.items())
-    )
+    return tuple((key, _look(each)) for key, each in sorted(statistics.items()))
+
+
+def _look(statistic: Statistic) -> object:
+    """Return a part of what a statistic knows; what is in a file is there once, and not read."""
+    if statistic.deferred():
+        return id(statistic)
+    return str(statistic.configuration()), tuple(map(_glimpse, statistic.fields().values()))
 
 
 def _glimpse(value: torch.Tensor) -> object:

@@ -46,13 +46,13 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
         return None
     layers, outside = _by_layer(model, plan)
     if plan.propagation == "float":
-        most = max(map(_bytes, (*layers, outside)))
-        return FeedbackNeeds(plan.propagation, 1, most, _bytes(plan.modules))
+        most = max(map(hessian_bytes, (*layers, outside)))
+        return FeedbackNeeds(plan.propagation, 1, most, hessian_bytes(plan.modules))
     stages = [_grouped(layer, _stage) for layer in layers]
     streams = 2 if plan.propagation == "both" else 1
     passes = streams * (max(map(len, stages), default=0) + 1)  # the last one goes on to the next
     at_a_time = (*(stage for layer in stages for stage in layer), outside)
-    return FeedbackNeeds(plan.propagation, passes, max(map(_bytes, at_a_time)))
+    return FeedbackNeeds(plan.propagation, passes, max(map(hessian_bytes, at_a_time)))
 
 
 def _by_layer(
@@ -78,7 +78,7 @@ def _matrices(module: ModuleSpec) -> int:
     return 0 if gathered is None or module.columns is None else len(gathered.fields) - 1
 
 
-def _bytes(modules: Sequence[ModuleSpec]) -> int:
+def hessian_bytes(modules: Sequence[ModuleSpec]) -> int:
     """Return what Hessians take that are gathered together, and solved one after another."""
     sizes: list[int] = []
     works: list[int] = []

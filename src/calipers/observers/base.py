@@ -180,15 +180,17 @@ class Observer(
 
         It is where ranges are those of all data, found by nothing but looking at all values.
         """
-        parts: list[Statistic] = [
-            Extrema(self.base_name, self.args, nonfinite=self.options.nonfinite)
-        ]
-        parts += [] if self.counts is None else [copy.deepcopy(self.counts)]
+        extrema = Extrema(self.base_name, self.args, nonfinite=self.options.nonfinite)
+        counts = None if self.counts is None else copy.deepcopy(self.counts)
         known = list(known)
         has_all = self.keeps_extrema() and self.kept()["min_vals"] is Reduction.MIN
-        if not has_all or not all(part.derive_from(known) for part in parts):
+        if not has_all or not extrema.derive_from(known):
             return False
-        self.load_fields({name: value for part in parts for name, value in part.fields().items()})
+        if counts is not None and not counts.derive_from(known):
+            return False
+        self.load_fields(extrema.fields())
+        if self.counts is not None and counts is not None:
+            self.counts.copy_from(counts)
         return True
 
     # Results

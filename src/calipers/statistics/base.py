@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from typing_extensions import Self
 from calipers.errors import DataError, MergeError, different_configurations, listing
 from calipers.statistics.locking import Lock, guarded
 from calipers.statistics.summary import TensorSummary
+
+Load: TypeAlias = Callable[[], Tensor]
+"""Loads a field; the same tensor to the bit each time."""
 
 
 class Reduction(Enum):
@@ -77,6 +80,10 @@ class Statistic:
     A field that has no data yet is an absent attribute. Declarations of base classes add up.
     Threads may share a statistic: what reads or writes its fields does so alone.
 
+    A field may be *deferred*: it stays where it is stored, such as in a file, and is loaded each
+    time it is read. What reads it drops it afterwards, so that a model's worth of Hessians is never
+    in memory at once.
+
     >>> class Largest(Statistic):
     ...     reductions = {"largest": Reduction.MAX}
     >>> a, b = Largest(), Largest()
@@ -115,6 +122,42 @@ class Statistic:
     def share_lock(self, lock: Lock) -> None:
         """Take a lock that others have too."""
         self.__dict__["_lock"] = lock
+
+    # Deferred fields
+
+    def defer(self, name: str, load: Load) -> None:
+        """Let a field be loaded whenever it is read, in place of what it holds."""
+        self.__dict__.pop(name, None)
+        self.__dict__.setdefault("_deferred", {})[name] = load
+
+    def deferred(self) -> dict[str, Load]:
+        """Return the fields that are loaded when they are read, and what loads them."""
+        loads: dict[str, Load] = self.__dict__.get("_deferred", {})
+        return {name: load for name, load in loads.items() if name not in self.__dict__}
+
+    def loader(self, name: str) -> Load:
+        """Return what gives the present value of a field that holds data."""
+        load = self.deferred().get(name)
+        if load is not None:
+            return load
+        value: Tensor = getattr(self, name)
+        return lambda: value
+
+    if not TYPE_CHECKING:  # or every attribute would count as declared
+
+        def __getattr__(self, name: str) -> Any:
+            load = self.__dict__.get("_deferred", {}).get(name)
+            if load is None:
+                raise AttributeError(f"{type(self).__qualname__!r} has no attribute {name!r}")
+            return load()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Let a copy, or a pickle, hold the deferred fields itself."""
+        state = self.__dict__.copy()
+        for name, load in state.pop("_deferred", {}).items():
+            if name not in state:
+                state[name] = load()
+        return state
 
     @classmethod
     def all_reductions(cls) -> dict[str, Reduction]:
@@ -211,6 +254,7 @@ class Statistic:
     @guarded
     def reset(self) -> None:
         """Forget everything."""
+        self.__dict__.pop("_deferred", None)
         for name in self.fields():
             delattr(self, name)
         self.synced.clear()
@@ -260,9 +304,15 @@ class Statistic:
     def copy_from(self, other: Self) -> None:
         """Know what another statistic of the same configuration knows, in place of what is here.
 
-        Tensors are shared until one of the two goes on.
+        Tensors are shared until one of the two goes on; deferred fields stay deferred.
         """
-        self._replace_fields(other.fields_to_share())  # never both locks at once
+        with other.lock:
+            fields, deferred = other.fields_to_share(), other.deferred()
+        self._replace_fields(fields, deferred)  # never both locks at once
+
+    def known(self) -> tuple[int, ...]:
+        """Return what two statistics have in common that know the same by :meth:`copy_from`."""
+        return tuple(map(id, (*self.fields_to_share().values(), *self.deferred().values())))
 
     def derive_from(self, known: Iterable[Statistic]) -> bool:
         """Know what statistics of the same tensor tell of it; False where that is not enough.
@@ -277,14 +327,20 @@ class Statistic:
         return False
 
     def fields_to_share(self) -> dict[str, Tensor]:
-        """Return the fields for somebody else to keep: none is changed in place afterwards."""
-        return self.fields()
+        """Return the fields in memory for others to keep: none is changed in place afterwards."""
+        with self.lock:
+            held = {name: self.field(name) for name in self.declared().keys() - self.deferred()}
+        return {name: held[name] for name in self.declared() if held.get(name) is not None}
 
     @guarded
-    def _replace_fields(self, fields: Mapping[str, Tensor]) -> None:
+    def _replace_fields(
+        self, fields: Mapping[str, Tensor], deferred: Mapping[str, Load] | None = None
+    ) -> None:
         self.reset()
         for name, value in fields.items():
             setattr(self, name, value)
+        for name, load in (deferred or {}).items():
+            self.defer(name, load)
 
     def packed(self, name: str, value: Tensor) -> Tensor:  # noqa: ARG002
         """Return the form in which a field is saved."""

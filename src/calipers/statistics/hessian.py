@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from calipers.kernels.products import sum_of_products
-from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.base import Load, Reduction, Statistic
 from calipers.statistics.moments import NonFinite, TokenSums
 
 WIDEST = 512
@@ -78,8 +79,9 @@ class BlockHessians(HessianSums):
     @property
     def width(self) -> int | None:
         """How many channels a block has: of those that are summed, or of those that will be."""
-        held = self.fields().get("_hessian_sum")
-        return self._width if held is None else held.shape[-1]
+        if self._width is not None or "_hessian_count" not in self.fields_to_share():
+            return self._width
+        return self._hessian_sum.shape[-1]
 
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
@@ -91,15 +93,18 @@ class BlockHessians(HessianSums):
         if super().derive_from(known):
             return True
         for each in known:
-            if isinstance(each, BlockHessians) and each.fields() and self._is_part_of(each):
-                blocks = _on_diagonal(each._hessian_sum, self._width or 1)
-                self.load_fields({**each.fields(), "_hessian_sum": blocks})
+            if (
+                isinstance(each, BlockHessians)
+                and each.num_tokens
+                and self._width is not None
+                and (each.width or 1) % self._width == 0
+            ):
+                self._replace_fields(
+                    {"_hessian_count": each._hessian_count},
+                    {"_hessian_sum": partial(_narrowed, each.loader("_hessian_sum"), self._width)},
+                )
                 return True
         return False
-
-    def _is_part_of(self, wider: BlockHessians) -> bool:
-        wide = wider.width
-        return self._width is not None and wide is not None and wide % self._width == 0
 
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
         width = self.width
@@ -166,6 +171,10 @@ class PairedHessians(HessianSums):
     def _witness(self, *sums: Tensor) -> Tensor:
         crosses = sums[1][..., 0], sums[2][..., 0]
         return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), *crosses], -1)
+
+
+def _narrowed(wide: Load, width: int) -> Tensor:
+    return _on_diagonal(wide(), width)
 
 
 def _on_diagonal(blocks: Tensor, width: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.numerics.layout import granularity_name, shared_columns
+from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import guarded
 from calipers.statistics.observation import observation_of
@@ -56,13 +55,14 @@ class LastRange(Statistic):
 
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
-        cut = json.loads(
-            self.args.model_dump_json(include={"strategy", "group_size", "block_structure"})
-        )
+        # Files of measurements hold this. It is spelled out, since what compressed-tensors dumps of
+        # its arguments differs from version to version.
         return {
             **super().configuration(),
             "base_name": self.base_name,
-            **cut,
+            "group_size": self.args.group_size,
+            "strategy": strategy_name(self.args),
+            "block_structure": self.args.block_structure,
             "nonfinite": self.nonfinite,
         }
 

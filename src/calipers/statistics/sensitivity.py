@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from calipers.kernels.moments import sum_of_squares
 from calipers.statistics.base import Reduction, Statistic
 
 
@@ -34,7 +35,7 @@ class Sensitivity(Statistic):
 
     def add(self, gradient: Tensor, tokens: int) -> None:
         """Take in the gradient of the summed loss of so many tokens, in the shape of the weight."""
-        squares = gradient.double().square().mean(0)
+        squares = sum_of_squares(gradient) / len(gradient)
         self.absorb(_sensitivity_sum=squares, _sensitivity_count=torch.tensor(tokens))
 
     @property
