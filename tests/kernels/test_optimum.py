@@ -25,6 +25,17 @@ def test_eighteen_distributions(fmt: str, dtype: torch.dtype, weighted: bool) ->
     search.check(x, search.find(x, weights), weights)
 
 
+def test_a_value_at_a_tie_does_not_leave_its_dtype() -> None:
+    """−1.5 scales become −2, beyond float16; −1 would be as near."""
+    search, x = Search("int2", torch.float16), torch.full((1, 2, 1, 1, 16), 43648.0)
+    x[..., 0] = torch.tensor([-65472.0, -50000.0])[:, None, None]
+    weights = torch.ones(16).index_fill(0, torch.tensor(0), 1e-4)
+    found = search.find(x.half(), weights, keep=4)
+    search.check(x.half(), found, weights)
+    codes = (x[0, :, 0, 0, :1] / found.scales.squeeze(1)).round()
+    assert bool(((codes * found.scales.squeeze(1)).abs() <= 65504).all())
+
+
 @with_engines(
     "fmt, norm",
     ["int3", "int8", "int4_signed", "int3_asym", "fp8", "fp4", "nvfp4"],

@@ -157,6 +157,17 @@ def test_global_scale(dtype: torch.dtype, absmax: float) -> None:
     assert scale.item() == pytest.approx(exact, rel=1e-2)
 
 
+@pytest.mark.parametrize("absmax", [5e-324, 1e-300, 1e-40, 1e40])
+def test_global_scales_of_float64_are_finite(absmax: float) -> None:
+    scale = global_scale_of(torch.tensor(absmax, dtype=torch.float64))
+    assert 0 < scale.item() < torch.inf
+
+
+def test_values_without_a_global_scale_are_refused() -> None:
+    with pytest.raises(TensorValueError, match=r"up to 1e\+308 have no positive float32 global"):
+        global_scale_of(torch.tensor(1e308, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @given(
     st.lists(FINITE, min_size=1, max_size=40),

@@ -155,6 +155,14 @@ def test_what_was_worse_once(args: QuantizationArgs, dtype: str, kind: str) -> N
         check(args, weight, "memoryless_mse", norm=2.0)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_value_leaves_its_dtype(dtype: torch.dtype, symmetric: bool) -> None:
+    args = QuantizationArgs(num_bits=4, group_size=16, symmetric=symmetric)
+    weight = draw("up_to_max", dtype, rows=64)
+    assert bool(errors_as_stored(weight, args, "optimal", importance="none").isfinite().all())
+
+
 def test_stored_is_what_was_chosen() -> None:
     """No scale changes when a module stores it, whatever ``scale_dtype`` says."""
     for dtype, scale_dtype, kind in itertools.product(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -47,6 +49,44 @@ def test_report(args: QuantizationArgs, importance: str, dtype: torch.dtype) -> 
     report = observer.report()
     assert list(report) == pytest.approx(expected, rel=1e-4)
     assert report.chosen <= min(report.minmax, report.mse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("importance", IMPORTANCES)
+@pytest.mark.parametrize(
+    "args", [INT4, arguments("channel", "int4_asym"), arguments("block", "fp8"), nvfp4(16)], ids=str
+)
+def test_how_large_weights_are_does_not_matter(
+    args: QuantizationArgs, importance: str, dtype: torch.dtype
+) -> None:
+    """Their squares are beyond float32; powers of two change no digit."""
+    linear = layer(dtype=dtype)
+    inputs_seen = gathered(linear, inputs(), args, importance=importance)
+    plain = copy.deepcopy(inputs_seen)(linear.weight)
+    for factor in (2.0**100, 2.0**-80):
+        observer = copy.deepcopy(inputs_seen)(linear.weight * factor)
+        expected = [each * factor**2 for each in plain.report()]
+        assert list(observer.report()) == pytest.approx(expected, rel=1e-12)
+        ours, theirs = observer.get_qparams(), plain.get_qparams()
+        assert torch.equal(ours["zero_point"].float(), theirs["zero_point"].float())
+        scale = ours["scale"].double()
+        if ours["global_scale"] is not None:
+            scale = scale / ours["global_scale"].double()
+            theirs["scale"] = theirs["scale"].double() / theirs["global_scale"].double()
+        assert torch.equal(scale, theirs["scale"].double() * factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("importance", IMPORTANCES)
+def test_what_leaves_its_dtype_is_an_infinite_error(importance: str, dtype: torch.dtype) -> None:
+    """Under min-max, −1.5 scales become −2."""
+    linear = layer(dtype=dtype)
+    args = QuantizationArgs(num_bits=2, group_size=16)
+    observer = gathered(linear, inputs(), args, importance=importance)
+    linear.weight[0, 0] = -65472.0 if dtype == torch.float16 else torch.finfo(dtype).min
+    report = observer(linear.weight).report()
+    assert report.minmax == torch.inf
+    assert 0 < report.chosen < torch.inf
 
 
 def test_what_happens_to_the_weight_afterwards_changes_nothing() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
+from calipers.kernels.extrema import extrema
 from calipers.kernels.threads import num_threads
 from calipers.kernels.tiles import TILE
 from calipers.numerics.formats import Format
@@ -22,6 +23,7 @@ from calipers.numerics.qparams import quantize_dequantize
 
 _ROUNDS = 4  # of all pieces; hardly anything changes after the second
 _PANEL = 16  # columns of a matrix that lie together, for the native version
+_SAFE_EXPONENT = 32  # of values: float32 holds the squares of errors, times a Hessian near one
 
 
 def choose_together(
@@ -35,7 +37,9 @@ def choose_together(
     """
     grid = as_grid(pieces, ordered=True)[0]
     hessian = hessian.to(grid.device, torch.float32)
-    scales, zeros = (part.reshape(*grid.shape[:2], -1).float() for part in (scales, zeros))
+    scales, zeros = (part.reshape(*grid.shape[:2], -1) for part in (scales, zeros))
+    grid, scales, _ = in_units(grid, scales)
+    zeros = zeros.float()
     fmt = Format.of(args)
     kernels = native_for(grid, fmt)
     if kernels is not None and grid.shape[2] == 1 and hessian.shape[-1] > grid.shape[-1]:
@@ -103,6 +107,25 @@ def _in_torch(
             errors += _forms(differences(x.float(), scales[these], zeros[these], args), hessian)
         chosen[these] = errors.argmin(-1)
     return chosen
+
+
+def in_units(grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Divide rows of pieces and their scales, returned in float32, by a power of two for each row.
+
+    It is near the largest value, so that squares of errors stay within float32. Dividing by it is
+    exact; where no row needs it, the last result is None.
+
+    :param grid: (grid rows, grid columns, rows, columns)
+    :param scales: (grid rows, grid columns, candidates)
+    """
+    found = extrema(grid[None])
+    _, exponents = torch.frexp(torch.maximum(-found.min_vals, found.max_vals).amax(1).double())
+    if bool((exponents.abs() <= _SAFE_EXPONENT).all()):
+        return grid, scales.float(), None
+    units = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents - 1)
+    working = torch.promote_types(grid.dtype, torch.float32)
+    grid = grid / units.to(working)[:, None, None, None]
+    return grid, (scales / units[:, None, None]).float(), units
 
 
 def by_rows(x: Tensor) -> Iterator[Tensor]:

@@ -97,7 +97,9 @@ def _search(search: ScaleSearch) -> Optimum:
     if kernels is None:
         return optimum_in_torch(search)
     found = _natively(kernels, search)
-    return found if search.storable is not None else _without_overflow(search, found)
+    # A value becomes at most twice as large.
+    may_overflow = torch.maximum(-search.low, search.high).double() > search.most / 2
+    return _without_overflow(search, found) if bool(may_overflow.any()) else found
 
 
 def _natively(kernels: NativeKernels, search: ScaleSearch) -> Optimum:
@@ -123,7 +125,10 @@ def _natively(kernels: NativeKernels, search: ScaleSearch) -> Optimum:
 
 
 def _without_overflow(search: ScaleSearch, found: Optimum) -> Optimum:
-    """Sweep the few pieces again whose values become too large, of which a sweep is not told."""
+    """Search the few pieces again whose values become too large.
+
+    A sweep is not told of that, and other searches do not go by how ties are rounded.
+    """
     ends = torch.tensor(search.windows, device=found.scales.device)[found.windows.long()]
     zero, lowest, highest = ends[..., :3].unbind(-1)
     again = overflows(search, found.scales, zero, lowest, highest).any(1).nonzero().squeeze(1)

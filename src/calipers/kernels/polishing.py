@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.kernels.scale_search import Optimum, ScaleSearch, by_piece
+from calipers.kernels.scale_search import Optimum, ScaleSearch, by_piece, overflows
 from calipers.kernels.tiles import runs
 
 _POLISHINGS = 20
@@ -19,7 +19,8 @@ def polished(search: ScaleSearch, found: Optimum) -> Optimum:
     for these in runs(len(values), each=values.shape[1] * search.keep):
         w = None if weights is None else weights[these]
         few = Optimum(*(part[these] for part in found))
-        parts.append(_polished_part(search, values[these], w, few))
+        part = search._replace(low=search.low[these], high=search.high[these])
+        parts.append(_polished_part(part, values[these], w, few))
     return Optimum(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
@@ -27,10 +28,11 @@ def _polished_part(
     search: ScaleSearch, values: Tensor, weights: Tensor | None, found: Optimum
 ) -> Optimum:
     scales, windows, _ = found
+    zero, low, high = _ends(search, windows)
     lowest, errors = _lowest_points(search, values, weights, scales, windows)
     for _ in range(_POLISHINGS):
         further, new_errors = _lowest_points(search, values, weights, lowest, windows)
-        better = (new_errors < errors) & (lowest > 0)
+        better = (new_errors < errors) & (lowest > 0) & ~overflows(search, lowest, zero, low, high)
         if not bool(better.any()):
             break
         scales = torch.where(better, lowest, scales)
@@ -44,8 +46,7 @@ def _lowest_points(
     search: ScaleSearch, values: Tensor, weights: Tensor | None, scales: Tensor, windows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return where the codes of each scale err least, and how much they err at the scale itself."""
-    ends = torch.tensor(search.windows, dtype=torch.float64, device=values.device)
-    zero, low, high = ends[windows.long()][..., :3, None].unbind(-2)
+    zero, low, high = (end.unsqueeze(-1) for end in _ends(search, windows))
     divisors = scales.masked_fill(scales == 0, 1).double().unsqueeze(-1)
     linear, quadratic, errors = torch.zeros(3, *scales.shape, dtype=torch.float64).to(scales.device)
     for these in runs(values.shape[1]):
@@ -56,3 +57,9 @@ def _lowest_points(
         quadratic += (w * codes * codes).sum(-1)
         errors += ((codes * divisors - x).square_() * w).sum(-1)
     return (linear / quadratic).nan_to_num(0.0, 0.0, 0.0).to(scales.dtype), errors
+
+
+def _ends(search: ScaleSearch, windows: Tensor) -> tuple[Tensor, ...]:
+    """Return the zero point, the lowest and the highest code of each of some windows."""
+    ends = torch.tensor(search.windows, dtype=torch.float64, device=windows.device)
+    return ends[windows.long()][..., :3].unbind(-1)

@@ -81,18 +81,28 @@ def safe_qparams(
     return torch.where(fits, scale, wide_scale.to(scale.dtype)), zero_point
 
 
-def global_scale_of(absmax: Tensor) -> Tensor:
+def global_scale_of(absmax: Tensor, where: str = "global_scale_of") -> Tensor:
     """Return the global scale under which local e4m3 scales use their whole range.
+
+    It is float32: values of float64 may be so large that there is none, which is refused.
 
     >>> global_scale_of(torch.tensor(6.0))
     tensor([448.])
     """
     absmax = absmax.reshape(1)
     scale: Tensor = generate_gparam(-absmax, absmax)
-    # In float16 the quotient of a small absmax overflows, and compressed-tensors answers 1.
+    # In float16 the quotient of a small absmax overflows, and compressed-tensors answers 1; that of
+    # one in float64 overflows when it is stored.
     wide: Tensor = generate_gparam(-absmax.float(), absmax.float())
-    fits = wide <= torch.finfo(absmax.dtype).max
-    return torch.where(fits, scale, wide)
+    fits = (wide <= torch.finfo(absmax.dtype).max) & torch.isfinite(scale)
+    found = torch.where(fits, scale, wide)
+    if not bool(found > 0):
+        raise TensorValueError(
+            f"values up to {float(absmax):g} have no positive float32 global scale",
+            where=where,
+            hint="Scale the tensor down, or use a scheme without a global scale",
+        )
+    return found
 
 
 def quantize_dequantize(

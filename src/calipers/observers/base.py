@@ -247,7 +247,7 @@ class Observer(
         absmax = _absmax(*self.get_range())
         for other in self._fused_observers:
             absmax = torch.maximum(absmax, _absmax(*other.get_range()).to(absmax.device))
-        return global_scale_of(absmax)
+        return global_scale_of(absmax, self.label())
 
     def solutions(self) -> Solutions:
         """Return the best parameters under any global scale, where the class chooses among them."""

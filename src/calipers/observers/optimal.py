@@ -44,7 +44,10 @@ class OptimalOptions(ImportanceOptions):
 
 
 class ErrorReport(NamedTuple):
-    """The error of a tensor under three choices of its parameters, as the observer counts it."""
+    """The error of a tensor under three choices of its parameters, as the observer counts it.
+
+    It is infinite where a value leaves the dtype of the tensor, which ``chosen`` never lets happen.
+    """
 
     minmax: float
     mse: float

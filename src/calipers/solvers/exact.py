@@ -12,7 +12,7 @@ from calipers.errors import weight_gone
 from calipers.kernels.joint import choose_together
 from calipers.kernels.optimum import best_scales
 from calipers.numerics.formats import Format, ScaleKind
-from calipers.numerics.qparams import qparams_of, quantize_dequantize, safe_qparams
+from calipers.numerics.qparams import qparams_of, safe_qparams
 from calipers.numerics.scales import (
     fine_scales,
     storable_scales,
@@ -21,7 +21,15 @@ from calipers.numerics.scales import (
 )
 from calipers.numerics.tensors import tensor_version
 from calipers.solvers.minmax import minmax
-from calipers.solvers.problem import Counted, Problem, Solution, effective, error_of, errors_of
+from calipers.solvers.problem import (
+    Counted,
+    Problem,
+    Solution,
+    effective,
+    error_of,
+    errors_of,
+    overflows,
+)
 
 _SAMPLE = 1 << 15  # pieces of a tensor by which a global scale is chosen
 
@@ -181,7 +189,7 @@ def _with_minmax(
         torch.where(is_zero, zero_point.unsqueeze(-1), found.zeros),
     )
     sound = torch.isfinite(scale) & (scale > 0)
-    sound &= ~_overflows(problem, scale, zero_point, global_scale)
+    sound &= ~overflows(problem, scale, zero_point, global_scale)
     best, zero_of_best = found.at(0)
     added = torch.where(sound, scale, best), torch.where(sound, zero_point, zero_of_best)
     return _Candidates(
@@ -202,7 +210,7 @@ def _judged(
     best, usual = candidates.at(0), candidates.at(-1)
     errors, of_minmax = (
         errors_of(problem, *each, global_scale).masked_fill_(
-            _overflows(problem, *each, global_scale), torch.inf
+            overflows(problem, *each, global_scale), torch.inf
         )
         for each in (best, usual)
     )
@@ -211,19 +219,6 @@ def _judged(
         torch.where(keep, ours, theirs) for ours, theirs in zip(best, usual, strict=True)
     )
     return (scale, zero_point), torch.where(keep, errors, of_minmax)
-
-
-def _overflows(
-    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None
-) -> Tensor:
-    """Whether what becomes of the extrema, hence of any value, leaves the dtype of the pieces."""
-    fmt, scale = Format.of(problem.args), effective(scale, global_scale)
-    zeros = None if fmt.symmetric else zero_point
-    ends = (
-        quantize_dequantize(end.to(scale), scale, zeros, fmt).abs()
-        for end in (problem.low, problem.high)
-    )
-    return ~(torch.maximum(*ends) <= torch.finfo(problem.pieces.dtype).max)
 
 
 def _under(global_scale: Tensor, best: Tensor, stored: Tensor | None) -> Tensor:

@@ -10,6 +10,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.quantize import quantization_errors
+from calipers.numerics.formats import Format
+from calipers.numerics.qparams import quantize_dequantize
 from calipers.solvers.hessian import quadratic_error
 from calipers.solvers.importance import Weights
 from calipers.statistics.value_counts import Distribution
@@ -108,6 +110,8 @@ def error_of(
 ) -> float:
     """Return the error of the whole tensor under given parameters: by the Hessian, if there is one.
 
+    It is infinite where a value leaves the dtype of the tensor, or the sum float64.
+
     >>> values = torch.tensor([[[[1.0, 2.2, -3.5]]]])
     >>> problem = Problem(values, values.amin((0, 2, 3)), values.amax((0, 2, 3)),
     ...                   QuantizationArgs(num_bits=4))
@@ -115,6 +119,8 @@ def error_of(
     0.04
     """
     hessian = problem.weights.hessian
+    if bool(overflows(problem, scale, zero_point, global_scale).any()):
+        return torch.inf
     if hessian is None:
         return float(errors_of(problem, scale, zero_point, global_scale).sum())
     scale = effective(scale, global_scale)
@@ -133,6 +139,21 @@ def errors_of(
         problem.norm,
         problem.factors,
     )
+
+
+def overflows(
+    problem: Problem, scale: Tensor, zero_point: Tensor, global_scale: Tensor | None = None
+) -> Tensor:
+    """Whether what becomes of the extrema, hence of any value, leaves the dtype of the pieces."""
+    fmt, shape = Format.of(problem.args), problem.low.shape
+    scale = effective(scale, global_scale).reshape(shape)
+    scale = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    zeros = None if fmt.symmetric else zero_point.reshape(shape).to(scale)
+    ends = (
+        quantize_dequantize(end.to(scale), scale, zeros, fmt).abs()
+        for end in (problem.low, problem.high)
+    )
+    return ~(torch.maximum(*ends) <= torch.finfo(problem.pieces.dtype).max)
 
 
 def effective(scale: Tensor, global_scale: Tensor | None) -> Tensor:
