@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from calipers.cli.command import CommandOutput
+from calipers.cli.command import CommandOutput, tell
+from calipers.cli.formatting import format_size
 from calipers.cli.options import (
     AllExperts,
     BatchSize,
@@ -122,8 +123,13 @@ def measure(
     source, texts, tolerance = model_source(model), _texts(data), _checked(tolerance)
     joined = packing_for(data, packing)
     chosen = data_options(samples, seq_len, batch_size, joined, seed, text_column, tokenizer, skip)
+    from calipers.measurements.store import check_measurements_file
+    from calipers.measuring import expected_memory
     from calipers.measuring import measure as run
 
+    check_measurements_file(output, overwrite=True)
+    size = expected_memory(source, collect, trust_remote_code=trust_remote_code)
+    tell({"memory": size}, f"Statistics will take about {format_size(size)} of memory.")
     found = run(
         source,
         texts,

@@ -203,6 +203,10 @@ class Statistic:
         """Return what two statistics have in common that measure the same of a tensor."""
         return {"class": type(self).__qualname__}
 
+    def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
+        """Estimate the memory it takes for a tensor of so many channels and, of states, heads."""
+        return 2 * 8 * channels
+
     # What follows from it
 
     def label(self) -> str:
@@ -310,7 +314,7 @@ class Statistic:
             fields, deferred = other.fields_to_share(), other.deferred()
         self._replace_fields(fields, deferred)  # never both locks at once
 
-    def known(self) -> tuple[int, ...]:
+    def origin(self) -> tuple[int, ...]:
         """Return what two statistics have in common that know the same by :meth:`copy_from`."""
         return tuple(map(id, (*self.fields_to_share().values(), *self.deferred().values())))
 
