@@ -333,8 +333,9 @@ class Statistic:
     def fields_to_share(self) -> dict[str, Tensor]:
         """Return the fields in memory for others to keep: none is changed in place afterwards."""
         with self.lock:
-            held = {name: self.field(name) for name in self.declared().keys() - self.deferred()}
-        return {name: held[name] for name in self.declared() if held.get(name) is not None}
+            names = [name for name in self.declared() if name not in self.deferred()]
+            held = {name: self.field(name) for name in names}
+        return {name: value for name, value in held.items() if value is not None}
 
     @guarded
     def _replace_fields(

@@ -47,7 +47,7 @@ class Sensitivity(Statistic):
         :param inputs: what came in, (positions, columns)
         """
         width = max(1, _AT_ONCE // inputs.shape[-1])
-        parts = (sum_of_squares(some.T @ inputs) for some in outputs.split(width, dim=1))
+        parts = (sum_of_squares(some.T @ inputs) for some in torch.split(outputs, width, dim=1))
         squares = sum(parts, inputs.new_zeros(inputs.shape[-1], dtype=torch.float64))
         self._add(squares / outputs.shape[-1], tokens)
 
