@@ -23,6 +23,7 @@ from calipers.calibration.ranks import Ranks
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
 from calipers.checkpoint.fingerprint import model_fingerprint
+from calipers.checkpoint.reader import load_skeleton
 from calipers.checkpoint.source import source_folder
 from calipers.errors import (
     ANY,
@@ -45,6 +46,7 @@ from calipers.measurements.partial import PartialFile, remove_superfluous
 from calipers.measurements.store import check_measurements_file
 from calipers.measurements.sufficiency import check_until_stable, stopping_points
 from calipers.measurements.tensors import Tensors, merged, unified
+from calipers.modifiers.needs import statistics_bytes
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,
@@ -262,10 +264,8 @@ class _MeasureJob(Job):
 
     def _plan(self, model: PreTrainedModel, collected: Collection[str]) -> Plan:
         """Plan for a model whose fused experts become modules, where they can be told apart."""
-        for name in fused_experts(model):
-            try:
-                unfuse_experts(model, [name])
-            except FusedExpertsError as error:
+        for name, error in _unfused(model).items():
+            if error is not None:
                 error.add_hint("They are not measured.")
                 warnings.warn(CalipersWarning(error.context.text), stacklevel=2)
                 continue
@@ -319,6 +319,7 @@ class _DataRun:
                 return with_halves(*calibration.so_far())
 
             def after_batch(index: int) -> None:
+                freed.count(_FREED_BY_BATCH)
                 with calibration.paused():
                     _add_sensitivities(self.model, calibration, batches.batches[start + index])
                 if self.partial is not None and is_alone:
@@ -378,6 +379,27 @@ def _add_sensitivities(model: PreTrainedModel, calibration: Calibration, batch: 
     seeds = [int(digest[:12], 16) for digest in digests]
     device = next(model.parameters()).device
     add_sensitivities(model, wanted, moved(batch, device), seeds, call_model)
+
+
+def _unfused(model: PreTrainedModel) -> dict[str, FusedExpertsError | None]:
+    """Let fused experts become modules, and return for each of them why it has not."""
+    found: dict[str, FusedExpertsError | None] = {}
+    for name in fused_experts(model):
+        try:
+            unfuse_experts(model, [name])
+            found[name] = None
+        except FusedExpertsError as error:
+            found[name] = error
+    return found
+
+
+def expected_memory(
+    model: str | Path, collect: str | Collection[str] = (), *, trust_remote_code: bool = False
+) -> int:
+    """Estimate the bytes that the statistics of :func:`measure` take, without reading weights."""
+    skeleton = load_skeleton(model, trust_remote_code=trust_remote_code)
+    _unfused(skeleton)
+    return statistics_bytes(skeleton, collecting_plan(skeleton, check_collected(collect)))
 
 
 def _digests(batches: Batches) -> Iterator[list[str]]:

@@ -43,6 +43,9 @@ class Diary:
     def label(self) -> str:
         return self.name
 
+    def origin(self) -> tuple[()]:
+        return ()
+
     def update(self, tensor: Tensor, mask: Tensor | None) -> None:
         kept = tensor if mask is None else tensor[mask]
         self.known.append(float(kept.sum()))

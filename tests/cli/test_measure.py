@@ -100,8 +100,21 @@ def test_whether_the_data_suffices_is_told(model: Path, text: Path, tmp_path: Pa
 
 def test_what_else_is_collected(model: Path, text: Path, tmp_path: Path) -> None:
     options = (*FEW, "--collect", "hessian,outputs, attention", "-o", "m")
-    told = as_json("measure", model, "--data", text, *options, cwd=tmp_path)
+    arguments = map(str, ("measure", model, "--data", text, *options, "--json"))
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
     assert {"hessian", "head_counts"} <= told["statistics"].keys()
+    # Said before: in memory counts are tables of 65,536, which three statistics of halves have.
+    foretold = json.loads(done.stderr.splitlines()[0])["memory"]
+    seen = Measurements.load(tmp_path / "m").with_halves()
+    held = {
+        id(statistic): sum(value.nbytes for value in statistic.fields().values())
+        for statistics in seen.values()
+        for statistic in statistics.values()
+    }
+    assert foretold == pytest.approx(sum(held.values()), rel=0.5)
+    assert foretold > sum(held.values())  # the second half has tables, too, which are not stored
     assert {row["tensor"].rpartition(".")[2] for row in told["tensors"]} == {
         *("input", "output", "q", "k", "v")
     }

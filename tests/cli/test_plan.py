@@ -228,6 +228,20 @@ def test_what_error_feedback_needs(
     assert foretold(folders["llama"], "W4A16").feedback is None
 
 
+def test_what_statistics_take(folders: dict[str, Path]) -> None:
+    blocks = {"name": "optimal", "importance": "hessian"}
+    recipe = calipers.load_recipe("W4A16").changed(weight_observer=blocks)
+    found = dry_run(load_skeleton(folders["llama"]), recipe)
+    hessians = 2 * (3 * 128**2 + 256**2) * 8  # of two layers; q, k and v have one, gate and up too
+    assert hessians < found.statistics < 1.1 * hessians
+    arguments = ("plan", str(folders["llama"]), "--scheme", "FP8")
+    tables = 2 * 4 * 65_536 * 8  # of each static input
+    size = json.loads(run_here(*arguments, "--json").stdout)["statistics"]
+    assert tables < size < 1.1 * tables
+    said = f"With --data, statistics take about {format_size(size)} of memory."
+    assert said in run_here(*arguments).stdout
+
+
 def test_every_expert_has_a_hessian(folders: dict[str, Path]) -> None:
     recipe = calipers.load_recipe("W4A16").changed(method="gptq")
     found = dry_run(load_skeleton(folders["mixtral"]), recipe).feedback

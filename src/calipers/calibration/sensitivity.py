@@ -36,21 +36,25 @@ def add_sensitivities(
     with _differentiable(model), _listening(model, statistics, tokens):
         logits = call(model, batch).logits[:, :-1].float()
         labels = torch.stack([_drawn(each, seed) for each, seed in zip(logits, seeds, strict=True)])
-        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none"
+        )
         if not losses.requires_grad:
             raise ModelRunError(
                 "lets no gradient through: how sensitive it is cannot be measured",
                 subject=type(model).__name__,
                 hint="Leave 'sensitivity' out of what is collected",
             )
-        losses[counts].sum().backward()  # type: ignore[no-untyped-call]
+        losses[counts.flatten()].sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _drawn(logits: Tensor, seed: int) -> Tensor:
     """Draw a label for each position."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(logits.shape, generator=generator).to(logits.device)
-    return (logits.detach() - (-noise.clamp(min=1e-20).log()).log()).argmax(-1)
+    # −log(−log u), in the memory of u: there are as many as tokens times words.
+    noise.clamp_(min=1e-20).log_().neg_().log_().neg_()
+    return noise.add_(logits.detach()).argmax(-1)
 
 
 @contextmanager
@@ -97,4 +101,4 @@ def _add(statistic: Sensitivity, grad: Tensor, x: Tensor, tokens: list[int]) -> 
     pairs = zip(grad, x, tokens, strict=True) if apart else [(grad, x, sum(tokens))]
     for g, values, count in pairs:
         rows = g.detach().reshape(-1, g.shape[-1]).float()
-        statistic.add(rows.T @ values.reshape(-1, values.shape[-1]).float(), count)
+        statistic.add_product(rows, values.reshape(-1, values.shape[-1]).float(), count)

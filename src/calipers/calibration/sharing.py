@@ -26,7 +26,7 @@ class Measuring(Protocol):
     def label(self) -> str:
         """Return how messages call it."""
 
-    def known(self) -> Hashable:
+    def origin(self) -> Hashable:
         """Return what two have in common that know the same by :meth:`copy_from`."""
 
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -145,7 +145,7 @@ class _Reader:
         It is first asked for before anything is measured.
         """
         configuration = str(sorted(self.statistic.configuration().items()))
-        return configuration, self.dtype, self.statistic.known()
+        return configuration, self.dtype, self.statistic.origin()
 
     def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
         """Take a tensor in."""

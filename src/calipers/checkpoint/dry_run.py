@@ -12,7 +12,7 @@ from calipers.calibration.lifecycle import freeze
 from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors
 from calipers.checkpoint.ties import tied_names, unquantized_ties
-from calipers.modifiers.needs import FeedbackNeeds, feedback_needs
+from calipers.modifiers.needs import FeedbackNeeds, feedback_needs, statistics_bytes
 from calipers.modifiers.targets import scheme_runs_on
 from calipers.planning.plan import Changes, Plan
 from calipers.planning.specs import ModuleSpec
@@ -47,6 +47,7 @@ class DryRun:
     :param before: bytes of all tensors of the checkpoint as the model is
     :param after: the same when it is quantized
     :param feedback: what error feedback needs; None where there is none
+    :param statistics: bytes that statistics take while data runs through the whole model, about
     """
 
     rows: tuple[DryRunRow, ...]
@@ -55,6 +56,7 @@ class DryRun:
     before: int
     after: int
     feedback: FeedbackNeeds | None = None
+    statistics: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -69,7 +71,7 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     """
     total = size_when_stored(model)
     plan = plan_for(model, recipe)
-    needs = feedback_needs(model, plan)
+    needs, memory = feedback_needs(model, plan), statistics_bytes(model, plan)
     ties = tied_names(model)
     alike = _alike(model, plan, ties)
     examples = tuple(module for module in plan.modules if alike[module.name] == module.name)
@@ -82,7 +84,7 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     )
     change += _untied(model, ties.keys() - left.keys(), plan)
     rows = tuple(_rows(plan, alike, before, after))
-    return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change, needs)
+    return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change, needs, memory)
 
 
 Sizes = Mapping[str, Mapping[str, int]]

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from calipers.cli.command import CommandOutput
+from calipers.cli.command import CommandOutput, tell
+from calipers.cli.formatting import format_size
 from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import (
     AllExperts,
@@ -132,6 +133,7 @@ def measure(
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
     from calipers import measuring
+    from calipers.measurements.store import check_measurements_file
 
     mistakes, joined = Mistakes(), packing_for(data, packing)
     inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": tokenizer}
@@ -144,6 +146,9 @@ def measure(
     chosen = mistakes.check(data_options, *taken)
     compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
     mistakes.tell()
+    check_measurements_file(output, overwrite=True)
+    size = measuring.expected_memory(source, collect, trust_remote_code=trust_remote_code)
+    tell({"memory": size}, f"Statistics will take about {format_size(size)} of memory.")
     found = measuring.measure(
         source,
         texts,

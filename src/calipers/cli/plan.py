@@ -84,6 +84,9 @@ def _view(found: DryRun, every: bool) -> RenderableType:
         lines.append(f"The inputs of {counted(len(found.gathered), 'module')} are summed up.")
     if found.feedback is not None:
         lines += _about_feedback(found.feedback)
+    elif found.needs_data:
+        size = format_size(found.statistics)
+        lines.append(f"With --data, statistics take about {size} of memory.")
     return Group(_table(found, every), Text("\n".join(lines)))
 
 

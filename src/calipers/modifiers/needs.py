@@ -1,12 +1,14 @@
-"""What error feedback needs: runs of the data through each layer, and memory for Hessians."""
+"""What a plan needs: memory for statistics; for error feedback, also runs of the data."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from calipers.calibration.propagation import without_expert_number
 from calipers.calibration.sequential import decoder_layers
@@ -19,6 +21,8 @@ from calipers.planning.specs import ModuleSpec
 _SUM = 8  # float64
 _WORK = 44  # at the factorisation: five of float64 and a result of float32
 _KEPT = 12  # a root and a Hessian that the next inputs may share
+
+_OF_HALVES = 3  # statistics: of either half of the data and, in the end, of both
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,29 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
     passes = streams * (max(map(len, stages), default=0) + 1)  # the last one goes on to the next
     at_a_time = (*(stage for layer in stages for stage in layer), outside)
     return FeedbackNeeds(plan.propagation, passes, max(map(hessian_bytes, at_a_time)))
+
+
+def statistics_bytes(model: PreTrainedModel, plan: Plan) -> int:
+    """Estimate the memory that statistics take when data runs through the whole model.
+
+    Which modules have the same input, which is measured once, is told by their names.
+    """
+    config: Any = model.config.get_text_config()
+    heads = {"q": getattr(config, "num_attention_heads", None) or 1}
+    many = getattr(config, "num_key_value_heads", None) or heads["q"]
+    heads |= {"k": many, "v": many}
+    sizes: dict[object, int] = {}
+    for name, requirements in plan.requirements(with_costs=plan.needs_data):
+        module: Any = model.get_submodule(name)
+        for each in requirements:
+            statistic, base_name = each.create(name), each.base_name
+            side = "out_features" if base_name == "output" else "in_features"
+            channels = getattr(module, side, None) or 0
+            reader = _input(name) if base_name == "input" else name
+            copies = _OF_HALVES if each.in_halves else 1
+            key = reader, base_name, str(statistic.configuration())
+            sizes[key] = copies * statistic.expected_bytes(channels, heads.get(base_name, 1))
+    return sum(sizes.values())
 
 
 def _by_layer(

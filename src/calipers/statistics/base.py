@@ -203,6 +203,10 @@ class Statistic:
         """Return what two statistics have in common that measure the same of a tensor."""
         return {"class": type(self).__qualname__}
 
+    def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
+        """Estimate the memory it takes for a tensor of so many channels and, of states, heads."""
+        return 2 * 8 * channels
+
     # What follows from it
 
     def label(self) -> str:
@@ -310,7 +314,7 @@ class Statistic:
             fields, deferred = other.fields_to_share(), other.deferred()
         self._replace_fields(fields, deferred)  # never both locks at once
 
-    def known(self) -> tuple[int, ...]:
+    def origin(self) -> tuple[int, ...]:
         """Return what two statistics have in common that know the same by :meth:`copy_from`."""
         return tuple(map(id, (*self.fields_to_share().values(), *self.deferred().values())))
 
@@ -329,8 +333,9 @@ class Statistic:
     def fields_to_share(self) -> dict[str, Tensor]:
         """Return the fields in memory for others to keep: none is changed in place afterwards."""
         with self.lock:
-            held = {name: self.field(name) for name in self.declared().keys() - self.deferred()}
-        return {name: held[name] for name in self.declared() if held.get(name) is not None}
+            names = [name for name in self.declared() if name not in self.deferred()]
+            held = {name: self.field(name) for name in names}
+        return {name: value for name, value in held.items() if value is not None}
 
     @guarded
     def _replace_fields(

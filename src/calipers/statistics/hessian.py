@@ -87,6 +87,10 @@ class BlockHessians(HessianSums):
         """Return what two statistics have in common that measure the same of a tensor."""
         return {**super().configuration(), "width": self.width}
 
+    def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
+        """Estimate the memory it takes for a tensor of so many channels."""
+        return 8 * channels * (self._width or channels)
+
     def derive_from(self, known: Iterable[Statistic]) -> bool:
         """Take the blocks on the diagonal of wider ones, too."""
         known = list(known)
@@ -159,6 +163,10 @@ class PairedHessians(HessianSums):
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
         return {**super().configuration(), "channels": self._channels}
+
+    def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
+        """Estimate the memory it takes for a tensor of so many channels."""
+        return len(self.reductions) * 8 * channels**2
 
     def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
         tokens = tokens if marks is None else tokens[marks]

@@ -45,6 +45,10 @@ class StatisticModule(Statistic, torch.nn.Module):
         """Return the fields of the module and of its parts, and their reductions."""
         return self._all_declared
 
+    def expected_bytes(self, channels: int, heads: int = 1) -> int:
+        """Estimate the memory that its parts take."""
+        return sum(part.expected_bytes(channels, heads) for part in self.held())
+
     def share_lock(self, lock: Lock) -> None:
         """Take a lock that others have too, with all parts that had the one before."""
         before = self.lock

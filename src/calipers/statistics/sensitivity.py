@@ -11,6 +11,9 @@ from torch import Tensor
 from calipers.kernels.moments import sum_of_squares
 from calipers.statistics.base import Reduction, Statistic
 
+_AT_ONCE = 1 << 22
+"""Numbers of a gradient that are in memory at a time."""
+
 
 class Sensitivity(Statistic):
     """Sums, over sequences, the squared gradients of a weight, all rows of a column together.
@@ -35,7 +38,20 @@ class Sensitivity(Statistic):
 
     def add(self, gradient: Tensor, tokens: int) -> None:
         """Take in the gradient of the summed loss of so many tokens, in the shape of the weight."""
-        squares = sum_of_squares(gradient) / len(gradient)
+        self._add(sum_of_squares(gradient) / len(gradient), tokens)
+
+    def add_product(self, outputs: Tensor, inputs: Tensor, tokens: int) -> None:
+        """Take in the gradient outputsᵀ inputs, of which a part is in memory at a time.
+
+        :param outputs: the gradients of the outputs of the module, (positions, rows)
+        :param inputs: what came in, (positions, columns)
+        """
+        width = max(1, _AT_ONCE // inputs.shape[-1])
+        parts = (sum_of_squares(some.T @ inputs) for some in torch.split(outputs, width, dim=1))
+        squares = sum(parts, inputs.new_zeros(inputs.shape[-1], dtype=torch.float64))
+        self._add(squares / outputs.shape[-1], tokens)
+
+    def _add(self, squares: Tensor, tokens: int) -> None:
         self.absorb(_sensitivity_sum=squares, _sensitivity_count=torch.tensor(tokens))
 
     @property

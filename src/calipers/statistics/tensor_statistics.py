@@ -50,9 +50,9 @@ class TensorStatistics:
         """Return what two of them have in common that measure the same of a tensor."""
         return {"statistics": [each.configuration() for each in self.statistics]}
 
-    def known(self) -> tuple[tuple[int, ...], ...]:
+    def origin(self) -> tuple[tuple[int, ...], ...]:
         """Return what two groups have in common that know the same by :meth:`copy_from`."""
-        return tuple(each.known() for each in self.statistics)
+        return tuple(each.origin() for each in self.statistics)
 
     def label(self) -> str:
         """Return how messages call them."""

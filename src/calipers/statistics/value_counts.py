@@ -68,6 +68,10 @@ class ValueCounts(Statistic):
             "strategy": strategy_name(self._args),
         }
 
+    def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
+        """Estimate the memory it takes: a table for the tensor, or for each head."""
+        return 8 * BINS * (heads if strategy_name(self._args) == "attn_head" else 1)
+
     @property
     def num_tokens(self) -> int:
         """How many tokens were taken in."""
