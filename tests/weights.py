@@ -64,7 +64,7 @@ def rounded(
     parts = [qparams[name].to(dtype) for name in ("scale", "zero_point")]
     global_scale = qparams["global_scale"]
     global_scale = None if global_scale is None else global_scale.to(dtype)
-    return fake_quantize(weight.detach().to(dtype), *parts, args, global_scale)
+    return fake_quantize(weight.detach().to(dtype), *parts, args, global_scale=global_scale)
 
 
 def error(

@@ -171,7 +171,7 @@ def test_what_is_stored_is_what_was_chosen(scheme: str) -> None:
             module.weight,
             *parameters,
             module.quantization_scheme.weights,
-            getattr(module, "weight_global_scale", None),
+            global_scale=getattr(module, "weight_global_scale", None),
         )
         assert torch.equal(found, module.weight), name
 

@@ -104,7 +104,7 @@ def check_search(name: str, scheme: str, dtype: torch.dtype) -> None:
         # Groups of activations: the library takes a lone dimension of the scale for rows.
         leading = (None,) if base_name in ("input", "output") and scale.numel() > 1 else ()
         scale, zero_point = qparams["scale"][leading], qparams["zero_point"][leading]
-        rounded = fake_quantize(value, scale, zero_point, args, global_scale)
+        rounded = fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
         assert torch.isfinite(rounded).all()
         assert rounded.shape == value.shape
 

@@ -82,7 +82,9 @@ def errors_as_stored(weight: Tensor, args: QuantizationArgs, name: str, **option
     observer = Observer.load_from_registry(name, base_name="weight", args=args, **options)
     scale, zero_point, global_scale = as_stored(weight, args, observer(weight).get_qparams())
     working = torch.promote_types(weight.dtype, torch.float32)
-    rounded = fake_quantize(weight.to(working), scale.to(working), zero_point, args, global_scale)
+    rounded = fake_quantize(
+        weight.to(working), scale.to(working), zero_point, args, global_scale=global_scale
+    )
     rounded = rounded.double()
     rounded[rounded.abs() > torch.finfo(weight.dtype).max] = torch.inf
     squares = (rounded - weight.double()).square()

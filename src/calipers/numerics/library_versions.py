@@ -27,7 +27,10 @@ _FILLED_IN = QuantizationArgs().observer
 
 
 def named_observer(args: QuantizationArgs) -> str | None:
-    """Return the observer that arguments name, if somebody chose one."""
+    """Return the observer that arguments name, if somebody chose one.
+
+    Before 0.19 who chose ``memoryless_minmax`` cannot be told from who chose none.
+    """
     return None if args.observer == _FILLED_IN else args.observer
 
 
