@@ -111,8 +111,7 @@ def measure(
     options = MeasureOptions.merged(keywords, data=data, compute=compute, calibration=calibration)
     _check(options)
     check_save_every(save_every)
-    collected = check_collected(collect)
-    tolerance = check_until_stable(until_stable)
+    collected, tolerance = check_collected(collect), check_until_stable(until_stable)
     with Ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)

@@ -150,7 +150,9 @@ def test_what_the_checkpoint_is_made_from_is_not_replaced(
     for source in (out / below, str(out / below), tmp_path / "link"):
         text = f"'.*out' would replace the {what} in use, '.*out.*'. Nothing was written."
         refused(CheckpointExistsError, text, out, inputs={what: source})
-    assert check_output(out, overwrite=True, inputs={what: tmp_path}) == out
+    refused(
+        CheckpointExistsError, f"is inside that of the {what} in use", out, inputs={what: tmp_path}
+    )
     assert check_output(out, overwrite=True, inputs={what: ["text"] * 2, "recipe": "a:\n b"}) == out
 
 

@@ -21,6 +21,7 @@ from calipers.kernels.joint import choose_together
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.optimum import best_scales
 from calipers.kernels.packing import pack_weight
+from calipers.kernels.products import sum_of_products
 from calipers.kernels.quantize import quantization_errors, quantize_with_error
 from calipers.kernels.search import search_range
 from calipers.numerics.formats import Format
@@ -151,6 +152,11 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "optimum swept": lambda x: _optimum(x, None),
     "optimum polished": lambda x: _optimum(x, None, INT2),
     "sum_of_squares": lambda x: (sum_of_squares(x.values), sum_of_squares(x.values, x.mask)),
+    "sum_of_products": lambda x: (
+        sum_of_products(x.values),
+        sum_of_products(x.values, x.target),
+        sum_of_products(x.values.bfloat16(), x.target.bfloat16()),
+    ),
     "count_values": _count,
     "count_values distinct": lambda x: distinct_values(as_pieces(x.values.bfloat16())),
     "summarize_channels": _summarize,

@@ -218,4 +218,4 @@ def test_files_of_other_kinds(sound: Path, tmp_path: Path) -> None:
         file.write_bytes(damaged)
         assert text in refusal(file)
     assert "cannot be read (No such file or directory)" in refusal(tmp_path / "gone")
-    assert "cannot be read (Is a directory)" in refusal(tmp_path)
+    assert "cannot be read (it is a folder" in refusal(tmp_path)

@@ -133,7 +133,6 @@ def measure(
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
     from calipers import measuring
-    from calipers.measurements.store import check_measurements_file
 
     mistakes, joined = Mistakes(), packing_for(data, packing)
     inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": tokenizer}
@@ -146,7 +145,6 @@ def measure(
     chosen = mistakes.check(data_options, *taken)
     compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
     mistakes.tell()
-    check_measurements_file(output, overwrite=True)
     size = measuring.expected_memory(source, collect, trust_remote_code=trust_remote_code)
     tell({"memory": size}, f"Statistics will take about {format_size(size)} of memory.")
     found = measuring.measure(
@@ -159,22 +157,29 @@ def measure(
         until_stable=until_stable and tolerance,
         data=chosen,
         compute=compute,
-        calibration=CalibrationOptions(
-            pipeline=pipeline,  # type: ignore[arg-type]  # measure checks
-            calibrate_all_experts=calibrate_all_experts,
-            share_inputs=share_inputs,
-        ),
+        calibration=_calibration(pipeline, calibrate_all_experts, share_inputs),
     )
     return about(found, output, tolerance, samples if until_stable else None)
 
 
+def _calibration(pipeline: str, all_experts: bool, share_inputs: bool) -> CalibrationOptions:
+    return CalibrationOptions(
+        pipeline=pipeline,  # type: ignore[arg-type]  # measure checks
+        calibrate_all_experts=all_experts,
+        share_inputs=share_inputs,
+    )
+
+
 def _check_output(output: Path, overwrite: bool, inputs: dict[str, object]) -> None:
-    """Say what is wrong before anything is imported.
+    """Say what is wrong before anything is loaded.
 
     But a run that was killed may have left something beside its output, which has to be looked at.
     """
+    from calipers.measurements.store import check_measurements_file
+
     if not output.with_name(output.name + PARTIAL).exists():
         check_output_file(output, overwrite, inputs)
+    check_measurements_file(output, overwrite=True)
 
 
 def _checked(tolerance: float) -> float:

@@ -141,15 +141,14 @@ def quantize(
 ) -> CommandOutput:
     """Quantize a model for vLLM and transformers.
 
-    Writes a checkpoint in the formats of compressed-tensors. If anything fails, none is left. What
-    needs no data, or measurements alone, goes from disk to disk without loading the model; if it is
-    killed, the same command goes on.
+    Writes a compressed-tensors checkpoint; if anything fails, none is left. What needs no data, or
+    measurements alone, goes from disk to disk; if it is killed, the same command goes on.
 
     Example: calipers quantize demo --scheme W4A16 --observer optimal --data demo -o demo-w4a16
     """
-    mistakes = Mistakes()
-    inputs = {"model": model, "data": data, "recipe": recipe, "tokenizer": tokenizer}
-    mistakes.check(check_output, output, overwrite, {**inputs, "measurements": measurements})
+    mistakes, inputs = Mistakes(), {"model": model, "data": data, "recipe": recipe}
+    inputs |= {"tokenizer": tokenizer, "measurements": measurements}
+    mistakes.check(check_output, output, overwrite, inputs)
     source = mistakes.check(model_source, model)
     texts = mistakes.check(_texts, data, measurements)
     how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)

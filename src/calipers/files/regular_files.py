@@ -32,7 +32,7 @@ def irregular_kind(path: str | os.PathLike[str]) -> str | None:
         return None
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a regular file to read it.
 
     Whatever else a path leads to raises an ``OSError`` at once: opening a FIFO waits for a writer
@@ -41,7 +41,7 @@ def open_regular(path: Path) -> BinaryIO:
     kind = _kind(os.stat(path).st_mode)
     if kind is not None:
         raise OSError(errno.EINVAL, f"it is {kind}, and only regular files are read", str(path))
-    return path.open("rb")
+    return path.open("rb", buffering=buffering)
 
 
 def read_whole(path: Path, most: int = LARGEST_JSON) -> bytes:

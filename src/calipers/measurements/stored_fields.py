@@ -7,12 +7,17 @@ import os
 import weakref
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from calipers.errors import MeasurementsError
+from calipers.files.regular_files import open_regular
 from calipers.files.safetensors_header import StoredTensor
+
+if TYPE_CHECKING:
+    from io import RawIOBase
 
 
 class OpenFile:
@@ -23,7 +28,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, Lock()
-        self._opened = path.open("rb", buffering=0)
+        self._opened = cast("RawIOBase", open_regular(path, buffering=0))
         self._state = self._present_state()
 
     def __del__(self) -> None:
