@@ -138,9 +138,11 @@ def run_peer(model: Any, _: str) -> None:
     """Quantize with llm-compressor, layer by layer, as it does by default."""
     from llmcompressor.entrypoints.oneshot import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
+    from loguru import logger
     from running import as_loader
     from stories import load_tokenizer
 
+    logger.level("METRIC", no=38)  # which it registers only where it logs
     group = {"targets": ["Linear"], "weights": {**WEIGHTS, "observer": "memoryless_minmax"}}
     oneshot(
         model=model,
