@@ -102,7 +102,7 @@ def _natively(
     best = _best_natively(kernels, search, factors, patience)
     low, high = search.pieces.new_empty(2, best.numel())
     threads = num_threads()
-    candidates = torch.tensor(factors, dtype=search.low.dtype)
+    candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
     kernels.scale_ranges(search.low, search.high, candidates, best, low, high, threads)
     return low, high
 
@@ -116,7 +116,8 @@ def _best_natively(
     weights = None if search.weights is None else _like(values, search.weights)
     stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
     known = _Known.nothing(search.low.numel(), len(factors), stop_after)
-    source, candidates = _scale_source(search), torch.tensor(factors, dtype=search.low.dtype)
+    source = _scale_source(search)
+    candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
     work = _NativeSearch(kernels, search, values, weights, candidates, source, known)
     parts = [slice(0, values.shape[1])]
     if source == "given":  # tables of scales are made part by part
