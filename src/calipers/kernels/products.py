@@ -30,7 +30,7 @@ def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
     both_bf16 = left.dtype == other.dtype == torch.bfloat16
     kernels = native_for(left) if both_bf16 and native_for(other) else None
     if kernels is not None and kernels.can_add_products():
-        sides = (each.detach().resolve_neg() for each in (left, other))
+        sides = (each.detach() for each in (left, other))
         sides = (each if each.stride(1) == 1 else each.contiguous() for each in sides)
         kernels.add_products(*sides, total, right is None, num_threads())
         return total
