@@ -39,7 +39,7 @@ def check_output(
 
     :param overwrite: whether a checkpoint (or an empty folder) that is there may be replaced
     :param inputs: what the checkpoint is made from, by what messages call it; where that is a path,
-        it is never replaced, and nothing is written into it
+        it is never replaced. Nothing is written into the folder of a ``model``
     """
     path = Path(os.path.realpath(directory))
     if path.is_symlink():
@@ -51,9 +51,8 @@ def check_output(
         for what, place in (inputs or {}).items()
         if isinstance(place, (str, os.PathLike)) and os.path.exists(place)
     }
-    for what, source in sources.items():
-        if source in path.parents:
-            raise inside_source(path, source, what)
+    if "model" in sources and sources["model"] in path.parents:
+        raise inside_source(path, sources["model"])
     restore_outputs(path.parent)
     _check_ancestor(path)
     if path.is_dir():

@@ -66,10 +66,10 @@ def would_replace(directory: object, source: object, what: str = "model") -> Che
     )
 
 
-def inside_source(directory: object, source: object, what: str = "model") -> CheckpointExistsError:
-    """Refuse an output folder within one that the checkpoint is made from."""
+def inside_source(directory: object, source: object) -> CheckpointExistsError:
+    """Refuse an output folder within that of the model which the checkpoint is made from."""
     return CheckpointExistsError(
-        f"is inside that of the {what} in use, '{source}', to which nothing is added. Nothing was "
+        f"is inside that of the model in use, '{source}', to which nothing is added. Nothing was "
         "written",
         subject=f"The output folder '{directory}'",
         hint="Choose a folder elsewhere, such as one beside it.",
