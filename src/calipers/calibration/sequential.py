@@ -84,11 +84,13 @@ def _run_in_stages(stack: LayerStack, number: int, prefix: str, names: list[str]
     for stage in stages:
         add(0, f"layer {number + 1}, {_last_parts(stage.names)}")
         with stack.at_work(prefix, layer):
-            stack.measure(number, stage, solved, unsolved, partial(add, share / len(stack)))
+            stack.measure(
+                number, stage, solved, unsolved, partial(add, share * stack.share_of_batch)
+            )
         solved.add(run.finish(stage.names))
         unsolved = unsolved[len(stage.names) :]
     with stack.at_work(prefix, layer):
-        stack.advance(number, solved, partial(add, share / len(stack)))
+        stack.advance(number, solved, partial(add, share * stack.share_of_batch))
 
 
 def _last_parts(names: Sequence[str]) -> str:
@@ -137,9 +139,10 @@ class LayerStack:
         self._beside: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
         self._caches: dict[bool, ActivationCache] = {}  # of the layer at work: is reference → its
 
-    def __len__(self) -> int:
-        """How many batches there are, at least one."""
-        return max(1, len(self._hidden))
+    @property
+    def share_of_batch(self) -> float:
+        """What one batch is of all of them."""
+        return 1 / max(1, len(self._hidden))
 
     def enter(self, batches: Batches) -> None:
         """Run what comes before the layers, and note what each layer is called with."""
