@@ -9,8 +9,8 @@ nearest is the fallback of each row: no row loses more than with it.
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from calipers.solvers.refit import Scales, refit_scales
 _LEAST_DAMPING, _LARGEST_DAMPING = 1e-10, 1.0  # that are tried, of the mean of the diagonal
 
 
-class Curvature(NamedTuple):
+@dataclass(frozen=True)
+class Curvature:
     """A Hessian that can be worked with, divided by a unit near the mean of its diagonal.
 
     :param hessian: H with its damping, (columns, columns), symmetric
@@ -36,6 +37,16 @@ class Curvature(NamedTuple):
     order: Tensor | None
     added: float
     unit: float
+
+    @cached_property
+    def float_root(self) -> Tensor:
+        """V in float32; worked out once for all weights with these inputs."""
+        return self.root.float()
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """M of H = M D Mᵀ, unit upper triangular, in float32."""
+        return (self.root / self.root.diagonal()).float()
 
 
 def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> Curvature | None:
@@ -122,10 +133,11 @@ def feed_back_errors(
 
 
 def _fed_back(weight: Tensor, curve: Curvature, rounding: Rounding, block: int) -> Tensor:
-    unit = (curve.root / curve.root.diagonal()).float()
     if curve.order is None:
-        return feed_back(weight, unit, *rounding, block=block)
-    ordered = feed_back(weight[:, curve.order], unit, *rounding.permuted(curve.order), block=block)
+        return feed_back(weight, curve.factor, *rounding, block=block)
+    ordered = feed_back(
+        weight[:, curve.order], curve.factor, *rounding.permuted(curve.order), block=block
+    )
     return torch.empty_like(ordered).index_copy_(1, curve.order, ordered)
 
 
@@ -133,7 +145,7 @@ def losses(differences: Tensor, curve: Curvature, block: int = 512) -> Tensor:
     """Return Δᵀ H Δ of each row, in the unit of H."""
     ordered = differences if curve.order is None else differences[:, curve.order]
     total = torch.zeros(len(ordered), dtype=torch.float64, device=ordered.device)
-    root = curve.root.to(ordered)
+    root = curve.float_root
     for start in range(0, ordered.shape[1], block):
         stop = start + block
         total += (ordered[:, :stop] @ root[:stop, start:stop]).double().square().sum(1)

@@ -594,9 +594,15 @@ void add_products(const Tensor& left, const Tensor& right, Array<double> total, 
                pack_gram_panel(sides[!is_left], job.tokens, at,
                                (is_left ? job.left_packed : job.right_packed) + at * job.panel_words());
              });
-    run_gram(static_cast<std::int64_t>(blocks.size()), threads,
-             job.tokens * job.left.columns * job.right.columns / 16,
-             [&](std::int64_t block) { add_gram_block(job, blocks[block].first, blocks[block].second); });
+    // A thread takes neighbouring blocks, the same ones each time: handed out one by one, the lines of
+    // `total` would travel from one core's cache to another's, which takes longer than the products.
+    const std::int64_t count = static_cast<std::int64_t>(blocks.size());
+    run_gram(threads, threads, job.tokens * job.left.columns * job.right.columns / 16,
+             [&](std::int64_t part) {
+               const std::int64_t end = (part + 1) * count / threads;
+               for (std::int64_t at = part * count / threads; at < end; at++)
+                 add_gram_block(job, blocks[at].first, blocks[at].second);
+             });
   }
 }
 
