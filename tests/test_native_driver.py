@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NATIVE = ROOT / "src/calipers/kernels/native"
+NATIVE = ROOT / "src/calipers/kernels/native/cpp"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 

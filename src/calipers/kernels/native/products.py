@@ -1,0 +1,24 @@
+"""Σ x yᵀ over tokens in bfloat16, where the processor multiplies it (AVX512_BF16)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from calipers.kernels.native import BACKEND, library
+from calipers.kernels.operations import Declined
+from calipers.kernels.products import sum_of_products
+from calipers.kernels.threads import num_threads
+
+
+@sum_of_products.register(BACKEND, dtypes=(torch.bfloat16,))
+def _natively(left: Tensor, right: Tensor | None = None) -> Tensor | Declined:
+    kernels = library()
+    if not kernels.can_add_products():
+        return Declined("this processor does not multiply bfloat16")
+    other = left if right is None else right
+    total = left.new_zeros(left.shape[1], other.shape[1], dtype=torch.float64)
+    sides = (each.detach() for each in (left, other))
+    sides = (each if each.stride(1) == 1 else each.contiguous() for each in sides)
+    kernels.add_products(*sides, total, right is None, num_threads())
+    return total
