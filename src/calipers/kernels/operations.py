@@ -63,7 +63,8 @@ class Accepts:
         for tensor in workload.tensors:
             if self.dtypes is not None and tensor.dtype not in self.dtypes:
                 return False
-            if self.devices is not None and tensor.device.type not in self.devices:
+            device = "cpu" if tensor.is_cpu else tensor.device.type  # the latter takes a while
+            if self.devices is not None and device not in self.devices:
                 return False
             if not _has_memory(tensor):
                 return False
