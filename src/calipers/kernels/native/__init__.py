@@ -18,8 +18,9 @@ from torch import Tensor
 
 from calipers.errors import ConfigurationError
 from calipers.kernels.operations import Accepts, Backend, Status
+from calipers.numerics.formats import Grid
 
-__all__ = ["BACKEND", "library"]
+__all__ = ["BACKEND", "library", "numbers_of"]
 
 SWITCH = "CALIPERS_NATIVE"
 
@@ -64,6 +65,11 @@ def library() -> Library:
             )
         _native.use(wanted)
     return Library(_native)
+
+
+def numbers_of(grid: Grid) -> Any:
+    """Return the numbers of a format, as the native functions take them."""
+    return library().Numbers(grid.native_name, *grid.limits)
 
 
 @cache

@@ -22,8 +22,10 @@ def _natively(
     sums = tokens.new_empty(*parts, channels, dtype=torch.float64)
     marks = None if mask is None else mask.view(torch.uint8).contiguous()
     matrix = tokens.detach().view(1, 1, 1, count, channels)
-    threads = num_threads()
-    if not kernels.summarize_channels(matrix, marks, sums, ranges, counts, threads):
+    all_finite = kernels.summarize_channels(
+        values=matrix, mask=marks, sums=sums, ranges=ranges, counts=counts, threads=num_threads()
+    )
+    if not all_finite:
         return None
     if parts:
         low, high = ranges

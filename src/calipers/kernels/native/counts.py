@@ -12,4 +12,4 @@ from calipers.kernels.threads import num_threads
 
 @add_counts.register(BACKEND)
 def _natively(pieces: Tensor, table: Tensor) -> None:
-    library().count_values(as_grid(pieces), table, num_threads())
+    library().count_values(values=as_grid(pieces), counts=table, threads=num_threads())

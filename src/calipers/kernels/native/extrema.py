@@ -23,12 +23,12 @@ def _natively(pieces: Tensor) -> Extrema:
     low = values.new_empty(tuple(pieces.shape)[1:-2])  # what is not torch.Size takes less time
     high = torch.empty_like(low)
     name, threads = _NAMES[values.dtype], num_threads() if values.numel() > _ONE_TASK else 1
-    given = values.data_ptr(), name, *_side_by_side(shape, strides), low.data_ptr(), high.data_ptr()
-    nonfinite = kernels.extrema(*given, 0, threads)
+    given = values, name, *_side_by_side(shape, strides), low, high
+    nonfinite = kernels.extrema(*given, None, threads)
     if not nonfinite:
         return Extrema(low, high)
     missing = torch.zeros_like(low, dtype=torch.bool)
-    kernels.extrema(*given, missing.data_ptr(), threads)
+    kernels.extrema(*given, missing, threads)
     return Extrema(low, high, nonfinite, missing)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from calipers.kernels.feedback import LEAST_GAIN, Rounding, descend_in_place, feed_back_block
-from calipers.kernels.native import BACKEND, library
+from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.threads import num_threads
 
 
@@ -22,14 +22,14 @@ def _feed_back(
     errors: Tensor,
 ) -> None:
     library().feed_back(
-        adjusted,
-        target,
-        factor,
-        *_told(rounding),
-        columns.start,
-        result,
-        errors,
-        num_threads(),
+        adjusted=adjusted,
+        target=target,
+        factor=factor,
+        rounder=_rounder(rounding),
+        begin=columns.start,
+        result=result,
+        errors=errors,
+        threads=num_threads(),
     )
 
 
@@ -44,13 +44,23 @@ def _descend(
     pulls: Tensor | None,
 ) -> int:
     known = (values - target) @ hessian if pulls is None else pulls.resolve_neg().contiguous()
-    told = (*_told(rounding), sweeps, block, LEAST_GAIN, num_threads())
-    count = int(library().descend(values, known, hessian, *told))
+    count: int = library().descend(
+        values=values,
+        pulls=known,
+        hessian=hessian,
+        rounder=_rounder(rounding),
+        sweeps=sweeps,
+        block=block,
+        least_gain=LEAST_GAIN,
+        threads=num_threads(),
+    )
     if pulls is not None and known is not pulls:
         pulls.copy_(known)
     return count
 
 
-def _told(rounding: Rounding) -> tuple[Any, ...]:
-    fmt = rounding.fmt
-    return (rounding.scales, rounding.zeros, rounding.groups, fmt.grid.native_name, *fmt.limits)
+def _rounder(rounding: Rounding) -> Any:
+    scales, zeros, groups, fmt = rounding
+    return library().Rounder(
+        scales=scales, zeros=zeros, groups=groups, numbers=numbers_of(fmt.grid)
+    )

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from calipers.kernels.joint import ROUNDS, choose_in_blocks
-from calipers.kernels.native import BACKEND, library
+from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.operations import Declined
 from calipers.kernels.threads import num_threads
 from calipers.numerics.formats import Format
@@ -24,16 +24,17 @@ def _natively(
         return Declined("pieces of several rows, or one to a block")
     fmt = Format.of(args)
     chosen = torch.empty(grid.shape[:2], dtype=torch.int64)
+    own, across = _panels(hessian, grid.shape[-1])
     library().choose_together(
-        grid[None],
-        scales.contiguous(),
-        None if fmt.symmetric else zeros.contiguous(),
-        *_panels(hessian, grid.shape[-1]),
-        fmt.grid.native_name,
-        *fmt.limits,
-        ROUNDS,
-        chosen,
-        num_threads(),
+        values=grid[None],
+        scales=scales.contiguous(),
+        zeros=None if fmt.symmetric else zeros.contiguous(),
+        own=own,
+        across=across,
+        numbers=numbers_of(fmt.grid),
+        rounds=ROUNDS,
+        choice=chosen,
+        threads=num_threads(),
     )
     return chosen
 

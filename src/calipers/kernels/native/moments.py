@@ -17,5 +17,5 @@ def _natively(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     sums = tokens.new_empty(kernels.sum_of_squares_chunks(count), channels, dtype=torch.float64)
     marks = None if mask is None else mask.to("cpu", torch.bool).view(torch.uint8).contiguous()
     matrix = tokens.detach().reshape(1, 1, 1, count, channels)
-    kernels.sum_of_squares(matrix, marks, sums, num_threads())
+    kernels.sum_of_squares(values=matrix, mask=marks, sums=sums, threads=num_threads())
     return sums.sum(0)

@@ -33,15 +33,30 @@ def _found(search: ScaleSearch) -> Optimum:
         low.new_empty(len(low), search.keep, dtype=torch.int32),
         low.new_empty(len(low), search.keep, dtype=torch.float64),
     )
-    given, threads = (values, weights, low, high), num_threads()
+    given = kernels.ScaleSearch(
+        values=values,
+        weights=weights,
+        low=low,
+        high=high,
+        windows=windows,
+        best=found.scales,
+        window=found.windows,
+        errors=found.errors,
+    )
     if search.storable is None:
-        kernels.sweep(*given, windows, magnitudes_of(search.fmt), *found, threads)
+        kernels.sweep(given, magnitudes=magnitudes_of(search.fmt), threads=num_threads())
         return found
     storable = search.storable.float().contiguous()
-    table = storable, halvable_from(storable)
-    shifted = any(window.zero for window in search.windows)
-    numbers = search.fmt.grid.native_name, search.norm, search.most
-    kernels.optimum(*given, *table, windows, shifted, *numbers, *found, threads)
+    kernels.optimum(
+        given,
+        storable=storable,
+        halvable=halvable_from(storable),
+        most=search.most,
+        grid=search.fmt.grid.native_name,
+        shifted=any(window.zero for window in search.windows),
+        norm=search.norm,
+        threads=num_threads(),
+    )
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 from compressed_tensors.quantization import QuantizationType
 from torch import Tensor
 
-from calipers.kernels.native import BACKEND, library
+from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.operations import Declined
 from calipers.kernels.packing import IN_BYTES, IN_PAIRS, IN_WORDS, Packing, pack
 from calipers.kernels.pieces import as_grid
@@ -21,18 +21,22 @@ def _natively(asked: Packing, shared: tuple[int, int]) -> Tensor | Declined:
         return Declined("the codes are not known")
     working = torch.promote_types(asked.weight.dtype, asked.scale.dtype)
     packed, bits = _empty(asked)
+    height, width = shared
+    blocks = library().Blocks(
+        scales=asked.scale.detach().float().contiguous(),
+        zeros=_zeros(asked),
+        height=height,
+        width=width,
+    )
     has_nan = library().pack(
-        as_grid(asked.weight[None, None, None], ordered=True),
-        asked.scale.detach().float().contiguous(),
-        _zeros(asked),
-        *shared,
-        str(working).removeprefix("torch."),
-        grid.native_name,
-        *grid.limits,
-        -grid.limits[0] if asked.form in IN_WORDS else 0.0,
-        bits,
-        packed.view(torch.uint8),
-        num_threads(),
+        values=as_grid(asked.weight[None, None, None], ordered=True),
+        blocks=blocks,
+        working=str(working).removeprefix("torch."),
+        numbers=numbers_of(grid),
+        offset=-grid.limits[0] if asked.form in IN_WORDS else 0.0,
+        bits=bits,
+        packed=packed.view(torch.uint8),
+        threads=num_threads(),
     )
     # What a NaN becomes depends on the machine: compressed-tensors knows.
     return Declined("there is a NaN") if has_nan else packed

@@ -18,7 +18,10 @@ def _natively(left: Tensor, right: Tensor | None = None) -> Tensor | Declined:
         return Declined("this processor does not multiply bfloat16")
     other = left if right is None else right
     total = left.new_zeros(left.shape[1], other.shape[1], dtype=torch.float64)
-    sides = (each.detach() for each in (left, other))
-    sides = (each if each.stride(1) == 1 else each.contiguous() for each in sides)
-    kernels.add_products(*sides, total, right is None, num_threads())
+    x, y = (
+        each.detach() if each.stride(1) == 1 else each.detach().contiguous()
+        for each in (left, other)
+    )
+    symmetric, threads = right is None, num_threads()
+    kernels.add_products(left=x, right=y, total=total, symmetric=symmetric, threads=threads)
     return total

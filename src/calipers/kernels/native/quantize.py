@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from calipers.kernels.native import BACKEND, library
+from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.pieces import as_grid
 from calipers.kernels.quantize import Quantization, quantize, sum_errors
 from calipers.kernels.threads import num_threads
@@ -34,16 +34,15 @@ def _run(asked: Quantization, output: Tensor | None = None) -> Tensor:
     count, zero_point = shape.numel(), asked.zero_point
     errors = asked.pieces.new_empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
     kernels.quantize(
-        grid,
-        None if asked.weights is None else as_grid(asked.weights, ordered=True),
-        asked.scale.detach().float().reshape(count).contiguous(),
-        None if zero_point is None else zero_point.float().reshape(count).contiguous(),
-        str(asked.working).removeprefix("torch."),
-        asked.fmt.grid.native_name,
-        *asked.fmt.limits,
-        asked.norm,
-        output,
-        errors,
-        num_threads(),
+        values=grid,
+        weights=None if asked.weights is None else as_grid(asked.weights, ordered=True),
+        scales=asked.scale.detach().float().reshape(count).contiguous(),
+        zero_points=None if zero_point is None else zero_point.float().reshape(count).contiguous(),
+        working=str(asked.working).removeprefix("torch."),
+        numbers=numbers_of(asked.fmt.grid),
+        norm=asked.norm,
+        output=output,
+        errors=errors,
+        threads=num_threads(),
     )
     return errors.sum(0).reshape(shape)

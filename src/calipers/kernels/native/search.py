@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.native import BACKEND, library
+from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.pieces import as_grid
 from calipers.kernels.search import Search, best_range, proportions
 from calipers.kernels.threads import num_threads
@@ -24,15 +24,15 @@ _TABLE = 1 << 22  # scales handed to the kernel at once
 def _natively(
     search: Search, factors: Sequence[float], patience: int | None
 ) -> tuple[Tensor, Tensor]:
-    best = _best(search, factors, patience)
-    low, high = search.pieces.new_empty(2, best.numel())
-    threads = num_threads()
     candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
-    library().scale_ranges(search.low, search.high, candidates, best, low, high, threads)
+    best = _best(search, candidates, patience)
+    low, high = search.pieces.new_empty(2, best.numel())
+    ranges = library().RangeFactors(low=search.low, high=search.high, factors=candidates)
+    library().scale_ranges(ranges=ranges, best=best, start=low, end=high, threads=num_threads())
     return low, high
 
 
-def _best(search: Search, factors: Sequence[float], patience: int | None) -> Tensor:
+def _best(search: Search, factors: Tensor, patience: int | None) -> Tensor:
     if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
         search = _counted(search)
     values = as_grid(search.pieces, ordered=search.weights is not None)
@@ -40,8 +40,7 @@ def _best(search: Search, factors: Sequence[float], patience: int | None) -> Ten
     stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
     known = _Known.nothing(search.low.numel(), len(factors), stop_after)
     source = _scale_source(search)
-    candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
-    work = _NativeSearch(search, values, weights, candidates, source, known)
+    work = _NativeSearch(search, values, weights, factors, source, known)
     parts = [slice(0, values.shape[1])]
     if source == "given":  # tables of scales are made part by part
         parts = list(runs(values.shape[1], values.shape[2] * len(factors), _TABLE))
@@ -59,20 +58,20 @@ class _Known(NamedTuple):
     best so far of any piece.
     """
 
-    stop_after: int
+    patience: int
     best: Tensor
     done: Tensor | None
     least: Tensor | None
     improved: Tensor
 
     @classmethod
-    def nothing(cls, pieces: int, candidates: int, stop_after: int) -> _Known:
+    def nothing(cls, pieces: int, candidates: int, patience: int) -> _Known:
         """Begin."""
         return cls(
-            stop_after,
+            patience,
             torch.zeros(pieces, dtype=torch.int32),
-            torch.zeros(pieces, dtype=torch.int32) if stop_after else None,
-            torch.empty(pieces, dtype=torch.float64) if stop_after else None,
+            torch.zeros(pieces, dtype=torch.int32) if patience else None,
+            torch.empty(pieces, dtype=torch.float64) if patience else None,
             torch.zeros(candidates, dtype=torch.uint8),
         )
 
@@ -92,7 +91,7 @@ class _NativeSearch(NamedTuple):
     search: Search
     values: Tensor
     weights: Tensor | None
-    candidates: Tensor
+    factors: Tensor
     source: str
     known: _Known
 
@@ -101,24 +100,20 @@ class _NativeSearch(NamedTuple):
         search, fmt = self.search, Format.of(self.search.args)
         for rows in parts:
             these = slice(rows.start * self.values.shape[2], rows.stop * self.values.shape[2])
+            tables = _tables(search, self.factors, these) if self.source == "given" else {}
             library().search(
-                self.values[:, rows],
-                search.low[these],
-                search.high[these],
-                self.candidates,
-                fmt.grid.native_name,
-                *fmt.limits,
-                search.norm,
-                None if self.weights is None else self.weights[:, rows],
-                self.source,
-                not fmt.symmetric,
-                *(
-                    _tables(search, self.candidates, these)
-                    if self.source == "given"
-                    else (None,) * 2
+                values=self.values[:, rows],
+                weights=None if self.weights is None else self.weights[:, rows],
+                ranges=library().RangeFactors(
+                    low=search.low[these], high=search.high[these], factors=self.factors
                 ),
-                *self.known.of(these),
-                num_threads(),
+                numbers=numbers_of(fmt.grid),
+                norm=search.norm,
+                scales=library().ScaleChoice(
+                    source=self.source, shifted=not fmt.symmetric, **tables
+                ),
+                progress=library().Progress(**self.known.of(these)._asdict()),
+                threads=num_threads(),
             )
 
 
@@ -141,11 +136,11 @@ def _scale_source(search: Search) -> str:
     return "plain" if search.args.scale_dtype is None else "given"
 
 
-def _tables(search: Search, factors: Tensor, these: slice) -> tuple[Tensor, Tensor]:
+def _tables(search: Search, factors: Tensor, these: slice) -> dict[str, Tensor]:
     """Return scales and zero points, one row per candidate."""
     qparams = safe_qparams(*search.range_of(factors[:, None], these), search.args)
-    scale, zero_point = (value.float().contiguous() for value in qparams)
-    return scale, zero_point
+    scales, zero_points = (value.float().contiguous() for value in qparams)
+    return {"scales": scales, "zero_points": zero_points}
 
 
 def _like(values: Tensor, weights: Tensor) -> Tensor:

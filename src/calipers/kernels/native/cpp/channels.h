@@ -43,19 +43,32 @@ void count_row(const std::byte* row, std::int64_t stride, std::int64_t count, fl
   count_into((const std::byte*)codes, count, counts);
 }
 
+// Of the channels of a task.
+struct ChannelsScratch {
+  D* sums;
+  std::byte* ranges;  // for any dtype: those of 16 bits take half of it
+  float* floats;
+  std::uint16_t* codes;
+  ChannelsScratch(Arena& arena, const ChannelsJob& job) {
+    const std::int64_t channels = round_up(job.cut.pieces_per_run, kLanes);
+    sums = (D*)arena.take<double>(channels);
+    ranges = (std::byte*)arena.take<Range<I>>(channels / W);
+    floats = arena.take<float>(channels);
+    codes = arena.take<std::uint16_t>(channels);
+  }
+};
+
 template <DType dtype>
-bool channels_task(const ChannelsJob& job, const Task& task, std::byte* scratch) {
+bool channels_task(const ChannelsJob& job, const Task& task, ChannelsScratch& scratch) {
   constexpr std::int64_t size = element_size(dtype);
   const Pieces& values = job.values;
-  const std::int64_t channels = task.end - task.first, padded = round_up(channels, kLanes);
+  const std::int64_t channels = task.end - task.first;
   const std::int64_t stride = values.column_stride;
-  D* sums = (D*)scratch;
-  auto* ranges = (Range<KeysOf<dtype>>*)(sums + padded * sizeof(double) / sizeof(D));
-  float* floats = (float*)(ranges + round_up(channels, Order<dtype>::N) / Order<dtype>::N);
-  std::uint16_t* codes = (std::uint16_t*)(floats + padded);
+  D* sums = scratch.sums;
+  auto* ranges = (Range<KeysOf<dtype>>*)scratch.ranges;
   const BorrowedTable table(job);
   std::int64_t* counts = table.counts();
-  std::memset(sums, 0, padded * sizeof(double));
+  std::memset(sums, 0, round_up(channels, W) * sizeof(double));
   clear_ranges<dtype>(channels, ranges);
   for (std::int64_t token = task.begin; token < task.stop;) {
     const std::byte* rows[kTogether];
@@ -63,7 +76,7 @@ bool channels_task(const ChannelsJob& job, const Task& task, std::byte* scratch)
     add_squares_of<dtype>(rows, taken, stride, channels, sums);
     for (int row = 0; row < taken; row++) {
       include_row<dtype>(rows[row], stride, channels, ranges);
-      if (counts) count_row<dtype>(rows[row], stride, channels, floats, codes, counts);
+      if (counts) count_row<dtype>(rows[row], stride, channels, scratch.floats, scratch.codes, counts);
     }
   }
   const std::int64_t at = task.chunk * values.columns + task.first;
@@ -71,7 +84,7 @@ bool channels_task(const ChannelsJob& job, const Task& task, std::byte* scratch)
   return store_ranges<dtype>(ranges, channels, job.low + at * size, job.high + at * size);
 }
 
-inline void channels_task(const ChannelsJob& job, std::int64_t index, std::byte* scratch) {
+inline void channels_task(const ChannelsJob& job, std::int64_t index, ChannelsScratch& scratch) {
   const Task task(job.cut, index, job.values.columns, job.values.rows);
   with_constant(job.values.dtype, [&](auto dtype) {
     job.finite[index] = channels_task<dtype()>(job, task, scratch);

@@ -1,6 +1,7 @@
 // How often each of the 65,536 values of a 16-bit float occurs.
 #pragma once
 
+#include "arena.h"
 #include "tile.h"
 
 namespace calipers {
@@ -77,11 +78,18 @@ inline void count_few(const Pieces& values, std::int64_t piece, float* floats, s
   }
 }
 
-inline void counts_task(const CountsJob& job, std::int64_t index, std::byte* scratch) {
+struct CountsScratch {
+  float* floats;
+  std::uint16_t* codes;
+  std::uint32_t* tables;
+  CountsScratch(Arena& arena, const CountsJob&)
+      : floats(arena.take<float>(kTile)), codes(arena.take<std::uint16_t>(kTile)),
+        tables(arena.take<std::uint32_t>(kTables * kBins)) {}
+};
+
+inline void counts_task(const CountsJob& job, std::int64_t index, CountsScratch& scratch) {
   const Task task(job.cut, index, job.values.count(), job.values.length());
-  float* floats = (float*)scratch;
-  std::uint16_t* codes = (std::uint16_t*)(scratch + kTileBytes);
-  std::uint32_t* tables = (std::uint32_t*)(scratch + 2 * kTileBytes);
+  const auto [floats, codes, tables] = scratch;
   const bool few = job.cut.chunks == 1 && job.values.length() <= kFew;
   for (std::int64_t piece = task.first; piece < task.end; piece++) {
     std::int64_t* counts = job.counts + piece * kBins;

@@ -10,6 +10,7 @@
 // Either way NaN and Inf lie beyond all finite values, so that the extrema tell of them.
 #pragma once
 
+#include "arena.h"
 #include "tile.h"
 
 namespace calipers {
@@ -280,6 +281,16 @@ void careful_extrema(const ExtremaJob& job, const Task& task, std::int64_t index
   }
 }
 
+// The extremes so far of each piece that is worked on beside others, whatever the dtype; where they
+// have a lane each, there are fewer vectors.
+struct ExtremaScratch {
+  std::byte* found;
+  ExtremaScratch(Arena& arena, const ExtremaJob& job) {
+    const std::int64_t run = job.interleaved ? job.cut.pieces_per_run : 0;
+    found = (std::byte*)arena.take<Extremes<I, U32>>(run > 2 * W ? run : 2 * W);
+  }
+};
+
 template <DType dtype>
 void extrema_task(const ExtremaJob& job, std::int64_t index, std::byte* scratch) {
   constexpr std::int64_t N = Order<dtype>::N;
@@ -303,9 +314,9 @@ void extrema_task(const ExtremaJob& job, std::int64_t index, std::byte* scratch)
   if (!finite) careful_extrema<dtype>(job, task, index);
 }
 
-inline void extrema_task(const ExtremaJob& job, std::int64_t index, std::byte* scratch) {
+inline void extrema_task(const ExtremaJob& job, std::int64_t index, ExtremaScratch& scratch) {
   with_constant(job.values.dtype,
-                [&](auto dtype) { extrema_task<dtype()>(job, index, scratch); });
+                [&](auto dtype) { extrema_task<dtype()>(job, index, scratch.found); });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // A column is done at a time, since each waits for the one before.
 #pragma once
 
+#include "arena.h"
 #include "lanes.h"
 
 namespace calipers {
@@ -44,10 +45,15 @@ inline auto feed_back_of(std::size_t row) {
   return found;
 }
 
-inline void feedback_task(const FeedbackJob& job, std::int64_t task, std::byte* scratch) {
+struct FeedbackScratch {
+  V *values, *errors;  // kRowsInStep rows of the block
+  FeedbackScratch(Arena& arena, const FeedbackJob& job)
+      : values(arena.take<V>(job.columns * U)), errors(arena.take<V>(job.columns * U)) {}
+};
+
+inline void feedback_task(const FeedbackJob& job, std::int64_t task, FeedbackScratch& scratch) {
   const auto feed_back = feed_back_of(job.scaling.grid);
-  V* values = (V*)scratch;
-  V* errors = values + job.columns * U;
+  V *values = scratch.values, *errors = scratch.errors;
   const std::int64_t end = (task + 1) * job.cut.pieces_per_run;
   const std::int64_t stop = end < job.rows ? end : job.rows;
   for (std::int64_t row = task * job.cut.pieces_per_run; row < stop; row += kRowsInStep) {
@@ -144,6 +150,18 @@ struct Descent {
   std::int64_t* active;                 // rows in which the last sweep changed something
   std::uint8_t* moved;                  // of these, whether this sweep did
   Changes* changes;                     // of these, within the block
+  float* change_steps;                  // [rows][block], what the changes point to
+  std::int32_t* change_columns;
+  Descent(Arena& arena, const DescentJob& job) {
+    const std::int64_t rows = job.cut.pieces_per_run;
+    values = arena.take<V>(job.block * U), pulls = arena.take<V>(job.block * U);
+    steps = arena.take<V>(job.block * U);
+    active = arena.take<std::int64_t>(rows);
+    moved = arena.take<std::uint8_t>(rows);
+    changes = arena.take<Changes>(rows);
+    change_steps = arena.take<float>(rows * job.block);
+    change_columns = arena.take<std::int32_t>(rows * job.block);
+  }
 };
 
 // One block of the active rows.
@@ -190,22 +208,13 @@ void descend_block(const DescentJob& job, Kernel kernel, const Descent& own, std
   pass_on(begin + columns, job.columns);
 }
 
-inline void descent_task(const DescentJob& job, std::int64_t task, std::byte* scratch) {
+inline void descent_task(const DescentJob& job, std::int64_t task, Descent& own) {
   const auto kernel = descend_of(job.scaling.grid);
   const std::int64_t first = task * job.cut.pieces_per_run, left = job.rows - first;
   std::int64_t active = left < job.cut.pieces_per_run ? left : job.cut.pieces_per_run;
-  Descent own;
-  own.values = (V*)scratch;
-  own.pulls = own.values + job.block * U;
-  own.steps = own.pulls + job.block * U;
-  own.active = (std::int64_t*)(own.steps + job.block * U);
-  own.changes = (Changes*)(own.active + active);
-  float* steps = (float*)(own.changes + active);
-  std::int32_t* columns = (std::int32_t*)(steps + active * job.block);
-  own.moved = (std::uint8_t*)(columns + active * job.block);
   for (std::int64_t i = 0; i < active; i++) {
     own.active[i] = first + i;
-    own.changes[i] = {0, columns + i * job.block, steps + i * job.block};
+    own.changes[i] = {0, own.change_columns + i * job.block, own.change_steps + i * job.block};
   }
   std::int64_t total = 0;
   for (std::int64_t sweep = 0; sweep < job.sweeps && active; sweep++) {

@@ -171,12 +171,6 @@ CALIPERS_INLINE inline std::int64_t reach(const SearchJob& job) {
   return job.candidates;
 }
 
-// What a task of a search claims: five tiles; of each candidate a quantizer of three vectors, a vector
-// of sums, and a sum for each of the pieces that are read together.
-CALIPERS_INLINE constexpr std::size_t search_scratch_bytes(std::int64_t candidates) {
-  return 5 * kTileBytes + candidates * (4 * kVectorBytes + kLanes * sizeof(double));
-}
-
 // The codes that there are, and the zero point they are shifted by. `above` and `below`: times the
 // largest value, and times the negative of the smallest, the scale from which on half of it is no
 // worse.
@@ -210,12 +204,6 @@ struct OptimumJob {
 constexpr std::int64_t kMostKeptLanes = 8;  // candidates of a piece, where pieces lie in the lanes
 
 constexpr std::int64_t kMostTails = 1 << 14;  // values of a 16-bit dtype that are told apart
-
-// Six tiles; of each value eight sums; of each scale its number, three times, and a root.
-CALIPERS_INLINE constexpr std::size_t optimum_scratch_bytes(std::int64_t scales) {
-  return 6 * kTileBytes + 8 * kMostTails * sizeof(double) +
-         scales * (sizeof(float) + 3 * sizeof(std::int32_t));
-}
 
 struct RangesJob {
   Cut cut;
@@ -251,11 +239,6 @@ struct ChannelsJob {
   std::uint8_t* in_use;         // [table_count]: whether a task counts into a table
   std::int64_t table_count;     // as many as threads; none if nobody asks for counts
 };
-
-// Sums, two ends of a range, a float and a code of each channel.
-CALIPERS_INLINE constexpr std::size_t channels_scratch_bytes(std::int64_t channels) {
-  return (channels + 2 * kLanes) * (sizeof(double) + 3 * sizeof(float) + sizeof(std::uint16_t));
-}
 
 struct QuantizeJob {
   Pieces values, weights;       // weights.data is null if all errors count alike
@@ -301,12 +284,6 @@ struct DescentJob {
   std::int64_t* changed;        // [tasks]
 };
 
-// Values, pulls and steps of a block; of each row its number, whether it moved, and its changes.
-CALIPERS_INLINE constexpr std::size_t descent_scratch_bytes(std::int64_t rows, std::int64_t block) {
-  return 3 * block * 4 * kVectorBytes + rows * (sizeof(std::int64_t) + 1 + 3 * sizeof(void*)) +
-         rows * block * (sizeof(float) + sizeof(std::int32_t));
-}
-
 constexpr std::int64_t kPanel = 16;      // columns of a matrix that lie together
 constexpr std::int64_t kJointRows = 32;  // at most, of a task
 
@@ -324,13 +301,6 @@ struct JointJob {
   CALIPERS_INLINE std::int64_t length() const { return panels * kPanel; }
 };
 
-// Differences, pulls twice, steps, forms, choices, and what is known of them.
-CALIPERS_INLINE inline std::size_t joint_scratch_bytes(const JointJob& job) {
-  const std::int64_t vectors = job.places * (job.candidates + 2) + 1;
-  const std::int64_t numbers = job.places * (job.candidates + 1 + job.places);
-  return job.cut.pieces_per_run * (vectors * job.length() + numbers) * 4;
-}
-
 struct PackJob {
   Pieces values;                // one matrix
   Cut cut;                      // pieces_per_run counts rows
@@ -347,10 +317,8 @@ struct PackJob {
   std::uint8_t* nans;           // [tasks]: whether there was one
 };
 
-// Values are coded so many at a time, that memory is asked for the next ones all the while. Behind
-// them and behind their codes there is room for a vector.
+// Values are coded so many at a time, that memory is asked for the next ones all the while.
 constexpr std::int64_t kPackTile = 1024;
-constexpr std::size_t kPackScratchBytes = kPackTile * (sizeof(float) + 1) + 2 * kVectorBytes;
 
 // A piece that is swept: values and weights in the unit of the sweep, [length], with zeros up to a whole
 // vector; values without their sign, and the last number on their side.
@@ -389,21 +357,28 @@ struct SweepKernels {
   SweepSums (*changed)(const SweepPiece&, float high, float low, Changed* changed, std::int64_t* count);
 };
 
+// What runs one task of a job, in scratch memory of its own.
+template <class Job> struct Kernel {
+  std::size_t (*scratch_bytes)(const Job&);
+  // Returns whether the task stayed within its scratch memory.
+  bool (*run)(const Job&, std::int64_t task, std::byte* scratch);
+};
+
 // One set of kernels per instruction set.
 struct Kernels {
   const char* name;
-  void (*extrema)(const ExtremaJob&, std::int64_t task, std::byte* scratch);
-  void (*search)(const SearchJob&, std::int64_t task, std::byte* scratch);
-  void (*optimum)(const OptimumJob&, std::int64_t task, std::byte* scratch);
-  void (*ranges)(const RangesJob&, std::int64_t task, std::byte* scratch);
-  void (*moments)(const MomentsJob&, std::int64_t task, std::byte* scratch);
-  void (*counts)(const CountsJob&, std::int64_t task, std::byte* scratch);
-  void (*channels)(const ChannelsJob&, std::int64_t task, std::byte* scratch);
-  void (*quantize)(const QuantizeJob&, std::int64_t task, std::byte* scratch);
-  void (*feedback)(const FeedbackJob&, std::int64_t task, std::byte* scratch);
-  void (*descent)(const DescentJob&, std::int64_t task, std::byte* scratch);
-  void (*joint)(const JointJob&, std::int64_t task, std::byte* scratch);
-  void (*pack)(const PackJob&, std::int64_t task, std::byte* scratch);
+  Kernel<ExtremaJob> extrema;
+  Kernel<SearchJob> search;
+  Kernel<OptimumJob> optimum;
+  Kernel<RangesJob> ranges;
+  Kernel<MomentsJob> moments;
+  Kernel<CountsJob> counts;
+  Kernel<ChannelsJob> channels;
+  Kernel<QuantizeJob> quantize;
+  Kernel<FeedbackJob> feedback;
+  Kernel<DescentJob> descent;
+  Kernel<JointJob> joint;
+  Kernel<PackJob> pack;
   SweepKernels sweep;
 };
 

@@ -6,6 +6,7 @@
 // and only by what changed since its last one.
 #pragma once
 
+#include "arena.h"
 #include "products.h"
 #include "tile.h"
 
@@ -14,29 +15,32 @@ namespace {
 
 constexpr std::int32_t kNothing = -1;  // a piece that has not been told of another's choice
 
-struct Joint {
+struct JointScratch {
+  float* differences;     // [places][rows][candidates][length]
+  float *pulls, *others;  // [places][rows][length]: by the choice, and by another start
+  float* steps;           // [rows][length]
+  float* forms;           // [places][rows][candidates]
+  std::int32_t* choice;   // [places][rows]
+  std::int32_t* told;     // [places][other places][rows]
+  JointScratch(Arena& arena, const JointJob& job) {
+    const std::int64_t rows = job.cut.pieces_per_run, pieces = job.places * rows;
+    differences = arena.take<float>(pieces * job.candidates * job.length());
+    pulls = arena.take<float>(pieces * job.length()), others = arena.take<float>(pieces * job.length());
+    steps = arena.take<float>(rows * job.length());
+    forms = arena.take<float>(pieces * job.candidates);
+    choice = arena.take<std::int32_t>(pieces), told = arena.take<std::int32_t>(pieces * job.places);
+  }
+};
+
+struct Joint : JointScratch {
   const JointJob& job;
   std::int64_t block, first, rows;  // of the grid
-  float* differences;               // [places][rows][candidates][length]
-  float* forms;                     // [places][rows][candidates]
-  float *pulls, *others;            // [places][rows][length]: by the choice, and by another start
-  float* steps;                     // [rows][length]
-  std::int32_t* choice;             // [places][rows]
-  std::int32_t* told;               // [places][other places][rows]
 
-  Joint(const JointJob& job, std::int64_t task, std::byte* scratch)
-      : job(job), block(task / job.cut.runs), first(task % job.cut.runs * job.cut.pieces_per_run),
+  Joint(const JointJob& job, std::int64_t task, const JointScratch& scratch)
+      : JointScratch(scratch), job(job), block(task / job.cut.runs),
+        first(task % job.cut.runs * job.cut.pieces_per_run),
         rows(job.values.grid_rows - first < job.cut.pieces_per_run ? job.values.grid_rows - first
-                                                                   : job.cut.pieces_per_run) {
-    const std::int64_t many = job.cut.pieces_per_run;
-    differences = (float*)scratch;
-    pulls = differences + job.places * many * job.candidates * job.length();
-    others = pulls + job.places * many * job.length();
-    steps = others + job.places * many * job.length();
-    forms = steps + many * job.length();
-    choice = (std::int32_t*)(forms + job.places * many * job.candidates);
-    told = choice + job.places * many;
-  }
+                                                                   : job.cut.pieces_per_run) {}
 
   float* difference(std::int64_t place, std::int64_t row, std::int64_t candidate) const {
     return differences + ((place * rows + row) * job.candidates + candidate) * job.length();
@@ -199,7 +203,7 @@ struct Joint {
   }
 };
 
-inline void joint_task(const JointJob& job, std::int64_t task, std::byte* scratch) {
+inline void joint_task(const JointJob& job, std::int64_t task, JointScratch& scratch) {
   Joint own(job, task, scratch);
   for (std::int64_t place = 0; place < job.places; place++) {
     with_grid(job.grid, false, [&](auto grid) { own.quantize<decltype(grid)>(place); });

@@ -22,8 +22,19 @@ namespace calipers {
 
 extern const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA);
 const Kernels CALIPERS_JOIN(kernels_, CALIPERS_ISA) = {
-    CALIPERS_QUOTE(CALIPERS_ISA), extrema_task, search_task, optimum_task, ranges_task, moments_task,
-    counts_task, channels_task, quantize_task, feedback_task, descent_task, joint_task, pack_task,
+    CALIPERS_QUOTE(CALIPERS_ISA),
+    kernel_of<ExtremaJob, ExtremaScratch, extrema_task>(),
+    kernel_of<SearchJob, SearchScratch, search_task>(),
+    kernel_of<OptimumJob, OptimumScratch, optimum_task>(),
+    kernel_of<RangesJob, RangesScratch, ranges_task>(),
+    kernel_of<MomentsJob, MomentsScratch, moments_task>(),
+    kernel_of<CountsJob, CountsScratch, counts_task>(),
+    kernel_of<ChannelsJob, ChannelsScratch, channels_task>(),
+    kernel_of<QuantizeJob, QuantizeScratch, quantize_task>(),
+    kernel_of<FeedbackJob, FeedbackScratch, feedback_task>(),
+    kernel_of<DescentJob, Descent, descent_task>(),
+    kernel_of<JointJob, JointScratch, joint_task>(),
+    kernel_of<PackJob, PackScratch, pack_task>(),
     {load_piece, measure_values, set_ends, sweep_errors, sweep_changed},
 };
 

@@ -1,6 +1,7 @@
 // Σx² of each channel, in float64.
 #pragma once
 
+#include "arena.h"
 #include "tile.h"
 
 namespace calipers {
@@ -50,11 +51,15 @@ void add_squares_of(const std::byte* const* rows, int taken, std::int64_t stride
   for (int row = 0; row < taken; row++) add_squares<dtype, 1>(rows + row, stride, channels, sums);
 }
 
-template <DType dtype>
-void moments_task(const MomentsJob& job, const Task& task, std::byte* scratch) {
+struct MomentsScratch {
+  D* sums;  // of the channels of a task
+  MomentsScratch(Arena& arena, const MomentsJob& job)
+      : sums((D*)arena.take<double>(round_up(job.cut.pieces_per_run, W))) {}
+};
+
+template <DType dtype> void moments_task(const MomentsJob& job, const Task& task, D* sums) {
   const Pieces& values = job.values;
   const std::int64_t channels = task.end - task.first, padded = round_up(channels, W);
-  D* sums = (D*)scratch;
   std::memset(sums, 0, padded * sizeof(double));
   for (std::int64_t token = task.begin; token < task.stop;) {
     const std::byte* rows[kTogether];
@@ -64,9 +69,9 @@ void moments_task(const MomentsJob& job, const Task& task, std::byte* scratch) {
   std::memcpy(job.sums + task.chunk * values.columns + task.first, sums, channels * sizeof(double));
 }
 
-inline void moments_task(const MomentsJob& job, std::int64_t index, std::byte* scratch) {
+inline void moments_task(const MomentsJob& job, std::int64_t index, MomentsScratch& scratch) {
   const Task task(job.cut, index, job.values.columns, job.values.rows);
-  with_constant(job.values.dtype, [&](auto dtype) { moments_task<dtype()>(job, task, scratch); });
+  with_constant(job.values.dtype, [&](auto dtype) { moments_task<dtype()>(job, task, scratch.sums); });
 }
 
 }  // namespace

@@ -33,18 +33,17 @@ constexpr float kEndless = 1e6f;          // a code that no value comes to
 constexpr std::int64_t kRefinement = 8;   // how much finer each level of a search is
 constexpr double kNoGap = 1;              // too large for anything to follow from it
 
-// In the order and the sizes that `optimum_scratch_bytes` reckons with.
 struct OptimumScratch {
-  float *rows, *weight_rows, *values, *magnitudes, *limits, *weights;
-  std::byte* tails;
+  float *rows, *weight_rows, *values, *magnitudes, *limits, *weights;  // a tile of each
+  TailScratch tails;
   std::int32_t *points, *more, *merged;  // scales that were tried, that are to be, and both
   float* roots;                          // by the number of the scale
-  OptimumScratch(std::byte* scratch, std::int64_t scales)
-      : rows((float*)scratch), weight_rows(rows + kTile), values(weight_rows + kTile),
-        magnitudes(values + kTile), limits(magnitudes + kTile), weights(limits + kTile),
-        tails((std::byte*)(weights + kTile)),
-        points((std::int32_t*)(tails + 8 * kMostTails * sizeof(double))), more(points + scales),
-        merged(more + scales), roots((float*)(merged + scales)) {}
+  OptimumScratch(Arena& arena, const OptimumJob& job)
+      : rows(arena.take<float>(kTile)), weight_rows(arena.take<float>(kTile)),
+        values(arena.take<float>(kTile)), magnitudes(arena.take<float>(kTile)),
+        limits(arena.take<float>(kTile)), weights(arena.take<float>(kTile)), tails(arena),
+        points(arena.take<std::int32_t>(job.scales)), more(arena.take<std::int32_t>(job.scales)),
+        merged(arena.take<std::int32_t>(job.scales)), roots(arena.take<float>(job.scales)) {}
 };
 
 struct PieceSearch {

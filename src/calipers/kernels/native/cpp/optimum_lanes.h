@@ -151,10 +151,9 @@ inline void search_lanes(const OptimumJob& job, const Task& task, const OptimumE
   }
 }
 
-inline void optimum_task(const OptimumJob& job, std::int64_t index, std::byte* memory) {
+inline void optimum_task(const OptimumJob& job, std::int64_t index, OptimumScratch& scratch) {
   const Task task(job.cut, index, job.values.count(), job.values.length());
   const OptimumErrors errors = errors_by(job);
-  const OptimumScratch scratch(memory, job.scales);
   if (job.in_lanes) return search_lanes(job, task, errors, scratch);
   PieceSearch search(job, errors, scratch);
   for (std::int64_t piece = task.first; piece < task.end; piece++) search.search(piece);

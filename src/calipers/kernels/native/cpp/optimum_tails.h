@@ -11,6 +11,7 @@
 // smaller than X; and only values down to a floor are told apart, so that no scale must be too small.
 #pragma once
 
+#include "arena.h"
 #include "optimum_errors.h"
 #include "tile.h"
 
@@ -29,19 +30,18 @@ struct Tail {
   Pair* sums;
 };
 
-// In the order and the sizes that `optimum_scratch_bytes` reckons with.
 struct TailScratch {
-  double *positive, *negative;  // the weight of each value
+  double *positive, *negative;  // the weight of each value; both in one region, reached from `positive`
   Tail both, below;             // of all values, and of the negative ones
-  explicit TailScratch(std::byte* scratch)
-      : positive((double*)scratch), negative(positive + kMostTails),
-        both{negative + kMostTails, (Pair*)(negative + 3 * kMostTails)},
-        below{negative + 2 * kMostTails, both.sums + kMostTails} {}
+  explicit TailScratch(Arena& arena)
+      : positive(arena.take<double>(2 * kMostTails)), negative(positive ? positive + kMostTails : nullptr),
+        both{arena.take<double>(kMostTails), arena.take<Pair>(kMostTails)},
+        below{arena.take<double>(kMostTails), arena.take<Pair>(kMostTails)} {}
 };
 
 class Tails {
  public:
-  Tails(const OptimumJob& job, std::byte* scratch) : job_(job), scratch_(scratch) {
+  Tails(const OptimumJob& job, const TailScratch& scratch) : job_(job), scratch_(scratch) {
     const bool floats16 = job.values.dtype != DType::f32;
     usable_ = floats16 && job.norm == 2 && job.window_count == 1 && !job.shifted && set_steps();
   }

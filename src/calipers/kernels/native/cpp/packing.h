@@ -5,6 +5,7 @@
 // no code that is the same everywhere: whether one came up is all that is told about it.
 #pragma once
 
+#include "arena.h"
 #include "grid.h"
 #include "tile.h"
 
@@ -110,13 +111,20 @@ template <int... bits> auto pack_codes_of(int wanted, std::integer_sequence<int,
   return found;
 }
 
-inline void pack_task(const PackJob& job, std::int64_t index, std::byte* scratch) {
+// A tile of each, and room behind it for a vector, or for eight codes that are moved together.
+struct PackScratch {
+  float* values;
+  std::uint8_t* codes;
+  PackScratch(Arena& arena, const PackJob&)
+      : values(arena.take<float>(kPackTile + W)), codes(arena.take<std::uint8_t>(kPackTile + kLanes)) {}
+};
+
+inline void pack_task(const PackJob& job, std::int64_t index, PackScratch& scratch) {
   const auto code_values = code_values_of(job);
   const auto pack_codes = pack_codes_of(job.bits, std::make_integer_sequence<int, 8>{});
   const Task task(job.cut, index, job.values.rows, 1);
   const std::int64_t columns = job.values.columns;
-  float* values = (float*)scratch;
-  std::uint8_t* codes = (std::uint8_t*)(scratch + kPackTile * sizeof(float) + kVectorBytes);
+  const auto [values, codes] = scratch;
   I nans{};
   for (std::int64_t row = task.first; row < task.end; row++) {
     std::uint8_t* packed = job.packed + row * job.row_bytes;

@@ -31,7 +31,7 @@ struct Release {
 using Scratch = std::unique_ptr<std::byte, Release>;
 
 Scratch claim(std::size_t bytes) {
-  return Scratch(static_cast<std::byte*>(::operator new(bytes + 64, kAlignment)));
+  return Scratch(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
 }
 
 inline void pause() {

@@ -3,6 +3,7 @@
 // for checkpoints. NaN and Inf stay, and count as no error.
 #pragma once
 
+#include "arena.h"
 #include "grid.h"
 #include "tile.h"
 
@@ -94,15 +95,20 @@ double quantize_part(const QuantizeJob& job, std::int64_t piece, std::int64_t be
   return sum_powers(job, errors, weights, vectors, largest);
 }
 
+struct QuantizeScratch {
+  V *values, *errors, *weights;  // a tile of each
+  QuantizeScratch(Arena& arena, const QuantizeJob&)
+      : values(arena.take<V>(kTile / W)), errors(arena.take<V>(kTile / W)), weights(arena.take<V>(kTile / W)) {}
+};
+
 // As many pieces at a time as a tile holds.
 template <class Grid>
-void quantize_task(const QuantizeJob& job, const Task& task, std::byte* scratch) {
+void quantize_task(const QuantizeJob& job, const Task& task, const QuantizeScratch& scratch) {
   const std::int64_t tile = kTile, unit = job.norm == 2 ? W : U * W;
   const std::int64_t needed = round_up(task.stop - task.begin, unit);
   const std::int64_t pitch = needed < tile ? needed : tile, together = tile / pitch;
-  V* values = (V*)scratch;
-  V* errors = (V*)(scratch + kTileBytes);
-  V* weights = job.weights.data ? (V*)(scratch + 2 * kTileBytes) : nullptr;
+  V *values = scratch.values, *errors = scratch.errors;
+  V* weights = job.weights.data ? scratch.weights : nullptr;
   double* totals = job.errors + task.chunk * job.values.count();
   for (std::int64_t first = task.first; first < task.end; first += together) {
     const std::int64_t left = task.end - first, pieces = left < together ? left : together;
@@ -121,7 +127,7 @@ void quantize_task(const QuantizeJob& job, const Task& task, std::byte* scratch)
 }
 
 // Rounding is the same with and without a zero point.
-inline void quantize_task(const QuantizeJob& job, std::int64_t index, std::byte* scratch) {
+inline void quantize_task(const QuantizeJob& job, std::int64_t index, QuantizeScratch& scratch) {
   const Task task(job.cut, index, job.values.count(), job.values.length());
   with_grid(job.grid, false,
             [&](auto grid) { quantize_task<decltype(grid)>(job, task, scratch); });

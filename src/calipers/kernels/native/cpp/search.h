@@ -5,6 +5,7 @@
 // holds zero.
 #pragma once
 
+#include "arena.h"
 #include "transposed.h"
 
 namespace calipers {
@@ -101,27 +102,17 @@ inline SearchGrid grid_of(const SearchJob& job) {
   return found;
 }
 
-// In the order and the sizes that `search_scratch_bytes` reckons with.
+// Tiles; of each candidate a quantizer, a vector of sums, and a sum for each of the pieces that are read
+// together.
 struct SearchScratch {
   float *rows, *weight_rows;
   V *values, *limits, *weights;
   Candidates candidates;
-  SearchScratch(std::byte* scratch, std::int64_t count) {
-    const auto claim = [&](std::size_t bytes) {
-      std::byte* claimed = scratch;
-      scratch += bytes;
-      return claimed;
-    };
-    rows = (float*)claim(kTileBytes);
-    weight_rows = (float*)claim(kTileBytes);
-    values = (V*)claim(kTileBytes);
-    limits = (V*)claim(kTileBytes);
-    weights = (V*)claim(kTileBytes);
-    candidates.by = (Quantizer*)claim(count * sizeof(Quantizer));
-    candidates.total = (V*)claim(count * sizeof(V));
-    candidates.sums = (double*)claim(count * kLanes * sizeof(double));
-    candidates.begin = candidates.end = 0;
-  }
+  SearchScratch(Arena& arena, const SearchJob& job)
+      : rows(arena.take<float>(kTile)), weight_rows(arena.take<float>(kTile)),
+        values(arena.take<V>(kTile / W)), limits(arena.take<V>(kTile / W)), weights(arena.take<V>(kTile / W)),
+        candidates{arena.take<Quantizer>(job.candidates), arena.take<V>(job.candidates),
+                   arena.take<double>(job.candidates * kLanes), 0, 0} {}
 };
 
 // Bring values into the form that the grids take, at `i` of the scratch memory, and note the largest.
@@ -384,14 +375,19 @@ inline void search_rows(const SearchJob& job, const Task& task, SearchScratch& s
 }
 
 // The chosen ranges, as they are stored.
-inline void ranges_task(const RangesJob& job, std::int64_t index, std::byte* scratch) {
+struct RangesScratch {
+  float *chosen, *scaled;
+  RangesScratch(Arena& arena, const RangesJob& job)
+      : chosen(arena.take<float>(job.cut.pieces_per_run)), scaled(arena.take<float>(job.cut.pieces_per_run)) {}
+};
+
+inline void ranges_task(const RangesJob& job, std::int64_t index, RangesScratch& scratch) {
   const Task task(job.cut, index, job.pieces, 1);
   const std::int64_t count = task.end - task.first, size = element_size(job.dtype);
-  float* chosen = (float*)scratch;
+  float *chosen = scratch.chosen, *scaled = scratch.scaled;
   for (std::int64_t i = 0; i < count; i++) chosen[i] = job.factors[job.best[task.first + i]];
   for (int side = 0; side < 2; side++) {
     const float* bound = (side ? job.high : job.low) + task.first;
-    float* scaled = chosen + count;
     for (std::int64_t i = 0; i < count; i++) scaled[i] = bound[i] * chosen[i];
     for (std::int64_t i = 0; i < count; i += W) {
       const std::int64_t part = count - i < W ? count - i : W;
@@ -402,13 +398,12 @@ inline void ranges_task(const RangesJob& job, std::int64_t index, std::byte* scr
   }
 }
 
-inline void search_task(const SearchJob& job, std::int64_t index, std::byte* scratch) {
+inline void search_task(const SearchJob& job, std::int64_t index, SearchScratch& scratch) {
   const Task task(job.cut, index, job.values.count(), job.values.length());
-  SearchScratch parts(scratch, job.candidates);
   if (job.values.is_short())
-    search_lanes(job, task, parts);
+    search_lanes(job, task, scratch);
   else
-    search_rows(job, task, parts);
+    search_rows(job, task, scratch);
 }
 
 }  // namespace

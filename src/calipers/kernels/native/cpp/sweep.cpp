@@ -496,7 +496,7 @@ class PieceSweep {
 
 }  // namespace
 
-void sweep_task(const SweepJob& job, std::int64_t index, std::byte*) {
+void sweep_task(const SweepJob& job, std::int64_t index) {
   PieceSweep sweep(job);
   const std::int64_t first = index * job.cut.pieces_per_run;
   const std::int64_t end = std::min(first + job.cut.pieces_per_run, job.values.count());

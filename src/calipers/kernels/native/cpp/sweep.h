@@ -21,6 +21,6 @@ struct SweepJob {
   double* errors;               // [pieces][kept]
 };
 
-void sweep_task(const SweepJob& job, std::int64_t index, std::byte* scratch);
+void sweep_task(const SweepJob& job, std::int64_t index);
 
 }  // namespace calipers
