@@ -20,7 +20,7 @@ from calipers.advice.advise import _recipe_of
 from calipers.advice.candidates import read_candidates
 from calipers.advice.groups import alike_groups, patterns_for
 from calipers.checkpoint.headers import stored_tensors
-from calipers.checkpoint.streaming import SolvedTensors
+from calipers.engine.streaming import SolvedTensors
 from calipers.errors import ConfigurationError, MeasurementsError
 from calipers.solvers.gptq import curvature
 
@@ -182,7 +182,7 @@ class TestMethods:
             done.append(hessian)
             return curvature(hessian, *rest)
 
-        monkeypatch.setattr("calipers.modifiers.feedback.curvature", counted)
+        monkeypatch.setattr("calipers.steps.feedback.curvature", counted)
         advise(llama, hessians, "W3A16-g32,W4A16-g32,W8A16-g32", methods="gptq")
         assert len(done) == 2 * 4  # layers, and the inputs of qkv, o, gate and up, and down
 

@@ -31,11 +31,11 @@ from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import run_basic
 from calipers.calibration.sequential import run_sequential
 from calipers.errors import CalipersWarning, UnseenModulesError
-from calipers.modifiers import IMatrixGatherer
 from calipers.observers import Observer
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
 from calipers.statistics.moments import SquareSums
+from calipers.steps import IMatrixGatherer
 
 RECIPE = """
 modifiers:

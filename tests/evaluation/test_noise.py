@@ -19,7 +19,7 @@ from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
 from calipers.evaluation import Evaluation, evaluate
 from calipers.evaluation.noise import batches_to_repeat, noise_in_nats, rounded_otherwise
-from calipers.modifiers import QuantizationModifier
+from calipers.steps import QuantizationModifier
 
 # What goes in, moved
 

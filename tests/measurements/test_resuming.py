@@ -18,7 +18,8 @@ from shell import PROGRAM, environment, run
 from words import byte_tokenizer
 
 import calipers
-from calipers import Measurements, jobs
+from calipers import Measurements
+from calipers.engine import job as jobs
 from calipers.errors import CheckpointExistsError, ConfigurationError, MeasurementsError
 from calipers.measurements.partial import PartialFile
 from calipers.statistics.hessian import BlockHessians

@@ -22,14 +22,14 @@ from calipers.advice.candidates import (
 from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, front
 from calipers.advice.groups import alike_groups
 from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
-from calipers.calibration.progress import Progress
+from calipers.engine.quantize import check_complete, skeleton_for
 from calipers.errors import ConfigurationError, Option
 from calipers.html import facts_table, html_table
 from calipers.measurements import Measurements
 from calipers.planning.collecting import HESSIAN
-from calipers.quantizing import check_complete, skeleton_for
 from calipers.recipes import Recipe, load_recipe
 from calipers.recipes.changing import METHODS
+from calipers.runtime.progress import Progress
 
 Harm = Literal["loss", "error"]
 

@@ -19,12 +19,12 @@ from calipers.errors import (
     no_meaning,
     not_allowed,
 )
-from calipers.modifiers import QuantizationModifier
-from calipers.modifiers.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
-from calipers.modifiers.targets import RUNS, check_target, runs_on
 from calipers.planning.schemes import has_free_groups, regrouped
 from calipers.recipes import Recipe, load_changed_recipe, load_recipe
 from calipers.recipes.changing import METHODS
+from calipers.steps import QuantizationModifier
+from calipers.steps.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
+from calipers.steps.targets import RUNS, check_target, runs_on
 
 UNQUANTIZED = "UNQUANTIZED"
 SOLVER: Mapping[str, Any] = {"name": "optimal", "importance": "imatrix"}

@@ -13,17 +13,17 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from calipers.advice.candidates import UNQUANTIZED, Candidate
-from calipers.calibration.progress import Progress
 from calipers.checkpoint.sizes import sizes_of_module
+from calipers.engine.quantize import PreparedModel, prepare_model
+from calipers.judging.costs import ModuleCosts, combined_error
 from calipers.measurements import Measurements
-from calipers.modifiers.costs import ModuleCosts, combined_error
-from calipers.modifiers.feedback import CurvatureCache
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import shared_columns
 from calipers.numerics.qparams import quantize_dequantize
 from calipers.planning.specs import COUNTS, ModuleSpec
-from calipers.quantizing import PreparedModel, prepare_model
+from calipers.runtime.progress import Progress
 from calipers.statistics.value_counts import Distribution, ValueCounts
+from calipers.steps.feedback import CurvatureCache
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from calipers.calibration.pipelines import (
     moved,
     onloaded,
 )
-from calipers.calibration.precision import computing_in
-from calipers.calibration.progress import Add
 from calipers.calibration.propagation import (
     SolvedWeights,
     Stage,
@@ -30,6 +28,8 @@ from calipers.calibration.propagation import (
 )
 from calipers.calibration.residuals import TracedTensor, calls_of, residuals_of, traced
 from calipers.errors import ConfigurationError, Option
+from calipers.runtime.precision import computing_in
+from calipers.runtime.progress import Add
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -11,8 +11,8 @@ from calipers.errors import counted
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers.modifiers.costs import ActivationCost, ModuleCosts
-    from calipers.modifiers.losses import ModuleLoss
+    from calipers.judging.costs import ActivationCost, ModuleCosts
+    from calipers.judging.losses import ModuleLoss
     from calipers.planning.plan import Plan
     from calipers.planning.specs import TensorSpec
 
@@ -55,7 +55,7 @@ def _why(loss: ModuleLoss) -> str:
 def decibels(loss: ModuleLoss) -> str:
     """Return an error in dB, where there is one.
 
-    >>> from calipers.modifiers.losses import ModuleLoss
+    >>> from calipers.judging.losses import ModuleLoss
     >>> decibels(ModuleLoss("up_proj", "output", 0.1))
     '−20.0 dB'
     """
@@ -65,7 +65,7 @@ def decibels(loss: ModuleLoss) -> str:
 
 def activation_lines(costs: Costs, advice: Sequence[str]) -> list[str]:
     """List the static activations that lose too much, or say that none does."""
-    from calipers.modifiers.costs import COSTLY, costly
+    from calipers.judging.costs import COSTLY, costly
 
     static = {
         f"{name} {tensor}": cost
@@ -94,7 +94,7 @@ def activation_lines(costs: Costs, advice: Sequence[str]) -> list[str]:
 
 def _has_better_range(cost: ActivationCost, tensor: TensorSpec) -> bool:
     """Whether a range that loses little is to be expected: none holds a few huge integers."""
-    from calipers.modifiers.costs import COSTLY
+    from calipers.judging.costs import COSTLY
 
     if cost.typical_error > COSTLY:
         return False
@@ -126,7 +126,7 @@ def advice_on(costs: Costs, plan: Plan, ignored: Sequence[str] | None) -> tuple[
 
     :param ignored: what ``--ignore`` has already; None if a recipe was given instead of a scheme
     """
-    from calipers.modifiers.costs import costly
+    from calipers.judging.costs import costly
 
     found = costly(costs)
     bad = list(found)

@@ -15,13 +15,13 @@ import yaml
 from calipers.errors import CalipersError, RecipeError, code_not_allowed, nearest
 from calipers.files.regular_files import read_whole
 from calipers.html import html_table
-from calipers.modifiers import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
-from calipers.modifiers.choices import check_observer, named_observers, preset_name
 from calipers.observers.registry import is_file_of_code
 from calipers.planning.plan import Plan
 from calipers.recipes.changing import observe, regroup, round_by
 from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document, refuse_surrogates
+from calipers.steps import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
+from calipers.steps.choices import check_observer, named_observers, preset_name
 
 MODIFIERS: Mapping[str, type[Modifier]] = {
     "QuantizationModifier": QuantizationModifier,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from calipers.modifiers.costs import COSTLY, ModuleCosts
+from calipers.judging.costs import COSTLY, ModuleCosts
 from calipers.reporting.checkpoints import CheckpointFolder, scheme_label
 from calipers.reporting.measured import Measured, MeasuredInput, energies_of
 from calipers.reporting.names import Position
