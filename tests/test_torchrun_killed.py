@@ -13,7 +13,8 @@ import os, signal, sys, time
 
 import rank_jobs
 
-from calipers import entrypoint, errors
+from calipers import errors
+from calipers.engine import oneshot as entrypoint
 from calipers.calibration import pipelines
 
 call, calls = pipelines.call_model, []
