@@ -27,6 +27,7 @@ ORDER = (
     "statistics",
     "runtime",
     "solvers",
+    "topology",
     "observers",
     "measurements",
     "planning",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.data import Batch, Batches
-from calipers.calibration.experts import fused_experts, unfuse_experts
+from calipers.calibration.experts import unfuse_experts
 from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
@@ -58,6 +58,7 @@ from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
 from calipers.statistics.sensitivity import Sensitivity
+from calipers.topology.experts import fused_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
