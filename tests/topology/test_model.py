@@ -95,7 +95,8 @@ class Flow:
             elif not list(module.children()) and not isinstance(module, nn.Embedding):
                 handles.append(module.register_forward_pre_hook(self._before(name)))
         with torch.no_grad():
-            model(torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(0)))
+            ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+            model(ids, use_cache=False)  # a cache copies what goes into it
         for handle in handles:
             handle.remove()
 

@@ -49,7 +49,9 @@ def expert_of(name: str) -> ExpertName | None:
     ExpertName(experts='model.layers.0.mlp.experts', number=3, rest='up_proj')
     """
     match = _EXPERT.match(name)
-    return ExpertName(match["experts"], int(match["number"]), match["rest"] or "") if match else None
+    if match is None:
+        return None
+    return ExpertName(match["experts"], int(match["number"]), match["rest"] or "")
 
 
 def without_expert_number(name: str) -> str:
