@@ -54,6 +54,7 @@ from calipers.options import (
 from calipers.planning.collecting import check_collected, collecting_plan
 from calipers.planning.plan import Plan
 from calipers.planning.specs import SENSITIVITY
+from calipers.runtime.joining import joined_ranks
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
@@ -113,7 +114,7 @@ def measure(
     _check(options)
     check_save_every(save_every)
     collected, tolerance = check_collected(collect), check_until_stable(until_stable)
-    with Ranks(options.calibration.timeout) as ranks:
+    with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
         job.read(model, dataset, collected, output_file, overwrite)
