@@ -20,7 +20,7 @@ MOST_LINES = 60
 # A package, or a file beside the packages, imports only from those above it.
 ORDER = (
     "errors",
-    "html",
+    "notebook",
     "files",
     "numerics",
     "kernels",
@@ -92,7 +92,7 @@ def test_imports_run_one_way() -> None:
         ("calibration", "from calipers import oneshot", ["engine"]),
         ("calibration", "import calipers", ["__init__"]),
         ("engine", "if TYPE_CHECKING:\n    from calipers.cli import app", ["cli"]),
-        ("html", "from calipers.numerics.formats import Format", ["numerics"]),
+        ("notebook", "from calipers.numerics.formats import Format", ["numerics"]),
         ("planning", "from calipers.nowhere import anything", ["nowhere"]),
         ("observers", "from calipers.kernels.search import search_range", []),
         ("observers", "from calipers.observers.base import Observer", []),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from calipers.errors import counted, shortened
-from calipers.html import html_table
+from calipers.notebook import NotebookView
 from calipers.topology.names import expert_of
 
 UnseenPolicy = Literal["error", "weights_only", "peers"]
@@ -17,7 +17,7 @@ SCARCE = 0.1
 
 
 @dataclass
-class Coverage:
+class Coverage(NotebookView):
     """Tokens seen by each module that needs data.
 
     :param tokens: module → tokens
@@ -64,13 +64,6 @@ class Coverage:
         found = {"unseen": len(self.unseen), "scarce": len(self.scarce)}
         parts = [f"{number} {what}" for what, number in found.items() if number]
         return f"Coverage({', '.join([counted(len(self.tokens), 'module'), amount, *parts])})"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            {"module": name, "tokens": f"{count:,}", "what was done": self.applied.get(name, "")}
-            for name, count in sorted(self.tokens.items(), key=lambda pair: pair[1])
-        ]
-        return html_table(rows, repr(self))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""

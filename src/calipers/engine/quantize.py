@@ -45,10 +45,9 @@ from calipers.errors import (
     no_meaning,
 )
 from calipers.files.safetensors_header import StoredTensor
-from calipers.html import facts_table
 from calipers.judging.costs import ModuleCosts, report_costs
-from calipers.judging.losses import losses_as_html
 from calipers.measurements import Measurements
+from calipers.notebook import NotebookView
 from calipers.options import (
     ComputeOptions,
     OutputOptions,
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuantizeResult:
+class QuantizeResult(NotebookView):
     """What ``quantize`` did.
 
     :param plan: what was quantized, how, and by which observers
@@ -96,13 +95,11 @@ class QuantizeResult:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        facts = (f"{key}: {fact}" for key, fact in self._facts().items())
+        facts = (f"{key}: {fact}" for key, fact in self.facts().items())
         return f"QuantizeResult({', '.join(facts)})"
 
-    def _repr_html_(self) -> str:
-        return facts_table(self._facts()) + losses_as_html(self.errors, self.costs)
-
-    def _facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, object]:
+        """Return what matters most, by its name."""
         facts: dict[str, object] = {"plan": self.plan}
         if self.errors:
             facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
