@@ -139,6 +139,7 @@ def test_what_is_no_model(
     refused(("quantize", name, *W4A16, "-o", "out"), *texts, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_in_the_cache(tmp_path: Path) -> None:
     texts = (
         "Cannot load a model from 'nobody/nothing': there is no such folder, and on the hub: ",
@@ -243,6 +244,7 @@ def test_a_path_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
     refused(arguments, text, code=7, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_read_only(model: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()

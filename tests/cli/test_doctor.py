@@ -4,6 +4,7 @@ import json
 import os
 import platform
 
+import pytest
 import torch
 from shell import run, run_here
 
@@ -11,6 +12,7 @@ from calipers import __version__
 from calipers.kernels import describe
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_versions_kernels_and_machine() -> None:
     unset = dict.fromkeys(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
     done = run("doctor", env={"CALIPERS_NATIVE": "0", **unset})

@@ -63,6 +63,7 @@ def test_the_same_as_data_and_over_what_is_there(model: Path, text: Path, place:
     assert told["next"].startswith("calipers evaluate ")
 
 
+@pytest.mark.slow
 def test_data_from_standard_input(model: Path, text: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"text": line}) for line in text.read_text().split(".")]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))

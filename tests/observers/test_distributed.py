@@ -11,6 +11,8 @@ import ranks
 import torch
 from torch import multiprocessing
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[str, Any]]:

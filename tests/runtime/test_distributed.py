@@ -16,6 +16,8 @@ import torch
 
 from calipers.runtime.ranks import _SIGNS, Ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD = 3
 ORDER_FREE = list(rank_jobs.RECIPES)
 PIPELINES = ("basic", "sequential")
