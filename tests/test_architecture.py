@@ -101,6 +101,7 @@ def test_the_check_can_fail(part: str, code: str, found: list[str]) -> None:
     assert wrong_imports(part, code) == found
 
 
+@pytest.mark.slow
 def test_importing_calipers_is_light() -> None:
     script = (
         "import torch, sys; before = set(sys.modules); import calipers; "

@@ -36,6 +36,7 @@ def test_the_same_as_data() -> None:
     assert 0 < told["memory"]["free"] <= told["memory"]["total"]
 
 
+@pytest.mark.slow
 def test_a_wrong_choice_of_kernels_is_told() -> None:
     done = run("doctor", "--json", env={"CALIPERS_NATIVE": "avx3000"})
     if describe().instruction_set is None:
