@@ -77,12 +77,12 @@ class Mutant:
         if occurrences:
             return f"{what}  Make 'find' longer, until it stands there once."
         elsewhere = [
-            f"{other.relative_to(root)} ({', '.join(names)})"
+            str(other.relative_to(root))
             for other in sorted((root / "src").rglob(f"*{path.suffix}"))
-            if (names := _symbols_with(self.find, other.read_text("utf-8")))
+            if _pattern(self.find).search(other.read_text("utf-8"))
         ]
         if elsewhere:
-            return f"{what}  It is in {'; '.join(elsewhere)}: correct 'file' and 'symbol'."
+            return f"{what}  It is in {', '.join(elsewhere)}: correct 'file' and 'symbol'."
         return (
             f"{what}  Find the line that does this now, and write 'find' and 'replace' so that"
             f" {self.breaks}. Where nothing does it any more, delete the mutant."
@@ -124,18 +124,6 @@ def _symbols(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
                 yield from within(child, prefix)
 
     return within(ast.parse(text), "")
-
-
-def _symbols_with(find: str, text: str) -> list[str]:
-    """Return the innermost classes and functions of a file that hold a piece of text."""
-    place = _pattern(find).search(text)
-    if place is None:
-        return []
-    try:
-        around = [name for name, (start, end) in _symbols(text) if start <= place.start() < end]
-    except SyntaxError:  # C++
-        around = []
-    return around[-1:] or ["no symbol"]
 
 
 def read_mutants(folder: Path = MUTANTS) -> list[Mutant]:

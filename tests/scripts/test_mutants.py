@@ -52,9 +52,8 @@ def test_the_place_is_found_however_its_lines_are_broken(
 @pytest.mark.parametrize(
     ("changes", "advice"),
     [
-        ({"symbol": "most"}, "It is in src/a.py (least): correct 'file' and 'symbol'."),
-        ({"file": "src/old.py"}, "It is in src/a.py (least): correct 'file' and 'symbol'."),
-        ({"symbol": None, "find": "return"}, "stands 2 times"),
+        ({"symbol": "most"}, "It is in src/a.py: correct 'file' and 'symbol'."),
+        ({"file": "src/old.py"}, "It is in src/a.py: correct 'file' and 'symbol'."),
         ({"symbol": None, "find": "return"}, "Make 'find' longer"),
     ],
 )
