@@ -31,8 +31,9 @@ def quantized(kind: str, **recipe: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen2_moe"])
-@pytest.mark.parametrize("kv_cache", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "kv_cache"), [("llama", True), ("gemma3", False), ("qwen2_moe", True)]
+)
 def test_results_are_those_without_memory_for_it(
     kind: str, kv_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
