@@ -33,7 +33,7 @@ from calipers.advice.candidates import SOLVER
 from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
 from calipers.kernels import describe
-from calipers.modifiers import QuantizationModifier
+from calipers.steps import QuantizationModifier
 
 SCHEMES = ("W3A16-g32", "W4A16-g96", "NVFP4A16")
 OFFERED = ("W3A16-g32", "W4A16-g32", "NVFP4A16", "W5A16-g32", "W6A16-g32", "W8A16-g32")

@@ -40,8 +40,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from calipers.calibration.context import Calibration
 from calipers.calibration.pipelines import call_model
 from calipers.kernels import describe
-from calipers.modifiers import QuantizationModifier
 from calipers.recipes import load_recipe
+from calipers.steps import QuantizationModifier
 
 RESULTS = Path(__file__).parent / "results" / "calibration.json"
 ROUNDS = 3

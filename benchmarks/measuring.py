@@ -28,10 +28,10 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.pipelines import call_model
-from calipers.calibration.precision import forward_dtype
 from calipers.kernels import describe
 from calipers.measurements.halves import with_halves
 from calipers.planning.collecting import collecting_plan
+from calipers.runtime.precision import forward_dtype
 
 DTYPES = ("float32", "bfloat16")
 

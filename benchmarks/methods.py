@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import calipers
 from calipers.demo import MODEL
 from calipers.demo.text import Part, library_pieces
-from calipers.modifiers import GPTQModifier
+from calipers.steps import GPTQModifier
 
 CALIBRATION = 128  # samples
 GPTQ, AWQ = "GPTQ", "AWQ"

@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM
 
 import calipers
 from calipers.calibration.pipelines import call_model
-from calipers.calibration.precision import forward_dtype
 from calipers.kernels import describe
+from calipers.runtime.precision import forward_dtype
 
 DTYPES = ("bfloat16", "float32")
 OBSERVER = {"name": "optimal", "importance": "imatrix"}

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from calipers import load_recipe
-from calipers.checkpoint.dry_run import dry_run
+from calipers.engine.dry_run import dry_run
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import calipers
-from calipers.modifiers import QuantizationModifier
+from calipers.steps import QuantizationModifier
 
 
 def run_oneshot(

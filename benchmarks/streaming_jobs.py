@@ -19,7 +19,7 @@ from stories import load_stories, shared_folder
 from tables import Row
 
 import calipers
-from calipers.modifiers import QuantizationModifier
+from calipers.steps import QuantizationModifier
 
 OURS, PEER = "calipers", "llm-compressor"
 STORIES = 128

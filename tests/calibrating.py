@@ -24,12 +24,12 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, UnseenPolicy
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import Run
-from calipers.calibration.progress import Progress
-from calipers.calibration.ranks import Ranks
-from calipers.modifiers import IMatrixGatherer, QuantizationModifier
-from calipers.modifiers.solving import Solution, StepDriver
+from calipers.engine.driver import Solution, StepDriver
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec, tensor_specs
+from calipers.runtime.progress import Progress
+from calipers.runtime.ranks import SingleProcess
+from calipers.steps import IMatrixGatherer, QuantizationModifier
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -145,7 +145,7 @@ def calibrated(
 
 
 def run_of(calibration: Calibration, solution: Solution) -> Run:
-    ranks, bars = Ranks(), Progress(False)
+    ranks, bars = SingleProcess(), Progress(False)
     driver = StepDriver(calibration.model, calibration.measurements, solution, ranks, bars)
     return Run(calibration, driver.solve, ranks, bars, torch.device("cpu"))
 

@@ -18,11 +18,12 @@ from rank_jobs import RECIPES, found, llama, outcome, quantize, texts
 from rank_processes import distributed_rank
 from torch import distributed as dist
 
-import calipers.entrypoint
-import calipers.jobs
+import calipers.engine.job
+import calipers.engine.oneshot
 from calipers.calibration import pipelines as running
-from calipers.calibration import ranks
-from calipers.modifiers import judging, solving
+from calipers.judging import layers as judging
+from calipers.runtime import distributed
+from calipers.steps import solving
 
 SHORT = timedelta(seconds=6)  # somebody is missing
 MANY = 2000  # batches of a process: they take far longer than it takes to notice
@@ -36,16 +37,16 @@ class BrokenError(Exception):
 
 
 FAILURES: dict[str, tuple[int, Any, str]] = {
-    "loading the model": (1, calipers.jobs, "load_model"),
-    "planning": (2, calipers.entrypoint, "plan_for"),
-    "reading data": (0, calipers.jobs, "calibration_batches"),
+    "loading the model": (1, calipers.engine.job, "load_model"),
+    "planning": (2, calipers.engine.oneshot, "plan_for"),
+    "reading data": (0, calipers.engine.job, "calibration_batches"),
     "calibrating the model": (1, running, "call_model"),
     "working out the parameters of activations": (1, solving.Observer, "get_qparams"),
     "working out the parameters of weights": (2, solving, "_solve_group"),
     "judging weights": (2, judging, "weight_loss"),
-    "preparing the next step": (0, calipers.entrypoint, "report_coverage"),
-    "freezing the model": (1, calipers.entrypoint, "freeze"),
-    "writing the checkpoint": (0, calipers.entrypoint, "write_checkpoint"),
+    "preparing the next step": (0, calipers.engine.oneshot, "report_coverage"),
+    "freezing the model": (1, calipers.engine.oneshot, "freeze"),
+    "writing the checkpoint": (0, calipers.engine.oneshot, "write_checkpoint"),
 }
 
 
@@ -125,7 +126,7 @@ def different_arguments(_folder: Path) -> Any:
 def one_short_of_memory() -> Any:
     """One process finds that the model does not fit: all go layer by layer."""
     choice = "sequential" if distributed_rank() == 1 else "basic"
-    with mock.patch.object(calipers.jobs.Job, "choose_pipeline", return_value=choice):
+    with mock.patch.object(calipers.engine.job.Job, "choose_pipeline", return_value=choice):
         return found(quantize(RECIPES["FP8"]))
 
 
@@ -141,7 +142,7 @@ def killed(*_args: Any, **_kwargs: Any) -> None:
 
 DEATHS: dict[str, tuple[int, Any, str]] = {
     "calibrating the model": (2, running, "call_model"),
-    "exchanging results": (1, ranks, "gather"),
+    "exchanging results": (1, distributed, "gather"),
     "merging statistics": (2, dist, "all_reduce"),
     "connecting": (1, dist, "new_group"),
 }
@@ -189,13 +190,13 @@ def gone_without_result(_folder: Path) -> None:
 def slow_writer(folder: Path) -> dict[str, Any]:
     """Writing takes longer than the timeout."""
     patience = timedelta(seconds=2)
-    write = calipers.entrypoint.write_checkpoint
+    write = calipers.engine.oneshot.write_checkpoint
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(1.5 * patience.total_seconds())
         return write(*args, **kwargs)
 
-    with mock.patch.object(calipers.entrypoint, "write_checkpoint", slowly):
+    with mock.patch.object(calipers.engine.oneshot, "write_checkpoint", slowly):
         return outcome(
             lambda: found(
                 quantize(RECIPES["W4A16 optimal"], output_dir=folder / "late", timeout=patience)

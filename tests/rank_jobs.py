@@ -15,10 +15,10 @@ import models
 import torch
 from rank_processes import distributed_rank
 
-import calipers.entrypoint
-from calipers.entrypoint import oneshot
+import calipers.engine.oneshot
+from calipers.engine.oneshot import oneshot
 from calipers.errors import CalipersWarning
-from calipers.modifiers import solving
+from calipers.steps import solving
 
 LONG = timedelta(seconds=60)  # nobody is missing: no process may wait in vain
 INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -216,9 +216,9 @@ def one_writer(folder: Path) -> Any:
         written.append(os.getpid())
         return write(*args, **kwargs)
 
-    write = calipers.entrypoint.write_checkpoint
+    write = calipers.engine.oneshot.write_checkpoint
     target = folder / "checkpoint"
-    with mock.patch.object(calipers.entrypoint, "write_checkpoint", count):
+    with mock.patch.object(calipers.engine.oneshot, "write_checkpoint", count):
         result = quantize(RECIPES["FP8"], output_dir=target)
     notes = json.loads((target / "calipers.json").read_text())
     seen = {"samples": notes["samples"], "tokens": notes["tokens"]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from stacks import HIDDEN, Handmade, fused_module
 from torch import nn
 
-from calipers.modifiers import QuantizationModifier
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
+from calipers.steps import QuantizationModifier
 
 
 def model_with(experts: nn.Module) -> nn.Module:

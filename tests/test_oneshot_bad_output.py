@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning
 def test_an_output_folder_that_exists_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("calipers.jobs.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("calipers.engine.job.load_model", lambda *_, **__: pytest.fail("loaded"))
     output = tmp_path / "out"
     output.mkdir()
     (output / "config.json").write_text("mine")

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 import calipers
 from calipers import Measurements
-from calipers.calibration.progress import Progress
 from calipers.checkpoint.headers import stored_tensors
 from calipers.errors import (
     CalipersError,
@@ -33,11 +32,12 @@ from calipers.errors import (
 )
 from calipers.files.safetensors_header import StoredTensor, read_header
 from calipers.measurements.stored_fields import OpenFile
-from calipers.modifiers import Modifier
-from calipers.modifiers.steps import Changes
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import SQUARES, Requirement
+from calipers.runtime.progress import Progress
 from calipers.statistics.moments import SquareSums
+from calipers.steps import Modifier
+from calipers.steps.layer import Changes
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -80,7 +80,7 @@ def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("calipers.quantizing.load_model", load)
+    monkeypatch.setattr("calipers.engine.quantize.load_model", load)
 
 
 class TestWithoutData:

@@ -8,12 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os, signal, sys, time
 
 import rank_jobs
 
-from calipers import entrypoint, errors
+from calipers import errors
+from calipers.engine import oneshot as entrypoint
 from calipers.calibration import pipelines
 
 call, calls = pipelines.call_model, []

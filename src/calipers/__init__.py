@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calipers.advice import Advice, advise
-    from calipers.checkpoint.lint import LintResult, lint
-    from calipers.entrypoint import OneshotResult, oneshot
+    from calipers.engine.measure import measure
+    from calipers.engine.oneshot import OneshotResult, oneshot
+    from calipers.engine.quantize import QuantizeResult, quantize
     from calipers.errors import CalipersError, CalipersWarning
     from calipers.evaluation import Evaluation, evaluate
+    from calipers.linting import LintResult, lint
     from calipers.measurements import Measurements
-    from calipers.measuring import measure
-    from calipers.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
     from calipers.observers import (
         Observer,
         QParamsDict,
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
         fuse_weight_observers,
         get_observer_token_count,
     )
-    from calipers.quantizing import QuantizeResult, quantize
     from calipers.recipes import Recipe, load_recipe
     from calipers.reporting import Report, report
+    from calipers.steps import GPTQModifier, IMatrixGatherer, QuantizationModifier
 
 __version__ = "0.1.0"
 
@@ -69,15 +69,15 @@ _HOMES = {
     "CalipersError": "calipers.errors",
     "CalipersWarning": "calipers.errors",
     "Evaluation": "calipers.evaluation",
-    "GPTQModifier": "calipers.modifiers",
-    "IMatrixGatherer": "calipers.modifiers",
-    "LintResult": "calipers.checkpoint.lint",
+    "GPTQModifier": "calipers.steps",
+    "IMatrixGatherer": "calipers.steps",
+    "LintResult": "calipers.linting",
     "Measurements": "calipers.measurements",
     "Observer": "calipers.observers",
-    "OneshotResult": "calipers.entrypoint",
+    "OneshotResult": "calipers.engine.oneshot",
     "QParamsDict": "calipers.observers",
-    "QuantizationModifier": "calipers.modifiers",
-    "QuantizeResult": "calipers.quantizing",
+    "QuantizationModifier": "calipers.steps",
+    "QuantizeResult": "calipers.engine.quantize",
     "Recipe": "calipers.recipes",
     "Report": "calipers.reporting",
     "advise": "calipers.advice",
@@ -85,11 +85,11 @@ _HOMES = {
     "flatten_for_calibration": "calipers.observers",
     "fuse_weight_observers": "calipers.observers",
     "get_observer_token_count": "calipers.observers",
-    "lint": "calipers.checkpoint.lint",
+    "lint": "calipers.linting",
     "load_recipe": "calipers.recipes",
-    "measure": "calipers.measuring",
-    "oneshot": "calipers.entrypoint",
-    "quantize": "calipers.quantizing",
+    "measure": "calipers.engine.measure",
+    "oneshot": "calipers.engine.oneshot",
+    "quantize": "calipers.engine.quantize",
     "report": "calipers.reporting",
 }
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self
 
-    from calipers.calibration.progress import Progress
+    from calipers.runtime.progress import Progress
 
     Tokenizer = PreTrainedTokenizerBase | str | Path | None
     Device = torch.device | str | None

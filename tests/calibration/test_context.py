@@ -35,8 +35,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import call_model, run_basic, run_datafree
+from calipers.engine.driver import Solution
 from calipers.errors import ConfigurationError, ModelRunError, TensorValueError
-from calipers.modifiers.solving import Solution
 from calipers.observers import Observer
 from calipers.planning.plan import Plan
 from calipers.statistics.value_counts import ValueCounts

@@ -12,7 +12,7 @@ from models import small_mixtral
 
 from calipers import oneshot
 from calipers.errors import CalipersWarning, UnseenModulesError
-from calipers.modifiers.unseen import no_tokens
+from calipers.steps.unseen import no_tokens
 
 RECIPE = """
 modifiers:

@@ -14,7 +14,7 @@ from shell import run_here
 from words import byte_tokenizer
 
 from calipers.cli.losses import activation_lines, advice_on
-from calipers.modifiers.costs import ActivationCost, ModuleCosts
+from calipers.judging.costs import ActivationCost, ModuleCosts
 from calipers.planning.plan import Plan
 
 

@@ -19,7 +19,7 @@ from calipers.cli.app import app
 from calipers.cli.command import OUR_BUG, CommandOutput, add_to
 from calipers.cli.spelling import FLAGS, as_typed
 from calipers.errors import ANY, CalipersWarning, Call, Option
-from calipers.modifiers.unseen import no_tokens
+from calipers.steps.unseen import no_tokens
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import yaml
 from families import build, saved
 from shell import run_here
 
-from calipers.calibration import precision
+from calipers.runtime import precision
 
 
 @pytest.fixture

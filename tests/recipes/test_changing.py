@@ -10,8 +10,8 @@ from models import small_llama
 
 from calipers import oneshot
 from calipers.errors import CalipersError, CalipersWarning, ConfigurationError, RecipeError
-from calipers.modifiers import GPTQModifier, IMatrixGatherer, QuantizationModifier
 from calipers.recipes import Recipe, load_recipe
+from calipers.steps import GPTQModifier, IMatrixGatherer, QuantizationModifier
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128}
 INT8 = {"num_bits": 8, "strategy": "channel"}

@@ -17,9 +17,9 @@ from shell import run_here
 
 import calipers
 from calipers.errors import CodeNotAllowedError, RecipeError
-from calipers.modifiers import QuantizationModifier
 from calipers.observers import Observer
 from calipers.recipes import Recipe, Stage, load_recipe
+from calipers.steps import QuantizationModifier
 
 CODE = """
 from pathlib import Path

@@ -10,8 +10,8 @@ from models import small_llama
 from transformers import OPTConfig, OPTForCausalLM
 
 from calipers.errors import LayoutError, RecipeError
-from calipers.modifiers import IMatrixGatherer, QuantizationModifier
 from calipers.recipes import load_recipe
+from calipers.steps import IMatrixGatherer, QuantizationModifier
 
 INT8 = {"num_bits": 8, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float"}

@@ -11,8 +11,8 @@ from seed_recipes import OVERVIEW
 
 import calipers
 from calipers.errors import RecipeError
-from calipers.modifiers import IMatrixGatherer, QuantizationModifier
 from calipers.recipes import Recipe, load_recipe
+from calipers.steps import IMatrixGatherer, QuantizationModifier
 
 # The example of the observers' chapter, with what it has in comments.
 CHAPTER = """\

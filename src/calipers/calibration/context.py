@@ -15,7 +15,6 @@ from typing_extensions import Self
 
 from calipers.calibration.attention import expose_states, register_state_hook
 from calipers.calibration.masks import mask_for, token_mask
-from calipers.calibration.precision import own_dtype
 from calipers.calibration.sharing import Measuring, PairedTensors, SharedInputs, Shown, rounded
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import LayoutError, TensorValueError
@@ -24,6 +23,7 @@ from calipers.measurements.tensors import Tensors, check_same
 from calipers.numerics.tensors import first_tensor
 from calipers.planning.plan import Plan
 from calipers.planning.specs import Requirement
+from calipers.runtime.precision import own_dtype
 from calipers.statistics.base import Statistic
 from calipers.statistics.tensor_statistics import TensorStatistics
 

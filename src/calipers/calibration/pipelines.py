@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from calipers.calibration.context import Calibration
 from calipers.calibration.data import Batch, Batches, counted_tokens
 from calipers.calibration.early import EarlyLook
-from calipers.calibration.precision import computing_in
-from calipers.calibration.progress import Add, Progress
-from calipers.calibration.ranks import Ranks
 from calipers.errors import ConfigurationError, ModelRunError, Option, first_line, library_errors
+from calipers.runtime.precision import computing_in
+from calipers.runtime.progress import Add, Progress
+from calipers.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)

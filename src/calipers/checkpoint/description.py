@@ -14,8 +14,8 @@ from calipers.checkpoint.folder_contents import NOTES
 from calipers.checkpoint.sizes import QuantizedWeight, quantized_weights, size_on_disk
 from calipers.errors import ModelLoadError, damaged_file, library_errors
 from calipers.files.json_files import read_json_object
-from calipers.modifiers.costs import ModuleCosts
-from calipers.modifiers.losses import ModuleLoss, loss_grid, module_losses
+from calipers.judging.costs import ModuleCosts
+from calipers.judging.losses import ModuleLoss, loss_grid, module_losses
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import granularity_name
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from calipers.errors import cannot_load
-from calipers.network import hub_answers
+from calipers.runtime.network import hub_answers
 
 _NEAR = 0.8
 """How alike two names are of which one is taken for the other, mistyped; 1 are the same."""

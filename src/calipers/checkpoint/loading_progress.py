@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
-from calipers.calibration.progress import Begin
+from calipers.runtime.progress import Begin
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calipers.calibration.progress import Progress
 from calipers.checkpoint.auxiliary_files import write_auxiliary_files, write_json, write_notes
 from calipers.checkpoint.compatibility import loading_problems
 from calipers.checkpoint.compression import (
@@ -28,6 +27,7 @@ from calipers.checkpoint.output import check_output, free_space, resumable_folde
 from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.source import check_apart
 from calipers.errors import CalipersWarning, CheckpointError
+from calipers.runtime.progress import Progress
 
 _MEGABYTE = 1e6
 

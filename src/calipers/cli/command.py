@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from calipers.calibration.launch import is_first_process
 from calipers.cli.spelling import as_typed
 from calipers.errors import CalipersError, CalipersWarning, printable
+from calipers.runtime.launch import is_first_process
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from calipers.calibration.progress import Phase, Progress
+    from calipers.runtime.progress import Phase, Progress
 
 EXIT_CODES = "Exit codes: 0 done, 2 wrong input, 130 interrupted, others: something failed."
 OUR_BUG = 70
@@ -96,7 +96,7 @@ def show(output: CommandOutput) -> None:
 
 def console(*, for_errors: bool = False) -> Console:
     """Return what people read: the terminal, or a pipe, whose reader wants whole lines."""
-    from calipers.calibration.consoles import SafeConsole
+    from calipers.runtime.consoles import SafeConsole
 
     stream = sys.stderr if for_errors else sys.stdout
     return SafeConsole(
@@ -132,7 +132,7 @@ def tell(data: Mapping[str, Any], text: str) -> None:
 
 def progress() -> Progress:
     """Return what shows how far a command is: bars, or lines for a log, as JSON if so wanted."""
-    from calipers.calibration.progress import Progress
+    from calipers.runtime.progress import Progress
 
     return Progress(write=_write_progress if _as_json.get() else None)
 
@@ -144,13 +144,13 @@ def _write_progress(phases: Sequence[Phase]) -> None:
 
 def shows_bars() -> bool:
     """Whether a person looks at standard error, at a terminal that can move its cursor."""
-    from calipers.calibration.progress import can_draw_bars
+    from calipers.runtime.progress import can_draw_bars
 
     return can_draw_bars()
 
 
 def _is_plain() -> bool:
-    from calipers.calibration.progress import is_plain
+    from calipers.runtime.progress import is_plain
 
     return is_plain()
 

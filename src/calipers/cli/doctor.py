@@ -72,7 +72,7 @@ def _forward_pass() -> dict[str, bool]:
     """Return for which narrow dtypes the CPU has instructions; others it computes in float32."""
     import torch
 
-    from calipers.calibration.precision import computes_fast
+    from calipers.runtime.precision import computes_fast
 
     cpu = torch.device("cpu")
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}

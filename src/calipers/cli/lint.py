@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from calipers.checkpoint.lint import Finding, LintedWeight, LintResult
+    from calipers.linting import Finding, LintedWeight, LintResult
 
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a quantized checkpoint.")
@@ -47,7 +47,7 @@ def lint(checkpoint: Checkpoint, against: Against = None, strict: Strict = False
     Example: calipers lint demo-w4a16 --against demo
     """
     source = None if against is None else model_source(against)
-    from calipers.checkpoint.lint import lint as look
+    from calipers.linting import lint as look
 
     found = look(checkpoint, source)
     grave = found.counts["error"] + (found.counts["warning"] if strict else 0)

@@ -11,8 +11,8 @@ from calipers.errors import counted
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers.modifiers.costs import ActivationCost, ModuleCosts
-    from calipers.modifiers.losses import ModuleLoss
+    from calipers.judging.costs import ActivationCost, ModuleCosts
+    from calipers.judging.losses import ModuleLoss
     from calipers.planning.plan import Plan
     from calipers.planning.specs import TensorSpec
 
@@ -29,6 +29,8 @@ def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
+    from calipers.judging.errors import format_decibels
+
     if not losses:
         return []
     shown = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -38,7 +40,9 @@ def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
     shown.add_column(overflow="fold", no_wrap=max(map(len, names)) <= _WHOLE)
     shown.add_column()
     for loss, module in zip(losses, map(Text, names), strict=False):
-        shown.add_row(f"  {decibels(loss)}", f"{loss.error:.2%}", module, Text(_why(loss)))
+        shown.add_row(
+            f"  {format_decibels(loss.error)}", f"{loss.error:.2%}", module, Text(_why(loss))
+        )
     return ["", Text(_title(losses), style="bold"), shown]
 
 
@@ -52,20 +56,9 @@ def _why(loss: ModuleLoss) -> str:
     return "the error of the weight itself" if loss.of == "weight" else loss.reason
 
 
-def decibels(loss: ModuleLoss) -> str:
-    """Return an error in dB, where there is one.
-
-    >>> from calipers.modifiers.losses import ModuleLoss
-    >>> decibels(ModuleLoss("up_proj", "output", 0.1))
-    '−20.0 dB'
-    """
-    found = loss.decibels
-    return "–" if found is None else f"{round(found, 1) + 0.0:.1f} dB".replace("-", "−")
-
-
 def activation_lines(costs: Costs, advice: Sequence[str]) -> list[str]:
     """List the static activations that lose too much, or say that none does."""
-    from calipers.modifiers.costs import COSTLY, costly
+    from calipers.judging.costs import COSTLY, costly
 
     static = {
         f"{name} {tensor}": cost
@@ -94,7 +87,7 @@ def activation_lines(costs: Costs, advice: Sequence[str]) -> list[str]:
 
 def _has_better_range(cost: ActivationCost, tensor: TensorSpec) -> bool:
     """Whether a range that loses little is to be expected: none holds a few huge integers."""
-    from calipers.modifiers.costs import COSTLY
+    from calipers.judging.costs import COSTLY
 
     if cost.typical_error > COSTLY:
         return False
@@ -126,7 +119,7 @@ def advice_on(costs: Costs, plan: Plan, ignored: Sequence[str] | None) -> tuple[
 
     :param ignored: what ``--ignore`` has already; None if a recipe was given instead of a scheme
     """
-    from calipers.modifiers.costs import costly
+    from calipers.judging.costs import costly
 
     found = costly(costs)
     bad = list(found)

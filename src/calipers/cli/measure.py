@@ -132,7 +132,7 @@ def measure(
 
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
-    from calipers import measuring
+    from calipers.engine import measure as measuring
 
     mistakes, joined = Mistakes(), packing_for(data, packing)
     inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": tokenizer}

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from calipers.checkpoint.dry_run import DryRun, DryRunRow
-    from calipers.modifiers.needs import FeedbackNeeds
+    from calipers.engine.dry_run import DryRun, DryRunRow
+    from calipers.engine.needs import FeedbackNeeds
 
 _COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data", "before", "after")
 
@@ -63,8 +63,8 @@ def plan(
     how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)
     wanted = mistakes.check(recipe_source, *how)
     mistakes.tell()
-    from calipers.checkpoint.dry_run import dry_run
     from calipers.checkpoint.reader import load_skeleton
+    from calipers.engine.dry_run import dry_run
 
     skeleton = load_skeleton(source, trust_remote_code=trust_remote_code)
     found = dry_run(skeleton, wanted)
@@ -92,7 +92,7 @@ def _view(found: DryRun, every: bool) -> RenderableType:
 
 def _where_it_runs(found: DryRun) -> Iterable[str]:
     """Say where each scheme runs; a column of it would leave narrow terminals none for names."""
-    from calipers.modifiers.targets import targets_text
+    from calipers.steps.targets import targets_text
 
     seen = {
         (f"{row.format} per {row.strategy}", targets_text(row.runs_on))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.calibration.launch import find_launch
 from calipers.checkpoint.output import check_output
 from calipers.cli.charts import ShellCommand
 from calipers.cli.command import CommandOutput
@@ -63,13 +62,14 @@ from calipers.options import (
     OutputOptions,
     RecipeOptions,
 )
+from calipers.runtime.launch import find_launch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from calipers import OneshotResult, QuantizeResult
-    from calipers.modifiers.costs import ModuleCosts
-    from calipers.modifiers.losses import ModuleLoss
+    from calipers.judging.costs import ModuleCosts
+    from calipers.judging.losses import ModuleLoss
     from calipers.planning.plan import Plan
     from calipers.recipes import Recipe
 
@@ -178,7 +178,7 @@ def _texts(data: str | None, measurements: Path | None) -> Any:
 
 
 def _check_calibration(pipeline: str, on_unseen: str) -> None:
-    from calipers.jobs import check_on_unseen, check_pipeline
+    from calipers.engine.job import check_on_unseen, check_pipeline
 
     mistakes = Mistakes()
     mistakes.check(check_pipeline, pipeline)
@@ -280,7 +280,7 @@ def _summary(
     ignored: list[str] | None,
 ) -> Summary:
     from calipers.checkpoint.sizes import bits_per_weight, size_on_disk
-    from calipers.modifiers.losses import module_losses
+    from calipers.judging.losses import module_losses
 
     notes = json.loads((output / "calipers.json").read_text(encoding="utf-8"))
     return Summary(

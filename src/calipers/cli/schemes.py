@@ -13,7 +13,7 @@ from calipers.cli.tables import facts_table, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers.presets import PresetInfo
+    from calipers.engine.presets import PresetInfo
 
 Name = Annotated[
     str | None,
@@ -26,7 +26,7 @@ def schemes(name: Name = None) -> CommandOutput:
 
     Example: calipers schemes NVFP4
     """
-    from calipers.presets import PresetInfo, preset_names
+    from calipers.engine.presets import PresetInfo, preset_names
 
     if name is not None:
         one = PresetInfo.of(name)
@@ -81,7 +81,7 @@ def _single(preset: PresetInfo) -> RenderableType:
 
 
 def _facts(preset: PresetInfo) -> dict[str, str]:
-    from calipers.modifiers.targets import targets_text
+    from calipers.steps.targets import targets_text
 
     return {
         "name": preset.name,

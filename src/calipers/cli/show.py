@@ -193,7 +193,7 @@ def _checkpoint_view(found: CheckpointDescription) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from calipers.modifiers.losses import DECIBELS, loss_grid
+    from calipers.judging.losses import DECIBELS, loss_grid
 
     bits = found.bits_per_weight
     told = "" if bits is None else f", {bits:.2f} bits per quantized weight"

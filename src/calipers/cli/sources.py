@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from calipers.calibration.dataset_names import DatasetName
-from calipers.calibration.launch import find_launch
 from calipers.checkpoint.location import check_location
 from calipers.cli.command import progress
 from calipers.cli.mistakes import Mistakes
 from calipers.cli.options import observer_choice
 from calipers.errors import ConfigurationError, check_whole_number
 from calipers.options import ComputeOptions, DataOptions
+from calipers.runtime.launch import find_launch
 
 if TYPE_CHECKING:
     from calipers.recipes import Recipe
@@ -115,7 +115,7 @@ def data_options(
 def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> ComputeOptions:
     """Return where and how a model computes, and what shows how far it is."""
     from calipers.calibration.pipelines import usable_device
-    from calipers.calibration.precision import dtype_choice
+    from calipers.runtime.precision import dtype_choice
 
     mistakes = Mistakes()
     choice = mistakes.check(dtype_choice, dtype)  # type: ignore[arg-type]  # it checks
@@ -150,9 +150,9 @@ def recipe_source(
         hint = "Give it in the recipe."
         raise ConfigurationError("--ignore has no meaning beside --recipe", hint=hint)
     weights, activations = observer_choice(observer), observer_choice(activation_observer)
-    from calipers.modifiers import QuantizationModifier
-    from calipers.modifiers.choices import preset_name
     from calipers.recipes import load_changed_recipe
+    from calipers.steps import QuantizationModifier
+    from calipers.steps.choices import preset_name
 
     source: object = recipe
     if scheme is not None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calipers.calibration.progress import Progress
 from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
-from calipers.entrypoint import oneshot
+from calipers.engine.oneshot import oneshot
 from calipers.evaluation import Difference, Evaluation, evaluate
-from calipers.modifiers import QuantizationModifier
+from calipers.runtime.progress import Progress
+from calipers.steps import QuantizationModifier
 
 if TYPE_CHECKING:
     from calipers.options import Method

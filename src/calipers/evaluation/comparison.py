@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.data import Batch, Batches, counted_tokens
-from calipers.calibration.offloading import without_accelerate_hooks
 from calipers.calibration.pipelines import call_model, moved, onloaded
-from calipers.calibration.precision import computing_in
-from calipers.calibration.progress import Progress
 from calipers.checkpoint.loading_progress import loading_counted
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError, empty_data
 from calipers.evaluation.bootstrap import Bootstrap
@@ -32,6 +29,9 @@ from calipers.evaluation.results import (
     perplexity,
 )
 from calipers.evaluation.scoring import score
+from calipers.runtime.offloading import without_accelerate_hooks
+from calipers.runtime.precision import computing_in
+from calipers.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,10 +12,7 @@ import torch
 
 from calipers.calibration.data import calibration_batches, limits_of
 from calipers.calibration.data.token_masks import check_mask
-from calipers.calibration.offloading import without_accelerate_hooks
 from calipers.calibration.pipelines import usable_device
-from calipers.calibration.precision import dtype_choice, forward_dtype
-from calipers.calibration.progress import Progress
 from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.sizes import size_on_disk
@@ -25,6 +22,9 @@ from calipers.evaluation.library_bars import hide_library_bars
 from calipers.evaluation.loading import find_checkpoint
 from calipers.evaluation.results import Evaluation
 from calipers.options import ComputeOptions, DataOptions, EvaluateKeywords, EvaluateOptions
+from calipers.runtime.offloading import without_accelerate_hooks
+from calipers.runtime.precision import dtype_choice, forward_dtype
+from calipers.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

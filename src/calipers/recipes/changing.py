@@ -15,8 +15,8 @@ from calipers.errors import (
     listing,
     not_allowed,
 )
-from calipers.modifiers import GPTQModifier, Modifier, QuantizationModifier
-from calipers.modifiers.choices import ObserverChoice, read_choice
+from calipers.steps import GPTQModifier, Modifier, QuantizationModifier
+from calipers.steps.choices import ObserverChoice, read_choice
 
 Modifiers = tuple[Modifier, ...]
 

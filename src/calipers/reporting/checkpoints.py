@@ -18,14 +18,14 @@ from torch import Tensor
 
 from calipers.checkpoint.folder_contents import NOTES
 from calipers.checkpoint.headers import stored_tensors
-from calipers.checkpoint.lint.contents import Contents
-from calipers.checkpoint.lint.modules import StoredModule, read_model, read_modules
-from calipers.checkpoint.lint.settings import read_settings
-from calipers.checkpoint.lint.tensor_checks import is_sound
 from calipers.checkpoint.location import check_location
 from calipers.errors import CalipersError, cannot_load
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor
+from calipers.linting.contents import Contents
+from calipers.linting.modules import StoredModule, read_model, read_modules
+from calipers.linting.settings import read_settings
+from calipers.linting.tensor_checks import is_sound
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import granularity_name
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calipers.advice import Advice
-from calipers.checkpoint.lint import lint
 from calipers.checkpoint.location import check_location
 from calipers.errors import (
     CalipersError,
@@ -18,6 +17,7 @@ from calipers.errors import (
 )
 from calipers.files.output_file import check_output_file, output_file
 from calipers.kernels.threads import kernels_only
+from calipers.linting import lint
 from calipers.measurements import Measurements
 from calipers.reporting.checkpoints import CheckpointFolder
 from calipers.reporting.content import Content, gather

@@ -11,7 +11,7 @@ from typing import Any
 from calipers.calibration.data.files import import_extra
 from calipers.calibration.dataset_names import DatasetName
 from calipers.errors import DataError, several_splits
-from calipers.network import hub_answers
+from calipers.runtime.network import hub_answers
 
 SHUFFLE_BUFFER = 10_000
 """How many records of a stream are shuffled at a time."""

@@ -1,0 +1,144 @@
+"""What would become of a model, worked out without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from calipers.calibration.lifecycle import freeze
+from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
+from calipers.checkpoint.state import module_state, offloaded_tensors
+from calipers.checkpoint.ties import tied_names, unquantized_ties
+from calipers.engine.needs import FeedbackNeeds, feedback_needs, statistics_bytes
+from calipers.planning.plan import Changes, Plan
+from calipers.planning.specs import ModuleSpec
+from calipers.recipes import Recipe
+from calipers.recipes.compiling import plan_for
+from calipers.steps.targets import scheme_runs_on
+
+
+@dataclass(frozen=True)
+class DryRunRow:
+    """A tensor that would be quantized; ``before`` and ``after`` are bytes in the checkpoint.
+
+    :param runs_on: of a weight, where its scheme is known to run, with what it takes there
+    """
+
+    module: str
+    tensor: str
+    format: str
+    strategy: str
+    observer: str
+    data: str
+    before: int
+    after: int
+    runs_on: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a recipe would do to a model.
+
+    :param rows: every tensor that would be quantized, in the order of the model
+    :param gathered: modules whose inputs would be summed up for whoever comes later
+    :param before: bytes of all tensors of the checkpoint as the model is
+    :param after: the same when it is quantized
+    :param feedback: what error feedback needs; None where there is none
+    :param statistics: bytes that statistics take while data runs through the whole model, about
+    """
+
+    rows: tuple[DryRunRow, ...]
+    gathered: tuple[str, ...]
+    needs_data: bool
+    before: int
+    after: int
+    feedback: FeedbackNeeds | None = None
+    statistics: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return asdict(self)
+
+
+def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
+    """Quantize a model that has no values, and look at what would be stored.
+
+    What is asked for sizes is the code that writes checkpoints. Of modules that are alike, one is
+    quantized for all. The model is changed.
+    """
+    total = size_when_stored(model)
+    plan = plan_for(model, recipe)
+    needs, memory = feedback_needs(model, plan), statistics_bytes(model, plan)
+    ties = tied_names(model)
+    alike = _alike(model, plan, ties)
+    examples = tuple(module for module in plan.modules if alike[module.name] == module.name)
+    before = _sizes(model, examples, ties)
+    freeze(model, replace(plan, modules=examples), Changes())
+    left = unquantized_ties(model, ties)
+    after = _sizes(model, examples, left)
+    change = sum(
+        sum(after[example].values()) - sum(before[example].values()) for example in alike.values()
+    )
+    change += _untied(model, ties.keys() - left.keys(), plan)
+    rows = tuple(_rows(plan, alike, before, after))
+    return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change, needs, memory)
+
+
+Sizes = Mapping[str, Mapping[str, int]]
+
+
+def _alike(model: PreTrainedModel, plan: Plan, ties: Mapping[str, str]) -> dict[str, str]:
+    """Return for each module the first one of the same form; those with tied tensors are unlike."""
+    tied = {name for pair in ties.items() for name in pair}
+    first: dict[Hashable, str] = {}
+    found = {}
+    for module in plan.modules:
+        own = module_state(model.get_submodule(module.name))
+        form: Hashable = (
+            id(module.scheme),
+            module.kind,
+            tuple((name, tensor.shape, tensor.dtype) for name, tensor in own.items()),
+        )
+        if any(f"{module.name}.{name}" in tied for name in own):
+            form = module.name
+        found[module.name] = first.setdefault(form, module.name)
+    return found
+
+
+def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec], copies: Container[str]) -> Sizes:
+    """Return the bytes of the tensors of some modules; a tied copy takes none."""
+    return {
+        each.name: {
+            tensor: 0 if f"{each.name}.{tensor}" in copies else size
+            for tensor, size in sizes_of_module(model.get_submodule(each.name)).items()
+        }
+        for each in modules
+    }
+
+
+def _untied(model: PreTrainedModel, copies: Iterable[str], plan: Plan) -> int:
+    """Return what copies take that were tied to a weight which is now quantized without them."""
+    planned = set(plan.names)
+    alone = [name for name in copies if name.rpartition(".")[0] not in planned]
+    tensors = offloaded_tensors(model) if alone else {}
+    return sum(tensors[name].nbytes for name in alone)
+
+
+def _rows(plan: Plan, alike: Mapping[str, str], before: Sizes, after: Sizes) -> Iterator[DryRunRow]:
+    for (module, tensor), row in zip(plan, plan.rows(), strict=True):
+        example = alike[module.name]
+        sizes = [_of_tensor(tensor.base_name, all_[example]) for all_ in (before, after)]
+        targets = scheme_runs_on(module.scheme) if tensor.base_name == "weight" else {}
+        yield DryRunRow(**row, before=sizes[0], after=sizes[1], runs_on=targets)
+
+
+def _of_tensor(base_name: str, sizes: Mapping[str, int]) -> int:
+    """Add up what is stored for a tensor: itself, its packed form, its scales."""
+    return sum(
+        size
+        for name, size in sizes.items()
+        if name == base_name or name.startswith(f"{base_name}_")
+    )

@@ -1,0 +1,424 @@
+"""From a model and data to measurements, of which it can be quantized in any way afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from calipers.calibration.context import Calibration
+from calipers.calibration.data import Batch, Batches
+from calipers.calibration.experts import unfuse_experts
+from calipers.calibration.pipelines import Run, call_model, moved
+from calipers.calibration.sensitivity import add_sensitivities
+from calipers.calibration.snapshot import left_as_found
+from calipers.checkpoint.fingerprint import model_fingerprint
+from calipers.checkpoint.reader import load_skeleton
+from calipers.checkpoint.source import source_folder
+from calipers.engine.job import PIPELINES, Job, check_options
+from calipers.engine.needs import statistics_bytes
+from calipers.errors import (
+    ANY,
+    CalipersWarning,
+    ConfigurationError,
+    FusedExpertsError,
+    Option,
+    counted,
+    no_meaning,
+    not_allowed,
+    shortened,
+)
+from calipers.files.output_file import output_file as place_of
+from calipers.kernels.memory import Freed
+from calipers.measurements import Measurements, MeasurementsInfo
+from calipers.measurements.halves import parted, with_halves
+from calipers.measurements.info import half_of, sample_digests
+from calipers.measurements.partial import PartialFile, remove_superfluous
+from calipers.measurements.store import check_measurements_file
+from calipers.measurements.sufficiency import check_until_stable, stopping_points
+from calipers.measurements.tensors import Tensors, merged, unified
+from calipers.options import (
+    CalibrationOptions,
+    ComputeOptions,
+    DataOptions,
+    MeasureKeywords,
+    MeasureOptions,
+)
+from calipers.planning.collecting import check_collected, collecting_plan
+from calipers.planning.plan import Plan
+from calipers.planning.specs import SENSITIVITY
+from calipers.runtime.joining import joined_ranks
+from calipers.runtime.precision import dtype_choice
+from calipers.runtime.progress import Progress
+from calipers.runtime.ranks import Ranks
+from calipers.statistics.sensitivity import Sensitivity
+from calipers.topology.experts import fused_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
+
+SAVE_EVERY = 60.0
+"""Seconds between two files of what was measured so far."""
+_FREED_BY_BATCH = 1 << 28
+"""Bytes, more or less: products of inputs, gradients and logits, between sums that stay."""
+
+
+def measure(
+    model: PreTrainedModel | str | Path,
+    dataset: Any,
+    *,
+    collect: str | Collection[str] = (),
+    output_file: str | Path | None = None,
+    overwrite: bool = False,
+    save_every: float = SAVE_EVERY,
+    until_stable: bool | float = False,
+    data: DataOptions | None = None,
+    compute: ComputeOptions | None = None,
+    calibration: CalibrationOptions | None = None,
+    **keywords: Unpack[MeasureKeywords],
+) -> Measurements:
+    """Run data through a model, and return what was seen of the inputs of its Linear modules.
+
+    The model is left as it was. Under ``torchrun`` every process calls this with the same
+    arguments, takes its share of the data, and returns the measurements of all.
+
+    :param model: a transformers model, or the path or name to load one from
+    :param dataset: whatever :func:`calipers.oneshot` takes
+    :param collect: what is collected besides: ``hessian`` (Σ x xᵀ of inputs), ``outputs`` (value
+        counts and extrema), ``attention`` (those of queries, keys and values, also of each head),
+        ``sensitivity`` (how much the loss depends on each column of a weight: every batch also runs
+        backwards, which takes three times as long)
+    :param output_file: where the measurements are written; None writes nothing. What was measured
+        is written now and then to a file beside it, ``….partial``: if the process dies, the same
+        call goes on from there (one process, pipeline ``basic``)
+    :param overwrite: whether a file of measurements that is there is replaced
+    :param save_every: how many seconds pass until what was measured is written again
+    :param until_stable: whether to stop as soon as what was measured suffices, by
+        :meth:`Measurements.sufficiency`; a number is the tolerance. ``num_samples`` are then the
+        most that are taken. It is looked at after 16 samples, 24, 32, 48, 64 and so on
+    :param data: which samples are taken: :class:`calipers.options.DataOptions`
+    :param compute: where the model computes, and in which dtype
+    :param calibration: how data runs through it; ``on_unseen`` and the pipeline ``datafree`` have
+        no meaning here
+    :param keywords: the options of all groups, one by one
+    """
+    options = MeasureOptions.merged(keywords, data=data, compute=compute, calibration=calibration)
+    _check(options)
+    check_save_every(save_every)
+    collected, tolerance = check_collected(collect), check_until_stable(until_stable)
+    with joined_ranks(options.calibration.timeout) as ranks:
+        wanted = options.compute.progress if ranks.rank == 0 else False
+        job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
+        job.read(model, dataset, collected, output_file, overwrite)
+        with (
+            job.loaded(model) as (loaded, tokenizer),
+            job.partial_file(output_file, save_every) as partial,
+        ):
+            if output_file is not None and ranks.rank == 0:
+                check_measurements_file(output_file, overwrite)  # a writer was waited for
+            with left_as_found(loaded):
+                found = job.measure(loaded, dataset, tokenizer, collected, partial)
+            with ranks.step("writing the measurements"):
+                if partial is not None:
+                    partial.finish(found, overwrite=overwrite)
+    _warn_of_unseen(found, ranks)
+    return found
+
+
+def check_save_every(seconds: object) -> None:
+    """Refuse what is no time between two files."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise not_allowed("save_every", seconds, "a number of seconds, 0 or more")
+
+
+def _check(options: MeasureOptions) -> None:
+    check_options(options)
+    calibration = options.calibration
+    if calibration.gives("on_unseen"):
+        raise no_meaning("on_unseen", calibration.on_unseen, "measurements")
+    if calibration.pipeline == "datafree":
+        raise no_meaning("pipeline", "datafree", "measurements")
+
+
+@dataclass(frozen=True)
+class _MeasureJob(Job):
+    """The parts of a call, in the order in which all processes take them."""
+
+    tolerance: float | None = None
+
+    def read(
+        self,
+        model: Any,
+        dataset: Any,
+        collected: tuple[str, ...],
+        output_file: str | Path | None,
+        overwrite: bool,
+    ) -> None:
+        """Check the arguments, which must be the same in all processes."""
+        options = self.options
+        with self.ranks.step("reading the arguments"):
+            if dataset is None:
+                problem = "Measuring needs data, and there is no " + Option("dataset")
+                raise ConfigurationError(problem, hint="Pass " + Option("dataset", ANY))
+            if output_file is not None and self.ranks.rank == 0:
+                start = model if isinstance(model, (str, Path)) else source_folder(model)
+                inputs = {"model": start, "data": dataset, "tokenizer": options.data.tokenizer}
+                remove_superfluous(check_measurements_file(output_file, True, inputs))
+                check_measurements_file(output_file, overwrite, inputs)
+        self.ranks.agree(
+            {
+                "collect": list(collected),
+                "until_stable": self.tolerance,
+                "pipeline": options.calibration.pipeline,
+                "calibrate_all_experts": options.calibration.calibrate_all_experts,
+                "dtype": dtype_choice(options.compute.dtype),
+                **options.data.sampling(),
+            }
+        )
+
+    @contextmanager
+    def partial_file(
+        self, output: str | Path | None, seconds: float
+    ) -> Iterator[PartialFile | None]:
+        """Own the place of the output, if there is one; the first process writes it."""
+        if output is None or self.ranks.rank > 0:
+            yield None
+            return
+        with place_of(Path(output).resolve()) as place:
+            yield PartialFile(place, seconds)
+
+    def measure(
+        self,
+        model: PreTrainedModel,
+        dataset: Any,
+        tokenizer: Any,
+        collected: tuple[str, ...],
+        partial: PartialFile | None,
+    ) -> Measurements:
+        """Let the data run, and return what was seen of it in all processes."""
+        options = self.options
+        device, dtype = self.device_and_dtype(model)
+        with self.ranks.step("planning"), self.progress.waiting("reading the data"):
+            about = MeasurementsInfo(type(model).__name__, model_fingerprint(model))
+            plan = self._plan(model, collected)
+            stops = () if self.tolerance is None else stopping_points(options.data.num_samples)
+            cut = {"part_of": half_of, "stops": stops}
+            batches = self.batches_for(model, dataset, tokenizer, for_ranges=True, **cut)
+            chosen = self.choose_pipeline(plan, model, device, dtype)
+        chosen = self.agreed_pipeline(chosen)
+        if "sensitivity" in collected and chosen != "basic":
+            raise ConfigurationError(
+                f"'sensitivity' needs the whole model at once, and its data runs '{chosen}'",
+                hint="Pass "
+                + Option("pipeline", "basic")
+                + ", or leave it out of "
+                + Option("collect"),
+            )
+        seen = _Seen(about, batches)
+        done = 0
+        if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
+            done = partial.begin(self._arguments(seen, dtype, collected))
+        known = None if partial is None else partial.earlier()
+        run = _DataRun(self, model, plan, chosen, device, dtype, seen, partial, known or {})
+        last = len(batches.ends) - 1
+        for number, end in enumerate(batches.ends):
+            if end > done or self.ranks.world_size > 1:
+                run.go_through(done, end)
+                done = end
+            if end < done and number < last:
+                continue  # an earlier run has gone on here
+            found = Measurements.of_tensors(self._info(seen, end), unified(run.known))
+            if number == last or self._is_stable(found):
+                return found
+            del found  # sums that go on are not kept as they were
+        raise AssertionError("the last of the data is the end of it")
+
+    def _is_stable(self, found: Measurements) -> bool:
+        """Whether a run can stop; one process decides for all."""
+        assert self.tolerance is not None
+        with self.progress.waiting("comparing halves of the data"):
+            mine = self.ranks.rank == 0 and found.sufficiency(self.tolerance).is_sufficient
+        return self.ranks.share(mine)[0]
+
+    def _arguments(
+        self, seen: _Seen, dtype: torch.dtype, collected: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """Return what a run that goes on has in common with the one before it."""
+        return {
+            "model": seen.about.fingerprint,
+            "dtype": str(dtype).removeprefix("torch."),
+            "collect": list(collected),
+            "halves": "digest",
+            "until_stable": self.tolerance,
+            "calibrate_all_experts": self.options.calibration.calibrate_all_experts,
+            **self.options.data.sampling(),
+            "data": seen.digest(),
+        }
+
+    def _plan(self, model: PreTrainedModel, collected: Collection[str]) -> Plan:
+        """Plan for a model whose fused experts become modules, where they can be told apart."""
+        for name, error in _unfused(model).items():
+            if error is not None:
+                error.add_hint("They are not measured.")
+                warnings.warn(CalipersWarning(error.context.text), stacklevel=2)
+                continue
+            every = self.options.calibration.calibrate_all_experts
+            vars(model.get_submodule(name))["calibrate_all_experts"] = every
+        return collecting_plan(model, collected)
+
+    def _info(self, seen: _Seen, count: int) -> MeasurementsInfo:
+        """Return what all processes have seen when this one has run so many batches."""
+        mine = seen.info(count)
+        everywhere = self.ranks.share((list(mine.samples), mine.tokens))
+        samples = sorted(each for samples, _ in everywhere for each in samples)
+        return replace(mine, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
+
+
+@dataclass
+class _DataRun:
+    """How the data of a process runs through a model, as much of it at a time as is wanted.
+
+    :param known: what was seen so far, in all processes
+    """
+
+    job: _MeasureJob
+    model: PreTrainedModel
+    plan: Plan
+    pipeline: str
+    device: torch.device
+    dtype: torch.dtype
+    seen: _Seen
+    partial: PartialFile | None
+    known: Tensors
+
+    def go_through(self, start: int, end: int) -> None:
+        """Let batches run, and know what was seen of them in all processes, too."""
+        job, batches = self.job, self.seen.batches
+        is_alone = job.ranks.world_size == 1
+        before, self.known = self.known, {}
+        freed = Freed()
+        with Calibration(
+            self.model,
+            self.plan,
+            share_inputs=job.options.calibration.share_inputs,
+            dtype=self.dtype,
+            halves=batches.parts[start:end],
+            known=parted(before) if is_alone and before else None,
+        ) as calibration:
+            if is_alone:
+                before = {}  # it is in the sums that go on
+
+            def so_far() -> Tensors:
+                return with_halves(*calibration.so_far())
+
+            def after_batch(index: int) -> None:
+                freed.count(_FREED_BY_BATCH)
+                with calibration.paused():
+                    _add_sensitivities(self.model, calibration, batches.batches[start + index])
+                if self.partial is not None and is_alone:
+                    number = start + index + 1
+                    self.partial.save(self.seen.info(number), so_far, number)
+                freed.count(_FREED_BY_BATCH)
+
+            def merge(names: Iterable[str]) -> Mapping[str, Tensor]:
+                job.ranks.merge(calibration.measured(names))
+                return {}
+
+            run = Run(
+                calibration,
+                merge,
+                job.ranks,
+                job.progress,
+                self.device,
+                self.dtype,
+                after_batch=after_batch,
+                what="measuring",
+            )
+            PIPELINES[self.pipeline](run, replace(batches, batches=batches.batches[start:end]))
+        first, second = calibration.measurements, calibration.second_half
+        found = with_halves(first.tensors(), second.tensors())
+        self.known = merged(before, found) if before else found
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The data of a process, and what of it was seen after so many batches."""
+
+    about: MeasurementsInfo
+    batches: Batches
+
+    def info(self, count: int) -> MeasurementsInfo:
+        """Return what to say after so many batches."""
+        chosen = Batches(self.batches.batches[:count])
+        samples = sorted(each for digests in _digests(chosen) for each in digests)
+        return replace(self.about, samples=tuple(samples), tokens=chosen.num_tokens)
+
+    def digest(self) -> str:
+        """Return by what the data is known: its samples, in their order and in batches."""
+        order = str(list(_digests(self.batches)))
+        return hashlib.sha256(order.encode()).hexdigest()[:16]
+
+
+def _add_sensitivities(model: PreTrainedModel, calibration: Calibration, batch: Batch) -> None:
+    """Run a batch forth and back, and take in the gradients of weights."""
+    wanted = {
+        name: statistic
+        for (name, _), held in calibration.measurements.tensors().items()
+        if isinstance(statistic := held.get(SENSITIVITY), Sensitivity)
+    }
+    if not wanted:
+        return
+    digests = sample_digests(batch["input_ids"], batch["attention_mask"])
+    seeds = [int(digest[:12], 16) for digest in digests]
+    device = next(model.parameters()).device
+    add_sensitivities(model, wanted, moved(batch, device), seeds, call_model)
+
+
+def _unfused(model: PreTrainedModel) -> dict[str, FusedExpertsError | None]:
+    """Let fused experts become modules, and return for each of them why it has not."""
+    found: dict[str, FusedExpertsError | None] = {}
+    for name in fused_experts(model):
+        try:
+            unfuse_experts(model, [name])
+            found[name] = None
+        except FusedExpertsError as error:
+            found[name] = error
+    return found
+
+
+def expected_memory(
+    model: str | Path, collect: str | Collection[str] = (), *, trust_remote_code: bool = False
+) -> int:
+    """Estimate the bytes that the statistics of :func:`measure` take, without reading weights."""
+    skeleton = load_skeleton(model, trust_remote_code=trust_remote_code)
+    _unfused(skeleton)
+    return statistics_bytes(skeleton, collecting_plan(skeleton, check_collected(collect)))
+
+
+def _digests(batches: Batches) -> Iterator[list[str]]:
+    return (sample_digests(each["input_ids"], each["attention_mask"]) for each in batches)
+
+
+def _warn_of_unseen(found: Measurements, ranks: Ranks) -> None:
+    tensors = found.tensors()
+    unseen = [
+        ".".join(place)
+        for place, statistics in tensors.items()
+        if not all(each.num_tokens for each in statistics.values())
+    ]
+    if unseen and ranks.rank == 0:
+        told = CalipersWarning(
+            f"{len(unseen)} of {counted(len(tensors), 'tensor')} saw no token: {shortened(unseen)}",
+            hint="Merge with measurements of other data, or let experts see all tokens: "
+            + Option("calibrate_all_experts", True)
+            + ".",
+        )
+        warnings.warn(told, stacklevel=3)

@@ -1,0 +1,1 @@
+"""Processes, devices and precision, progress and termination."""

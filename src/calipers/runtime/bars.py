@@ -1,0 +1,62 @@
+"""Progress bars for a terminal, with the rate and the time left."""
+
+from __future__ import annotations
+
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Column
+from rich.text import Text
+
+from calipers.runtime.consoles import SafeConsole
+from calipers.runtime.progress import clock, in_short
+
+_WIDE = 120
+"""Columns of a terminal that has room for long bars."""
+
+
+def make_bars(*, transient: bool = False) -> Bars:
+    """Return bars on standard error, as yet without any.
+
+    :param transient: whether nothing of them stays
+    """
+    console = SafeConsole(stderr=True)
+    what = TextColumn(
+        "{task.description}{task.fields[note]}",
+        markup=False,
+        table_column=Column(overflow="ellipsis", no_wrap=True),
+    )
+    bar = BarColumn(bar_width=40 if console.width >= _WIDE else 12)
+    return Bars(what, bar, _Done(), _Rate(), _Time(), console=console, transient=transient)
+
+
+class _Done(ProgressColumn):
+    """How many of how many."""
+
+    def render(self, task: Task) -> Text:
+        """Return the numbers as text; nothing where nobody knows how many there are."""
+        if task.total is None:
+            return Text("")
+        return Text(f"{task.completed:.0f}/{task.total:.0f} {task.fields['unit']}")
+
+
+class _Rate(ProgressColumn):
+    """How many a second."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate as text."""
+        rate = task.finished_speed or task.speed
+        known = rate is not None and task.total is not None
+        return Text(f"{in_short(rate)} {task.fields['unit']}/s" if known and rate else "")
+
+
+class _Time(ProgressColumn):
+    """The time left, or where nobody knows it, the time so far."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """Return a time as text."""
+        if task.total is None:
+            return Text(clock(task.elapsed or 0.0))
+        left = task.time_remaining
+        return Text("-:--:--" if left is None else clock(left), style="progress.remaining")

@@ -1,0 +1,10 @@
+"""Steps that a recipe is made of."""
+
+from __future__ import annotations
+
+from calipers.steps.base import Modifier
+from calipers.steps.gptq import GPTQModifier
+from calipers.steps.imatrix import IMatrixGatherer
+from calipers.steps.quantization import QuantizationModifier
+
+__all__ = ["GPTQModifier", "IMatrixGatherer", "Modifier", "QuantizationModifier"]

@@ -1,0 +1,196 @@
+"""What all modifiers have in common: typed, frozen, and clear about what they refuse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Annotated, Any, ClassVar
+
+import torch
+from compressed_tensors.utils.match import is_match
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+
+from calipers.errors import CalipersError, ConfigurationError, RecipeError, first_line, nearest
+from calipers.planning.plan import StepPlan
+from calipers.steps.layer import Changes, Layer
+
+Path = tuple[str | int, ...]
+
+
+def read_patterns(value: Any) -> tuple[str, ...]:
+    """Read one pattern or several; those after ``re:`` must be regular expressions.
+
+    >>> read_patterns("Linear")
+    ('Linear',)
+    """
+    if value is None:
+        return ()
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple):
+        raise ConfigurationError(
+            "must be a name, a class, a 're:' pattern or a list", got=repr(value)
+        )
+    for index, pattern in enumerate(patterns):
+        _check_pattern(pattern, (index,))
+    return tuple(patterns)
+
+
+def _check_pattern(pattern: Any, path: Path) -> None:
+    if not isinstance(pattern, str):
+        must = "a name, a class or a 're:' pattern must be text"
+        raise RecipeError(must, got=repr(pattern), path=path)
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        problem = f"'{pattern}' is not a regular expression: {error}"
+        raise RecipeError(problem, path=path) from None
+
+
+Patterns = Annotated[tuple[str, ...], PlainValidator(read_patterns)]
+"""Names of modules, names of classes, and regular expressions after ``re:``; or one of them."""
+
+
+class Modifier(BaseModel):
+    """A step of a recipe. Its fields are the keys that a recipe may give it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    orders_columns: ClassVar[bool] = False
+    """Whether ``actorder`` of a scheme means something."""
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise self._explain(error) from None
+
+    @classmethod
+    def known_keys(cls, path: Path) -> Iterable[str]:
+        """Return the keys allowed at a path inside the modifier."""
+        return [] if path else list(cls.model_fields)
+
+    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the patterns of what is meant, and of what is not."""
+        raise NotImplementedError
+
+    def aims_at(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether a module of this name is meant."""
+        targets, ignore = self.aimed_at()
+        return bool(is_match(name, module, targets)) and not is_match(name, module, ignore)
+
+    def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
+        """Say what is done with a model, which is only looked at.
+
+        :param step: the name of this step, which the specs of its tensors carry
+        """
+        raise NotImplementedError
+
+    def solve(self, layer: Layer) -> Changes:
+        """Turn what was measured of some modules into changes to them."""
+        raise NotImplementedError
+
+    def regrouped(self, size: int) -> Modifier | None:  # noqa: ARG002
+        """Return the same with weights in groups of a size; None where none can have it."""
+        return None
+
+    def observed_by(self, key: str, choice: Any) -> Modifier | None:  # noqa: ARG002
+        """Return the same with another observer; None where it would watch nothing.
+
+        :param key: ``weight_observer`` or ``activation_observer``
+        """
+        return None
+
+    def on_float_inputs(self) -> Modifier:
+        """Return the same, calibrated on what a model computes as it is, if it was told nothing."""
+        return self
+
+    def remade_as(self, kind: type[Modifier]) -> Modifier | None:  # noqa: ARG002
+        """Return one of another kind that says the same; None where it quantizes no weights."""
+        return None
+
+    def weight_formats(self) -> list[str]:
+        """Say how weights are quantized, such as ``int4 per group 128``."""
+        return []
+
+    def label(self) -> str:
+        """Return how messages call this modifier."""
+        return type(self).__name__
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the modifier as plain data, as a recipe would give it."""
+        return plain_fields(self)
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> RecipeError:
+        """Put the first problem that pydantic found into the words of the user."""
+        problems = error.errors()
+        unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+        problem = (unknown or problems)[0]
+        return cls._error(problem["loc"], problem)
+
+    @classmethod
+    def _error(cls, path: Path, problem: Mapping[str, Any]) -> RecipeError:
+        where = cls._key(path)
+        if problem["type"] == "extra_forbidden":
+            return cls._unknown_key(path)
+        if problem["type"] == "value_error":
+            return _at(problem["ctx"]["error"], where, path)
+        demand = problem["msg"].replace("Input should", "must")
+        return RecipeError(demand, subject=where, got=repr(problem["input"]), path=path)
+
+    @classmethod
+    def _unknown_key(cls, path: Path) -> RecipeError:
+        word, known = str(path[-1]), list(cls.known_keys(path[:-1]))
+        return RecipeError(
+            f"unknown key '{word}' in {cls._key(path[:-1])}",
+            meant=nearest(word, known),
+            allowed=known,
+            path=path,
+        )
+
+    @classmethod
+    def _key(cls, path: Path) -> str:
+        return ".".join(map(str, (cls.__name__, *path)))
+
+
+def _at(cause: Exception, where: str, path: Path) -> RecipeError:
+    """Return what a validator raised, as an error of a recipe at a place inside a modifier."""
+    if isinstance(cause, RecipeError):  # one about the modifier as a whole names it itself
+        return RecipeError.of(cause, where if path else "", (*path, *cause.path))
+    if isinstance(cause, CalipersError):
+        return RecipeError.of(cause, where, path)
+    return RecipeError(first_line(str(cause)), where=where, path=path)
+
+
+def plain_fields(model: BaseModel) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, as plain data.
+
+    >>> class Spoon(Modifier):
+    ...     size: int = 1
+    ...     targets: Patterns = ()
+    >>> plain_fields(Spoon(targets="Linear"))
+    {'targets': ['Linear']}
+    """
+    fields = type(model).model_fields
+    given = {name: getattr(model, name) for name in fields}
+    return {
+        name: to_plain(value)
+        for name, value in given.items()
+        if value is not None and value != fields[name].get_default(call_default_factory=True)
+    }
+
+
+def to_plain(value: Any) -> Any:
+    """Turn a value of a field into what YAML can hold."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, BaseModel):
+        return value.to_data() if hasattr(value, "to_data") else plain_fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(each) for each in value]
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    return str(value)
