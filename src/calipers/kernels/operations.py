@@ -119,13 +119,6 @@ class Declined(NamedTuple):
     reason: str
 
 
-class Implementation(NamedTuple, Generic[P, R]):
-    """How a backend runs an operation, and for which workloads."""
-
-    function: Callable[P, R | Declined]
-    accepts: Accepts
-
-
 class Operation(Generic[P, R]):
     """A function with a reference in torch, and with faster implementations in some backends.
 
@@ -147,8 +140,10 @@ class Operation(Generic[P, R]):
         self.name = reference.__name__
         self.reference = reference
         self._workload = workload
-        self._registered: dict[str, Implementation[P, R]] = {}
-        self._candidates: tuple[object, tuple[Implementation[P, R], ...]] = None, ()
+        self._registered: dict[str, tuple[Callable[P, R | Declined], Accepts]] = {}
+        # The choice of backends that these implementations are of, in their order.
+        self._choice: object = None
+        self._chosen: tuple[tuple[Callable[P, R | Declined], Accepts], ...] = ()
         assert self.name not in _OPERATIONS, f"two operations are named {self.name}"
         _OPERATIONS[self.name] = self
 
@@ -156,12 +151,11 @@ class Operation(Generic[P, R]):
         """Run the first implementation that takes these arguments, else the reference."""
         workload = self._workload(*args, **kwargs)
         choice = chosen_backends()
-        chosen_from, candidates = self._candidates
-        if chosen_from is not choice:
+        if self._choice is not choice:
             found = (self._implementation(backend) for backend in choice)
-            candidates = tuple(each for each in found if each is not None)
-            self._candidates = choice, candidates
-        for function, accepts in candidates:
+            self._chosen = tuple(each for each in found if each is not None)
+            self._choice = choice  # last: another thread may be here, too
+        for function, accepts in self._chosen:
             if accepts(workload):
                 result = function(*args, **kwargs)
                 if not isinstance(result, Declined):
@@ -176,12 +170,10 @@ class Operation(Generic[P, R]):
         :param restrictions: fields of :class:`Accepts` in which this operation differs
         """
 
-        def decorate(
-            function: Callable[P, R | Declined],
-        ) -> Callable[P, R | Declined]:
+        def decorate(function: Callable[P, R | Declined]) -> Callable[P, R | Declined]:
             accepts = replace(backend.accepts, **restrictions)
-            self._registered[backend.name] = Implementation(function, accepts)
-            self._candidates = None, ()
+            self._registered[backend.name] = function, accepts
+            self._choice = None
             return function
 
         return decorate
@@ -197,12 +189,14 @@ class Operation(Generic[P, R]):
         if backend == REFERENCE:
             return self.reference
         for each in chosen_backends():
-            found = self._implementation(each) if each.name == backend in self.backends else None
-            if found is not None:
-                return cast(Callable[P, R], found.function)
+            if each.name == backend and each.status().is_usable:
+                found = self._implementation(each)
+                if found is not None:
+                    return cast(Callable[P, R], found[0])
         raise ConfigurationError(_unknown(backend, self.backends, f"{self.name} has no backend"))
 
-    def _implementation(self, backend: Backend) -> Implementation[P, R] | None:
+    def _implementation(self, backend: Backend) -> tuple[Callable[P, R | Declined], Accepts] | None:
+        """Return how a backend runs this, and for which workloads; None if it does not."""
         status = backend.status()
         if not status.is_usable:
             if status.warning is None:
@@ -212,7 +206,7 @@ class Operation(Generic[P, R]):
                 _warn_once(status.warning)
                 return Declined(status.reason)
 
-            return Implementation(decline, replace(backend.accepts, grids=None))
+            return decline, replace(backend.accepts, grids=None)
         if backend.name not in self._registered and backend.package is not None:
             module = f"{backend.package}.{self.reference.__module__.rpartition('.')[2]}"
             if importlib.util.find_spec(module) is not None:
