@@ -28,8 +28,9 @@ SWITCH = "CALIPERS_NATIVE"
 class Library:
     """The functions of the native module, which read and write the memory of tensors.
 
-    Every tensor goes through here on its way to them. A view with torch's negative bit, such as
-    ``torch.imag(z.conj())``, has the opposite sign in memory: it is replaced by a copy.
+    Every tensor goes through here on its way to them, by the name of its argument. A view with
+    torch's negative bit, such as ``torch.imag(z.conj())``, has the opposite sign in memory: it is
+    replaced by a copy.
     """
 
     def __init__(self, module: ModuleType) -> None:
@@ -39,15 +40,13 @@ class Library:
         function = getattr(self.module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            kwargs = {key: _resolved(value) for key, value in kwargs.items()}
-            return function(*map(_resolved, args), **kwargs)
+            for key, value in kwargs.items():
+                if isinstance(value, Tensor) and value.is_neg():
+                    kwargs[key] = value.resolve_neg()
+            return function(*args, **kwargs)
 
         setattr(self, name, call)
         return call
-
-
-def _resolved(value: Any) -> Any:
-    return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 @cache
