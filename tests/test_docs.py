@@ -11,7 +11,6 @@ import pytest
 from shell import run
 
 from calipers import load_recipe
-from calipers.demo import run as demo
 from calipers.demo.run import VARIANTS
 from calipers.numerics import formats
 
@@ -62,9 +61,7 @@ def test_what_contributors_are_walked_through() -> None:
 
 
 @having("calipers", lambda document: commands(document, "calipers"), SLOW)
-def test_commands_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "CALIBRATION_SAMPLES", 32)
-    monkeypatch.setattr(demo, "EVALUATION_SAMPLES", 24)
+def test_commands_run(document: Path, tmp_path: Path) -> None:
     for line in commands(document, "calipers"):
         done = run(*shlex.split(line)[1:], cwd=tmp_path)
         assert done.returncode == 0, f"{line}: {done.stderr}"
