@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from calipers import GPTQModifier, oneshot
 from calipers.calibration import sequential
 from calipers.calibration.activation_cache import ActivationCache, Budget, ResumePoints
-from calipers.calibration.residuals import traced
 from calipers.errors import CalipersWarning
+from calipers.topology.tracing import traced
 
 WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 8, "observer": "memoryless_minmax"}
 BATCHES, LAYERS, LINEARS = 3, 2, 7

@@ -48,12 +48,13 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
-from calipers.calibration.sequential import decoder_layers, run_sequential
+from calipers.calibration.sequential import run_sequential
 from calipers.engine.driver import Solution
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
 from calipers.steps import IMatrixGatherer
+from calipers.topology.layers import decoder_layers
 
 KINDS = ["llama", "qwen2", "mistral", "gemma3", "mixtral", "qwen2_moe"]
 W8A8 = """

@@ -14,7 +14,8 @@ import rank_jobs
 import rank_processes
 import torch
 
-from calipers.runtime.ranks import _SIGNS, Ranks
+from calipers.runtime.distributed import DEFAULT_TIMEOUT, SIGNS, SILENCE
+from calipers.runtime.ranks import SingleProcess
 
 WORLD = 3
 ORDER_FREE = list(rank_jobs.RECIPES)
@@ -187,7 +188,7 @@ class TestWork:
         def parts(costs: list[int]) -> list[list[int]]:
             found = []
             for rank in range(3):
-                ranks = Ranks()
+                ranks = SingleProcess()
                 ranks.rank, ranks.world_size = rank, 3
                 found.append(ranks.my_part(range(len(costs)), costs.__getitem__))
             return found
@@ -289,10 +290,9 @@ class TestDeath:
             assert found["calls"] < rank_failures.MANY
 
     def test_is_noticed_within_a_minute(self) -> None:
-        ranks = Ranks()
-        looks = ranks.silence / _SIGNS  # of the thread that looks, and of the process that asks
-        assert ranks.silence + 2 * looks < timedelta(minutes=1)
-        assert ranks.timeout > ranks.silence  # who has not come yet may be at other work
+        looks = SILENCE / SIGNS  # of the thread that looks, and of the process that asks
+        assert SILENCE + 2 * looks < timedelta(minutes=1)
+        assert DEFAULT_TIMEOUT > SILENCE  # who has not come yet may be at other work
 
     @pytest.mark.slow
     def test_that_no_test_expects_is_told_with_its_reason(self, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""What goes through the modules of a layer, and where it adds outputs to what it carries along."""
+"""What a run of a layer shows: the order of its modules, shared inputs, residual connections."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calipers.numerics.tensors import first_tensor, tensor_version
+from calipers.topology.names import without_expert_number
 
 
 class TracedTensor(NamedTuple):
@@ -106,3 +108,52 @@ def _are_equal(this: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same tokens, in whatever shape."""
     alike = this.shape[-1:] == other.shape[-1:] and this.numel() == other.numel()
     return alike and torch.equal(this, other.reshape(this.shape))
+
+
+class Stage(NamedTuple):
+    """Modules of a layer that work side by side.
+
+    :param calls: how often they are called for a batch, in all; None where that differs
+    :param residuals: module → the one whose input is added to its output
+    """
+
+    names: list[str]
+    calls: int | None
+    residuals: dict[str, str] = {}  # noqa: RUF012  a tuple never changes
+
+
+def stages_of(calls: Sequence[tuple[str, int]], names: Sequence[str]) -> list[Stage]:
+    """Put modules in the order of their work; those with the same input stand together.
+
+    So do the same projections of all experts, which do not see each other's results. Modules that
+    were not called come with the last.
+
+    :param calls: module and input of each call, in order
+
+    >>> calls = [("0.q_proj", 1), ("0.k_proj", 1), ("0.experts.0.up_proj", 2),
+    ...          ("0.experts.0.down_proj", 3), ("0.experts.1.up_proj", 4)]
+    >>> names = [*dict(calls), "0.experts.1.down_proj", "0.self_attn"]
+    >>> for stage in stages_of(calls, names):
+    ...     print(*stage.names, stage.calls)
+    0.q_proj 0.k_proj 2
+    0.experts.0.up_proj 0.experts.1.up_proj None
+    0.experts.0.down_proj 0.experts.1.down_proj 0.self_attn None
+    """
+    by_input: dict[int, int] = {}
+    by_kind: dict[str, int] = {}
+    for name, tensor in calls:
+        stage = by_input.get(tensor, by_kind.get(without_expert_number(name)))
+        stage = len(set(by_kind.values())) if stage is None else stage
+        by_input[tensor] = stage
+        by_kind.setdefault(without_expert_number(name), stage)
+    last = max(by_kind.values(), default=0)
+    stages: list[list[str]] = [[] for _ in range(last + 1)]
+    for name in names:
+        stages[by_kind.get(without_expert_number(name), last)].append(name)
+    counts = Counter(name for name, _ in calls)
+    return [Stage(found, _number_of_calls(found, counts)) for found in stages if found]
+
+
+def _number_of_calls(names: Sequence[str], counts: Mapping[str, int]) -> int | None:
+    fixed = all(counts[name] and without_expert_number(name) == name for name in names)
+    return sum(counts[name] for name in names) if fixed else None

@@ -9,8 +9,8 @@ import torch
 from models import random_model
 from transformers import Gemma2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, OPTConfig
 
-from calipers.calibration.residuals import residuals_of, traced
-from calipers.calibration.sequential import decoder_layers
+from calipers.topology.layers import decoder_layers
+from calipers.topology.tracing import residuals_of, traced
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
