@@ -9,7 +9,7 @@ import pytest
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs
-from engines import NATIVE_ENGINES
+from engines import FAST_ENGINES, with_engines
 from torch import Tensor
 
 from calipers.kernels.channels import summarize_channels
@@ -33,7 +33,6 @@ SYMMETRIC = Format.of(QuantizationArgs(num_bits=4))
 INT2 = Format.of(QuantizationArgs(num_bits=2, symmetric=False))
 SHAPES = [(3, 8), (1, 8), (3, 1), (1, 1)]
 STORABLE = torch.arange(1.0, 65.0) / 64
-ENGINES = ("torch", *NATIVE_ENGINES[-1:])
 
 
 def as_pieces(matrix: Tensor) -> Tensor:
@@ -204,9 +203,7 @@ def tensors_in(found: Any) -> Iterator[Tensor]:
             yield torch.as_tensor(each)
 
 
-@pytest.mark.parametrize("engine", ENGINES, indirect=True)
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("call", CALLS)
+@with_engines("call, memory", [*CALLS], [*MEMORIES], engines=FAST_ENGINES)
 def test_inputs_stay_as_they_are_wherever_they_lie(call: str, memory: str) -> None:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
