@@ -14,7 +14,6 @@ from compressed_tensors.base import QUANTIZATION_METHOD
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 
-from calipers.calibration.experts import unfuse_experts
 from calipers.checkpoint.compatibility import LoadingProblem, loading_problems
 from calipers.checkpoint.groups import group_of
 from calipers.checkpoint.names import stored_module_names
@@ -25,6 +24,7 @@ from calipers.errors import (
     ModelRunError,
     TensorValueError,
 )
+from calipers.topology.unfusing import unfuse_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
