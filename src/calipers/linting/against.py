@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,21 +14,17 @@ from torch import Tensor
 
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
+from calipers.checkpoint.quantized_weight import QuantizedWeight
+from calipers.checkpoint.stored_module import StoredModule
 from calipers.errors import ConfigurationError, cannot_load
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 from calipers.kernels.extrema import extrema
 from calipers.kernels.quantize import quantization_errors
-from calipers.linting.dequantizing import StoredWeight, tile_rows
-from calipers.linting.modules import StoredModule
 from calipers.linting.results import Finding
 from calipers.numerics.layout import Layout, has_global_scale, strategy_name
 from calipers.numerics.qparams import safe_qparams
 
-_TIMES = 3.0
-"""So many times the error of scales from extrema is far too much."""
-_ROUNDINGS = 2.0**-8
-"""What storing weights and scales in 16 bits may add to an error."""
 _OTHER = "Give the model that the checkpoint was made from."
 
 
@@ -71,7 +67,7 @@ class Original:
             found = next((self.tensors[name] for name in names), None)
         return found
 
-    def unlike(self, modules: list[StoredModule]) -> Iterator[Finding]:
+    def unlike(self, modules: Iterable[StoredModule]) -> Iterator[Finding]:
         """Find weights that the original does not have, or has in another shape."""
         for module in modules:
             shape = module.shape if module.weights is not None else None
@@ -95,30 +91,15 @@ class Original:
             return None
         if stored.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return None
-        return _loss(StoredWeight.of(module), stored.map())
+        return _loss(QuantizedWeight.of(module), stored.map())
 
 
-def check_original(module: StoredModule, loss: Loss) -> Iterator[Finding]:
-    """Find a weight that has lost far more than its format costs."""
-    if loss.error <= _TIMES * loss.usual + _ROUNDINGS:
-        return
-    problem = (
-        f"differs from the original by {loss.error:.1%} of its norm; scales from its extrema "
-        f"would give {loss.usual:.1%}"
-    )
-    hint = (
-        "Its codes or scales are damaged or belong to another weight, unless its values were "
-        "changed on purpose before (smoothing, rotations, training)."
-    )
-    yield Finding("error", "error-high", module.name, problem, hint)
-
-
-def _loss(weight: StoredWeight, original: Tensor) -> Loss:
+def _loss(weight: QuantizedWeight, original: Tensor) -> Loss:
     """Go through the rows of a weight, some at a time."""
     lost, usual, whole = 0.0, 0.0, 0.0
     args = weight.args
     extremes = _extrema_of_all(original) if strategy_name(args) == "tensor" else None
-    for rows in tile_rows(weight):
+    for rows in weight.tiles():
         part = original[rows]
         values = weight.rows(rows).float()
         as_floats = part.float()

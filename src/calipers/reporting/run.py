@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from calipers.advice import Advice
 from calipers.checkpoint.location import check_location
+from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import (
     CalipersError,
     ConfigurationError,
@@ -17,9 +19,8 @@ from calipers.errors import (
 )
 from calipers.files.output_file import check_output_file, output_file
 from calipers.kernels.threads import kernels_only
-from calipers.linting import lint
+from calipers.linting.lint import lint_checkpoint
 from calipers.measurements import Measurements
-from calipers.reporting.checkpoints import CheckpointFolder
 from calipers.reporting.content import Content, gather
 from calipers.reporting.measured import Measured
 from calipers.reporting.outside import (
@@ -104,16 +105,16 @@ def report(
         target = check_output_file(output_file, overwrite, inputs)
     model, missing = _source(source, folders, trust_remote_code)
     seen = _seen(measurements)
-    read = _read_folders(folders)
+    opened = _opened(folders)
     with kernels_only():
         content = gather(
-            read,
+            opened,
             _measured(seen, model, missing),
             model,
             evaluation=_evaluation(evaluation),
             predictions=_predictions(advice),
             sufficiency=_sufficiency(sufficiency, seen),
-            findings=_findings(findings, read),
+            findings=_findings(findings, opened),
             missing=missing,
         )
     made = Report(content)
@@ -129,13 +130,15 @@ def _paths(checkpoints: PathLike | Sequence[PathLike]) -> list[str]:
     return [os.fspath(each) for each in given]
 
 
-def _read_folders(paths: Sequence[str]) -> list[CheckpointFolder]:
-    """Read checkpoints; those of equal names are told apart by their numbers."""
-    found: list[CheckpointFolder] = []
+def _opened(paths: Sequence[str]) -> list[QuantizedCheckpoint]:
+    """Open checkpoints; those of equal names are told apart by their numbers."""
+    counts: Counter[str] = Counter()
+    found = []
     for path in paths:
-        folder = CheckpointFolder.read(path)
-        alike = sum(each.folder.resolve().name == folder.name for each in found)
-        found.append(replace(folder, name=f"{folder.name} ({alike + 1})") if alike else folder)
+        name = os.path.basename(os.path.realpath(path))
+        counts[name] += 1
+        told = name if counts[name] == 1 else f"{name} ({counts[name]})"
+        found.append(QuantizedCheckpoint.open(path, name=told))
     return found
 
 
@@ -178,11 +181,13 @@ def _seen(given: Measurements | PathLike | None) -> Measurements | None:
 
 
 def _findings(
-    given: Mapping[str, Iterable[FindingLike]] | None, folders: Sequence[CheckpointFolder]
+    given: Mapping[str, Iterable[FindingLike]] | None, checkpoints: Sequence[QuantizedCheckpoint]
 ) -> dict[str, list[Finding]]:
     """Return what was found wrong with each checkpoint; look for it where nobody has."""
     found: Mapping[str, Iterable[FindingLike]]
-    found = {each.name: lint(each.folder).findings for each in folders} if given is None else given
+    found = given or {}
+    if given is None:
+        found = {each.name: lint_checkpoint(each).findings for each in checkpoints}
     return {name: [Finding.of(each) for each in of_one] for name, of_one in found.items()}
 
 

@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressed_tensors.compressors import BaseCompressor
 from torch import Tensor
 
 from calipers.checkpoint.headers import stored_tensors
@@ -17,10 +16,9 @@ from calipers.checkpoint.state import offloaded_tensors
 from calipers.checkpoint.stored_weights import StoredWeights
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
-from calipers.errors import CalipersError, MeasurementsError, damaged_file, library_errors
+from calipers.errors import MeasurementsError, damaged_file
 from calipers.kernels.moments import sum_of_squares
 from calipers.measurements import Measurements
-from calipers.reporting.checkpoints import CheckpointFolder
 
 
 @dataclass(frozen=True)
@@ -83,24 +81,6 @@ class Loss:
 
     weight: float
     output: float | None = None
-
-
-def stored_weight(folder: CheckpointFolder, module: str) -> Tensor | None:
-    """Return the weight of a module as whoever loads the checkpoint computes with it."""
-    scheme, parts = folder.schemes.get(module), folder.parts.get(module, {})
-    if scheme is None or scheme.weights is None:
-        return folder.tensor(module, "weight")
-    if not folder.is_sound(module):
-        return None
-    form = scheme.format or folder.form
-    state = {local: tensor.read() for local, tensor in parts.items()}
-    try:
-        with library_errors(lambda words: damaged_file(folder.folder, f"'{module}': {words}")):
-            compressor = BaseCompressor.get_value_from_registry(str(getattr(form, "value", form)))
-            found: Tensor | None = compressor.decompress(state, scheme).get("weight")
-            return found
-    except CalipersError:  # a format that only others read
-        return None
 
 
 def loss_of(
