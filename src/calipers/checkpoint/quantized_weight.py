@@ -120,17 +120,6 @@ class QuantizedWeight:
         return unpacked
 
 
-def loaded_weight(module: StoredModule) -> Tensor | None:
-    """Return the weight of a module as whoever loads the checkpoint computes with it.
-
-    None where it has none, and where its tensors do not fit each other.
-    """
-    if module.weights is None:
-        return module.read("weight")
-    is_matrix = module.is_sound and len(module.shape or ()) == 2
-    return QuantizedWeight.of(module).dequantized() if is_matrix else None
-
-
 def _by_order(values: Tensor, scale: Tensor, zero_point: Tensor | None, order: Tensor) -> Tensor:
     """Dequantize columns whose groups are given one by one."""
     groups = order.long().clamp(0, scale.shape[-1] - 1)

@@ -55,11 +55,9 @@ def _takes_signed_scales(args: QuantizationArgs | None) -> bool:
 
 
 def _parameters(module: StoredModule, kinds: tuple[str, ...]) -> Iterator[tuple[str, StoredTensor]]:
-    for side in SIDES:
-        for kind in kinds:
-            local = f"{side}_{kind}"
-            if local in module.tensors:
-                yield local, module.tensors[local]
+    for local in (f"{side}_{kind}" for side in SIDES for kind in kinds):
+        if local in module.tensors:
+            yield local, module.tensors[local]
 
 
 def _kinds(scale: Tensor) -> _Kinds:

@@ -9,14 +9,13 @@ from statistics import median
 from typing import Any, Literal
 
 from calipers.checkpoint.quantized import QuantizedCheckpoint
-from calipers.checkpoint.quantized_weight import loaded_weight
 from calipers.judging.costs import COSTLY, ModuleCosts
 from calipers.reporting.labels import scheme_label
 from calipers.reporting.measured import Measured, MeasuredInput, energies_of
 from calipers.reporting.names import Position
 from calipers.reporting.outside import number, numbers_of
 from calipers.reporting.ranges import ChosenRange
-from calipers.reporting.source import SourceModel, loss_of
+from calipers.reporting.source import SourceModel, loss_of, stored_weight
 
 Verdict = Literal["hurts", "watch", "fine", "unseen", "unknown", "float"]
 
@@ -80,42 +79,42 @@ def decibels(error: float | None) -> float | None:
 
 
 def facts_of(
-    checkpoint: QuantizedCheckpoint, measured: Measured, source: SourceModel | None
+    folder: QuantizedCheckpoint, measured: Measured, source: SourceModel | None
 ) -> tuple[ModuleFacts, ...]:
     """Gather what is known of the modules that are quantized, or were measured."""
     inputs = measured.by_module()
-    measured_too = (name for name in inputs if name in checkpoint.modules)
-    names = dict.fromkeys([*checkpoint.quantized, *measured_too])
-    tokens = numbers_of(_object(checkpoint.notes.get("coverage")).get("tokens"))
+    measured_too = (name for name in inputs if name in folder.modules)
+    names = dict.fromkeys([*folder.quantized, *measured_too])
+    tokens = numbers_of(_object(folder.notes.get("coverage")).get("tokens"))
     found = []
     for name in sorted(names, key=_order):
         seen = inputs.get(name)
         count = tokens.get(name, None if seen is None else seen.tokens)
-        module = checkpoint.modules[name]
+        module = folder.modules[name]
         weights = math.prod(module.weight_shape or [0])
         row = ModuleFacts(
             name,
-            scheme_label(module.scheme if name in checkpoint.quantized else None),
+            scheme_label(module.scheme if name in folder.quantized else None),
             bits=module.size * 8 / weights if weights else None,
             size=module.size,
             tokens=None if count is None else int(count),
         )
-        found.append(_with_errors(row, checkpoint, measured, seen, source))
+        found.append(_with_errors(row, folder, measured, seen, source))
     return tuple(found)
 
 
 def _with_errors(
     row: ModuleFacts,
-    checkpoint: QuantizedCheckpoint,
+    folder: QuantizedCheckpoint,
     measured: Measured,
     seen: MeasuredInput | None,
     source: SourceModel | None,
 ) -> ModuleFacts:
     """Take errors from the notes of the checkpoint, or work them out."""
-    if row.name not in checkpoint.quantized:
+    if row.name not in folder.quantized:
         return replace(row, verdict="float")
-    errors = numbers_of(checkpoint.notes.get("weight_errors"))
-    costs = _object(_object(checkpoint.notes.get("costs")).get(row.name))
+    errors = numbers_of(folder.notes.get("weight_errors"))
+    costs = _object(_object(folder.notes.get("costs")).get(row.name))
     row = replace(
         row,
         weight_error=errors.get(row.name),
@@ -125,7 +124,7 @@ def _with_errors(
     )
     if source is None or (row.weight_error is not None and row.by_weight is not None):
         return row
-    before, after = source.weight(row.name), loaded_weight(checkpoint.modules[row.name])
+    before, after = source.weight(row.name), stored_weight(folder.modules[row.name])
     if before is None or after is None:
         return row
     energies = None if seen is None else energies_of(seen)

@@ -103,9 +103,9 @@ def report(
         inputs |= {"measurements": measurements, "source": source}
         inputs |= {"evaluation": evaluation, "advice": advice}
         target = check_output_file(output_file, overwrite, inputs)
-    model, missing = _source(source, folders, trust_remote_code)
-    seen = _seen(measurements)
     opened = _opened(folders)
+    model, missing = _source(source, opened[0], trust_remote_code)
+    seen = _seen(measurements)
     with kernels_only():
         content = gather(
             opened,
@@ -143,9 +143,9 @@ def _opened(paths: Sequence[str]) -> list[QuantizedCheckpoint]:
 
 
 def _source(
-    source: PathLike | None, folders: Sequence[str], trust_remote_code: bool
+    source: PathLike | None, checkpoint: QuantizedCheckpoint, trust_remote_code: bool
 ) -> tuple[SourceModel | None, list[str]]:
-    """Open the source, or say why it is not shown."""
+    """Open the source, by default the one that a config names, or say why it is not shown."""
     if source is not None:
         if not os.path.exists(source):
             check_location(os.fspath(source))
@@ -155,23 +155,13 @@ def _source(
                 hint="Give the folder of the model that the checkpoints were made from.",
             )
         return SourceModel.open(source, trust_remote_code=trust_remote_code), []
-    named = _named_source(folders[0])
-    if named is not None:
+    named = checkpoint.config.get("_name_or_path")
+    if isinstance(named, str) and named and (Path(named) / "config.json").is_file():
         try:
             return SourceModel.open(named), []
         except CalipersError:
             pass  # what a config names may have become anything
     return None, ["Distributions of weights, since the source model is not at hand"]
-
-
-def _named_source(folder: str) -> str | None:
-    """Return the folder that the config of a checkpoint says it came from, if it is at hand."""
-    from calipers.files.json_files import read_json_object
-
-    config = Path(folder) / "config.json"
-    named = read_json_object(config).get("_name_or_path") if config.is_file() else None
-    is_there = isinstance(named, str) and bool(named) and (Path(named) / "config.json").is_file()
-    return str(named) if is_there else None
 
 
 def _seen(given: Measurements | PathLike | None) -> Measurements | None:

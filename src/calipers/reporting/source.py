@@ -11,8 +11,10 @@ from torch import Tensor
 
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
+from calipers.checkpoint.quantized_weight import QuantizedWeight
 from calipers.checkpoint.reader import load_skeleton, refuse_quantized
 from calipers.checkpoint.state import offloaded_tensors
+from calipers.checkpoint.stored_module import StoredModule
 from calipers.checkpoint.stored_weights import StoredWeights
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
@@ -81,6 +83,14 @@ class Loss:
 
     weight: float
     output: float | None = None
+
+
+def stored_weight(module: StoredModule) -> Tensor | None:
+    """Return the weight of a module as whoever loads the checkpoint computes with it."""
+    if module.weights is None:
+        return module.read("weight")
+    is_matrix = module.is_sound and len(module.shape or ()) == 2
+    return QuantizedWeight.of(module).dequantized() if is_matrix else None
 
 
 def loss_of(
