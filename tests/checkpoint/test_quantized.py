@@ -67,5 +67,5 @@ def test_groups_that_overlap(order: list[str], tmp_path: Path) -> None:
     assert {each.name: each.scheme.split()[0] for each in found.weights} == labels
     (facts,) = calipers.report(folder).content.checkpoints
     assert {row.name: row.scheme.split()[0] for row in facts.modules} == labels
-    shown = describe_checkpoint(folder).weights
+    shown = describe_checkpoint(folder).checkpoint.weights
     assert {name: each.weights.num_bits for name, each in shown.items()} == expected  # type: ignore[union-attr]

@@ -12,7 +12,6 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.checkpoint.folder_contents import NOTES
 from calipers.checkpoint.quantized import QuantizedCheckpoint
-from calipers.checkpoint.stored_module import StoredModule
 from calipers.errors import ModelLoadError, damaged_file
 from calipers.judging.costs import ModuleCosts
 from calipers.judging.losses import ModuleLoss, loss_grid, module_losses
@@ -27,20 +26,15 @@ class CheckpointDescription:
     :param calipers: the version that wrote it
     :param model: the class of the model
     :param schemes: how tensors are quantized, a row for each kind
-    :param weights: the modules whose weights are quantized
-    :param size: bytes of all tensors
-    :param bits_per_weight: what a quantized weight takes, scales included
     :param pipeline: how data ran, or where what was known of it came from
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param costs: module → what its static activations and its output lose, where data ran
     """
 
+    checkpoint: QuantizedCheckpoint
     calipers: str
     model: str
     schemes: tuple[dict[str, str], ...]
-    weights: Mapping[str, StoredModule]
-    size: int
-    bits_per_weight: float | None
     pipeline: str
     samples: int
     tokens: int
@@ -57,9 +51,9 @@ class CheckpointDescription:
             "calipers": self.calipers,
             "model": self.model,
             "schemes": list(self.schemes),
-            "modules": len(self.weights),
-            "size": self.size,
-            "bits_per_weight": self.bits_per_weight,
+            "modules": len(self.checkpoint.weights),
+            "size": self.checkpoint.size,
+            "bits_per_weight": self.checkpoint.bits_per_weight,
             "pipeline": self.pipeline,
             "samples": self.samples,
             "tokens": self.tokens,
@@ -84,14 +78,15 @@ def describe_checkpoint(folder: Path) -> CheckpointDescription:
         if noted is not None and module.noted_shape is None:
             problem = f"'{module.name}.weight_shape' does not hold the shape of a weight"
             raise damaged_file(noted.file, problem)
-    errors = _errors(notes.get("weight_errors"), file)
+    errors = notes.get("weight_errors")
+    if not isinstance(errors, dict) or not all(map(_is_error, errors.values())):
+        raise damaged_file(file, "'weight_errors' must be the finite errors of modules")
+    classes = checkpoint.config.get("architectures")
     return CheckpointDescription(
+        checkpoint,
         calipers=_text(notes.get("calipers"), file, "calipers"),
-        model=_first_text(checkpoint.config.get("architectures")),
+        model=str(classes[0]) if isinstance(classes, list) and classes else "?",
         schemes=tuple(_schemes(checkpoint)),
-        weights=weights,
-        size=checkpoint.size,
-        bits_per_weight=checkpoint.bits_per_weight,
         pipeline=_text(notes.get("pipeline"), file, "pipeline"),
         samples=_number(notes.get("samples"), file, "samples"),
         tokens=_number(notes.get("tokens"), file, "tokens"),
@@ -106,10 +101,6 @@ def _text(found: object, file: Path, key: str) -> str:
     return found
 
 
-def _first_text(found: object) -> str:
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else "?"
-
-
 def _number(found: object, file: Path, key: str) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise damaged_file(file, f"'{key}' must be a whole number, got {found!r}")
@@ -119,12 +110,6 @@ def _number(found: object, file: Path, key: str) -> int:
 def _is_error(found: object) -> bool:
     is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
     return is_number and math.isfinite(found) and found >= 0  # type: ignore[arg-type, operator]
-
-
-def _errors(found: object, file: Path) -> dict[str, float]:
-    if not isinstance(found, dict) or not all(map(_is_error, found.values())):
-        raise damaged_file(file, "'weight_errors' must be the finite errors of modules")
-    return found
 
 
 def recorded_costs(checkpoint: QuantizedCheckpoint) -> dict[str, ModuleCosts]:

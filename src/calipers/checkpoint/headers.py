@@ -35,29 +35,30 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     or lost is noticed before anything is loaded.
     """
     defects: list[IndexDefect] = []
-    found = readable_tensors(folder, defects)
-    for defect in defects:
-        raise damaged_file(folder / INDEX, f"'{defect.name}' {defect.problem}")
-    return found
+    tensors = readable_tensors(folder, defects)
+    if defects:
+        _, name, problem = defects[0]
+        raise damaged_file(folder / INDEX, f"'{name}' {problem}")
+    return tensors
 
 
 def readable_tensors(folder: Path, defects: list[IndexDefect]) -> dict[str, StoredTensor]:
-    """Return the tensors of those files that are there; what is wrong with the index is noted."""
+    """Return the tensors of the files that can be read, and collect the defects of the index."""
     index = _read_index(folder, defects)
     single = folder / SINGLE
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in [single] if single.is_file() else dict.fromkeys(index.values()):
         for name, tensor in read_header(file).items():
-            if name in found:
-                problem = f"is in '{found[name].file.name}' and in '{file.name}'"
+            if name in tensors:
+                problem = f"is in '{tensors[name].file.name}' and in '{file.name}'"
                 defects.append(IndexDefect("double", name, problem))
-            found.setdefault(name, tensor)
+            tensors.setdefault(name, tensor)
     for name, file in index.items():
-        if name not in found or found[name].file != file:
+        if name not in tensors or tensors[name].file != file:
             place = file.relative_to(folder)
             problem = f"is not in '{place}', where the index says that it is"
             defects.append(IndexDefect("missing-tensor", name, problem))
-    return found
+    return tensors
 
 
 def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:

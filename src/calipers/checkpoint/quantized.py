@@ -147,11 +147,13 @@ class QuantizedCheckpoint:
         attention = {parent for parent, _, own in parts if own in _KEYS_OF_ATTENTION}
         file = self.folder / "config.json"
         with library_errors(lambda words: damaged_file(file, f"targets or ignore: {words}")):
-            found = {
+            modules = {
                 name: self._module(name, tensors.get(name, {}), name in attention)
                 for name in dict.fromkeys([*tensors, *sorted(attention)])
             }
-        return found if self.settings.kv_cache_scheme is None else _with_states_of_outputs(found)
+        if self.settings.kv_cache_scheme is None:
+            return modules
+        return _with_states_of_outputs(modules)
 
     @cached_property
     def quantized(self) -> dict[str, StoredModule]:
@@ -215,27 +217,27 @@ class QuantizedCheckpoint:
         return StoredModule(name, tensors, scheme, form, model_shape=shape)
 
 
-def parse_settings(found: Mapping[str, Any]) -> QuantizationConfig:
+def parse_settings(content: Mapping[str, Any]) -> QuantizationConfig:
     """Return what a ``quantization_config`` says; keys of the library and of sparsity are left out.
 
     Every version of compressed-tensors since 0.17 writes what is read here.
     """
-    known = {key: value for key, value in found.items() if key in QuantizationConfig.model_fields}
+    known = {key: value for key, value in content.items() if key in QuantizationConfig.model_fields}
     return QuantizationConfig.model_validate({"config_groups": {}, **known})
 
 
 def _read_settings(folder: Path, config: Mapping[str, Any]) -> QuantizationConfig:
     file, keys = folder / "config.json", ("quantization_config", "compression_config")
-    found = next((config[key] for key in keys if config.get(key) is not None), None)
-    if found is None:
+    content = next((config[key] for key in keys if config.get(key) is not None), None)
+    if content is None:
         raise _refused(folder, "is not quantized: its config has no quantization_config")
-    if not isinstance(found, dict):
-        raise damaged_file(file, f"'quantization_config' must be an object, got {found!r}")
-    method = found.get("quant_method", QUANTIZATION_METHOD)
+    if not isinstance(content, dict):
+        raise damaged_file(file, f"'quantization_config' must be an object, got {content!r}")
+    method = content.get("quant_method", QUANTIZATION_METHOD)
     if method != QUANTIZATION_METHOD:
         raise _refused(folder, f"is quantized in the way of '{method}', not of compressed-tensors")
     with library_errors(lambda words: damaged_file(file, f"quantization_config: {words}")):
-        settings = parse_settings(found)
+        settings = parse_settings(content)
     _check_format(folder, settings)
     return settings
 
@@ -298,11 +300,11 @@ def _with_states_of_outputs(modules: Mapping[str, StoredModule]) -> dict[str, St
         for name, module in modules.items()
         if name.rpartition(".")[2] in ("k_proj", "v_proj")
     }
-    found = {}
+    changed = {}
     for name, module in modules.items():
         elsewhere = set(projections.get(name, ()))
         for side in module.states:
             outputs = projections.get(join(name, f"{side}_proj"), ())
             elsewhere |= {local.replace("output", side) for local in outputs}
-        found[name] = replace(module, elsewhere=frozenset(elsewhere))
-    return found
+        changed[name] = replace(module, elsewhere=frozenset(elsewhere))
+    return changed

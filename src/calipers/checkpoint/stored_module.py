@@ -114,7 +114,7 @@ class StoredModule:
         return is_code or "weight_packed" in self.tensors
 
     @property
-    def is_left_alone(self) -> bool:
+    def is_unquantized(self) -> bool:
         """Whether its weight should be quantized by the config, and is not."""
         plain = "weight" in self.tensors and not self.stores_codes
         return self.weights is not None and plain and "weight_scale" not in self.tensors
@@ -182,7 +182,7 @@ class StoredModule:
     @cached_property
     def defects(self) -> tuple[TensorDefect, ...]:
         """Those tensors that it should have, and has not, or in another dtype or shape."""
-        return () if self.is_left_alone else tuple(self._defects())
+        return () if self.is_unquantized else tuple(self._defects())
 
     def _defects(self) -> Iterator[TensorDefect]:
         for expected in self.expected:
@@ -198,7 +198,7 @@ class StoredModule:
     @property
     def is_sound(self) -> bool:
         """Whether the tensors of a quantized weight are there, and fit each other."""
-        if self.weights is None or self.is_left_alone or self.contradicts_noted_shape:
+        if self.weights is None or self.is_unquantized or self.contradicts_noted_shape:
             return False
         if self.indivisible_by is not None:
             return False

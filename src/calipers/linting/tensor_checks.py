@@ -20,7 +20,7 @@ def check_quantized(module: StoredModule) -> Iterator[Finding]:
         problem = "is stored quantized, and the config ignores it or does not mean it"
         hint = "Readers take its codes for weights: correct 'ignore' and 'targets' of the config."
         yield Finding("error", "ignored-quantized", module.name, problem, hint)
-    elif module.is_left_alone:
+    elif module.is_unquantized:
         problem = "is meant to be quantized by the config, and its weight is not"
         hint = "Add it to 'ignore' of the config, or quantize it."
         yield Finding("error", "not-quantized", module.name, problem, hint)
@@ -107,7 +107,7 @@ def _group_that_fits(scales: tuple[int, ...], shape: tuple[int, ...]) -> int | N
 
 def check_noted_shape(module: StoredModule) -> Iterator[Finding]:
     """Find a ``weight_shape`` that is not the shape of the weight."""
-    if module.contradicts_noted_shape and not module.is_left_alone:
+    if module.contradicts_noted_shape and not module.is_unquantized:
         problem = f"holds {module.noted_shape}, and the weight has the shape {module.model_shape}"
         if module.noted_shape is None:
             problem = "does not hold the shape of a weight"
@@ -117,7 +117,7 @@ def check_noted_shape(module: StoredModule) -> Iterator[Finding]:
 def check_groups(module: StoredModule) -> Iterator[Finding]:
     """Find groups that do not fill a row."""
     width, shape = module.indivisible_by, module.shape
-    if width is not None and shape is not None and not module.is_left_alone:
+    if width is not None and shape is not None and not module.is_unquantized:
         problem = f"has a group_size of {width}, which does not divide its {shape[-1]} columns"
         yield Finding("error", "config-group-size", module.name, problem, _CONFIG)
 
