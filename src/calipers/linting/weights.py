@@ -9,7 +9,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 
 from calipers.checkpoint.stored_module import StoredModule
-from calipers.linting.against import Loss, Original
+from calipers.linting.against import Comparison, Original
 from calipers.linting.codes import CodeCounts, count_codes, grid_of, usual_saturation
 from calipers.linting.results import Finding, LintedWeight
 from calipers.numerics.layout import granularity_name
@@ -30,7 +30,7 @@ class InspectedWeight:
     """A quantized weight whose tensors are there and fit each other.
 
     :param counts: how its codes are used; None where Calipers does not know the format
-    :param loss: what it has lost; None where there is no original to compare it with
+    :param comparison: what it has lost; None where there is no original to compare it with
     """
 
     name: str
@@ -38,7 +38,7 @@ class InspectedWeight:
     form: CompressionFormat
     shape: tuple[int, ...]
     counts: CodeCounts | None = None
-    loss: Loss | None = None
+    comparison: Comparison | None = None
 
     @classmethod
     def of(cls, module: StoredModule, original: Original | None) -> InspectedWeight:
@@ -51,12 +51,12 @@ class InspectedWeight:
         if grid_of(args) is None:
             return cls(module.name, args, form, shape)
         counts = count_codes(codes.map(), form, args, shape)
-        loss = None if original is None else original.loss_of(module)
-        return cls(module.name, args, form, shape, counts, loss)
+        comparison = None if original is None else original.compare(module)
+        return cls(module.name, args, form, shape, counts, comparison)
 
     def summary(self) -> LintedWeight:
         """Return what the result of lint tells of it."""
-        counts, loss = self.counts, self.loss
+        counts, comparison = self.counts, self.comparison
         return LintedWeight(
             self.name,
             f"{QuantizationType(self.args.type).value}{self.args.num_bits} "
@@ -65,8 +65,8 @@ class InspectedWeight:
             codes_used=None if counts is None else counts.used,
             codes=None if counts is None else counts.available,
             saturated=None if counts is None else counts.saturated,
-            error=None if loss is None else loss.error,
-            usual_error=None if loss is None else loss.usual,
+            error=None if comparison is None else comparison.stored.error,
+            usual_error=None if comparison is None else comparison.usual.error,
         )
 
 
@@ -99,12 +99,14 @@ def check_codes(weight: InspectedWeight) -> Iterator[Finding]:
 
 def check_original(weight: InspectedWeight) -> Iterator[Finding]:
     """Find a weight that has lost far more than its format costs."""
-    loss = weight.loss
-    if loss is None or loss.error <= _TIMES * loss.usual + _ROUNDINGS:
+    if weight.comparison is None:
+        return
+    error, usual = weight.comparison.stored.error, weight.comparison.usual.error
+    if error <= _TIMES * usual + _ROUNDINGS:
         return
     problem = (
-        f"differs from the original by {loss.error:.1%} of its norm; scales from its extrema "
-        f"would give {loss.usual:.1%}"
+        f"differs from the original by {error:.1%} of its norm; scales from its extrema "
+        f"would give {usual:.1%}"
     )
     hint = (
         "Its codes or scales are damaged or belong to another weight, unless its values were "

@@ -148,7 +148,7 @@ def _checkpoint(
     source: SourceModel | None,
     findings: Iterable[Finding],
 ) -> CheckpointFacts:
-    inputs = measured.by_module()
+    inputs = measured.by_module
     chosen = chosen_ranges(checkpoint, inputs)
     rows = judged(facts_of(checkpoint, measured, source), inputs, chosen)
     limits = {name: weight_limits(module) for name, module in checkpoint.quantized.items()}

@@ -81,7 +81,9 @@ def _input(seen: MeasuredInput, checkpoints: Sequence[QuantizedCheckpoint]) -> I
     by_format = []
     if seen.values is not None and len(seen.values.values):
         for args in formats.values() or (REFERENCE,):
-            found = ranges_by_observers(seen.statistics.values(), seen.values, args)
+            found = ranges_by_observers(
+                seen.statistics.values(), seen.values, args, exact=seen.exact
+            )
             by_format.append(ObserverRanges(args_label(args), found))
     return InputDetail(
         seen.readers,
@@ -117,7 +119,7 @@ def chosen_ranges(
             continue
         zero = module.read("input_zero_point")
         zero = torch.zeros(1) if zero is None or not zero.numel() else zero
-        found[name] = range_of("this checkpoint", seen.values, args, scale, zero)
+        found[name] = range_of("this checkpoint", seen.values, args, scale, zero, exact=seen.exact)
     return found
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
-from calipers.checkpoint.quantized_weight import QuantizedWeight
 from calipers.checkpoint.reader import load_skeleton, refuse_quantized
 from calipers.checkpoint.state import offloaded_tensors
 from calipers.checkpoint.stored_module import StoredModule
@@ -19,7 +18,10 @@ from calipers.checkpoint.stored_weights import StoredWeights
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.errors import MeasurementsError, damaged_file
-from calipers.kernels.moments import sum_of_squares
+from calipers.judging.streams import Streams
+from calipers.judging.weights import WeightLoss, stored_weight_loss
+from calipers.linting.against import stored_loss
+from calipers.linting.codes import grid_of
 from calipers.measurements import Measurements
 
 
@@ -72,47 +74,13 @@ class SourceModel:
         )
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What a weight lost, found by comparing it with the one it was made from.
-
-    :param weight: ‖Q(W) − W‖ / ‖W‖
-    :param output: the relative error of the output, if E[x²] of its input is known. Errors of
-        channels count as independent of each other
-    """
-
-    weight: float
-    output: float | None = None
-
-
-def stored_weight(module: StoredModule) -> Tensor | None:
-    """Return the weight of a module as whoever loads the checkpoint computes with it."""
-    if module.weights is None:
-        return module.read("weight")
-    is_matrix = module.is_sound and len(module.shape or ()) == 2
-    return QuantizedWeight.of(module).dequantized() if is_matrix else None
-
-
-def loss_of(
-    before: Tensor, after: Tensor, energies: Tensor | None, output: float | None
-) -> Loss | None:
-    """Compare a weight with what became of it; None where they have different shapes.
-
-    :param energies: E[x²] of each channel of the input
-    :param output: E‖y‖² of the output; estimated from the weight where it was not measured
-
-    >>> import torch
-    >>> before, after = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 4.5]])
-    >>> loss_of(before, after, torch.tensor([4.0, 4.0]).double(), None)
-    Loss(weight=0.1, output=0.1)
-    """
-    if before.shape != after.shape or before.ndim != 2:
+def loss_of(module: StoredModule, original: Tensor, streams: Streams | None) -> WeightLoss | None:
+    """Compare the weight of a module with what became of it; None where that cannot be done."""
+    if module.weights is None:  # only its input is quantized
+        kept = module.read("weight")
+        if kept is None or kept.shape != original.shape:
+            return None
+        return stored_weight_loss([(original, kept)], streams)
+    if not module.is_sound or grid_of(module.weights) is None:
         return None
-    lost = sum_of_squares(after.float() - before.float()).cpu().double()
-    kept = sum_of_squares(before).cpu().double()
-    whole = float(kept.sum())
-    weight = math.sqrt(float(lost.sum()) / whole) if whole else 0.0
-    if energies is None or len(energies) != len(lost):
-        return Loss(weight)
-    energy = float((kept * energies).sum()) if output is None else output
-    return Loss(weight, math.sqrt(float((lost * energies).sum()) / energy) if energy else 0.0)
+    return stored_loss(module, original, streams)
