@@ -17,6 +17,7 @@ from torch import nn
 from calipers.checkpoint.compatibility import LoadingProblem, loading_problems
 from calipers.checkpoint.groups import group_of
 from calipers.checkpoint.names import stored_module_names
+from calipers.checkpoint.quantized import parse_settings
 from calipers.checkpoint.reader import load_model, load_skeleton
 from calipers.errors import (
     CalipersWarning,
@@ -108,7 +109,7 @@ def _quantization(config: PreTrainedConfig) -> QuantizationConfig | None:
     found = getattr(config, "quantization_config", None)
     if not isinstance(found, dict) or found.get("quant_method") != QUANTIZATION_METHOD:
         return None
-    return QuantizationConfig.model_validate(found)
+    return parse_settings(found)
 
 
 def _schemes(
