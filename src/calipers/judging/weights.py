@@ -66,7 +66,7 @@ def weight_loss(
     before: Tensor | None = None,
     sensitivity: Tensor | None = None,
 ) -> WeightLoss:
-    """Return what a weight loses; 0 for a weight of zeros. Works in tiles, without a copy.
+    """Return what a weight loses; 0 for a weight of zeros. No copy of it is made.
 
     Codes are those that a checkpoint gets, whose quotients are rounded to the dtype of the weight.
 
@@ -81,24 +81,85 @@ def weight_loss(
     >>> weight_loss(weight, args, qparams, Streams(torch.ones(3).double(), None, 1.0)).output
     0.0625
     """
-    weight, judge = weight.detach(), _Judge(streams, sensitivity)
-    working, coded = torch.promote_types(weight.dtype, torch.float32), _coded_in(weight, qparams)
-    meant = weight if before is None else before.detach()
-    # Only errors count, which kernels find as it lies.
-    is_plain = streams is None and before is None and sensitivity is None
-    at_once = weight.numel() if is_plain else _AT_ONCE
-    for tile, wanted, scale, zero_point in _tiles(weight, meant, args, qparams, at_once):
-        if is_plain:
-            errors = quantization_errors(tile, scale, zero_point, args, working=coded)
-            judge.energy += float(errors.sum())
-            continue
-        values, errors = quantize_with_error(
-            tile.to(working), scale, zero_point, args, working=coded
+    weight, pieces = weight.detach(), _Pieces.of(weight.detach(), args, qparams)
+    if before is not None or (streams is not None and streams.blocks is not None):
+        return _loss_of_rows(pieces, weight, before, streams, sensitivity)
+    # Errors of columns count by themselves, and kernels sum them up without keeping them.
+    output = None if streams is None else pieces.lost(streams.energies)
+    loss = None if sensitivity is None else pieces.lost(sensitivity) / 2
+    return WeightLoss(relative_error(pieces.lost(), _energy(weight)), output, loss)
+
+
+class _Pieces(NamedTuple):
+    """A weight cut into pieces that share a scale, as views, with what they are quantized by.
+
+    :param coded: what quotients of values and scales are rounded to when codes are packed
+    """
+
+    layout: Layout
+    pieces: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    coded: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> _Pieces:
+        layout = Layout.of("weight", args)
+        pieces, global_scale = layout.pieces(weight), qparams["global_scale"]
+        shape = pieces.shape[1:-2]
+        scale = qparams["scale"].to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+        coded = torch.promote_types(weight.dtype, qparams["scale"].dtype)
+        if global_scale is not None:  # it is divided out in its own dtype
+            scale, coded = scale / global_scale.to(weight.device), torch.float32
+        coded = torch.float32 if coded.itemsize > 4 else coded
+        zero_point = qparams["zero_point"].to(weight.device).reshape(shape)
+        return cls(layout, pieces, scale.reshape(shape), zero_point, coded)
+
+    def lost(self, energies: Tensor | None = None) -> float:
+        """Return Σ e·(q−w)², e the energy of each column; None: 1."""
+        _, pieces, scale, zero_point, coded = self
+        weights = None if energies is None else self.layout.over_columns(energies)
+        args = self.layout.args
+        errors = quantization_errors(
+            pieces, scale, zero_point, args, weights=weights, working=coded
         )
-        values -= wanted.to(working)
+        return float(errors.sum())
+
+    def tiles(self) -> Iterator[_Pieces]:
+        """Cut the pieces, some rows at a time."""
+        shape = self.scale.shape
+        along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
+        each = self.pieces.select(along, 0).numel()
+        for part in runs(self.pieces.shape[along], each, _AT_ONCE):
+            these = part if along == 1 else slice(None)
+            pieces = self.pieces.narrow(along, part.start, part.stop - part.start)
+            scale, zero_point = self.scale[these], self.zero_point[these]
+            yield self._replace(pieces=pieces, scale=scale, zero_point=zero_point)
+
+
+def _loss_of_rows(
+    pieces: _Pieces,
+    weight: Tensor,
+    before: Tensor | None,
+    streams: Streams | None,
+    sensitivity: Tensor | None,
+) -> WeightLoss:
+    """Return what a weight loses where the errors of a row count together. Works in tiles."""
+    judge, working = _Judge(streams, sensitivity), torch.promote_types(weight.dtype, torch.float32)
+    original = weight if before is None else before.detach()
+    meant = pieces._replace(pieces=pieces.layout.pieces(original.to(weight)))
+    for tile, wanted in zip(pieces.tiles(), meant.tiles(), strict=True):
+        values, errors = quantize_with_error(
+            tile.pieces.to(working),
+            tile.scale,
+            tile.zero_point,
+            pieces.layout.args,
+            working=pieces.coded,
+        )
+        values -= wanted.pieces.to(working)
         judge.energy += float(errors.sum() if before is None else values.double().square().sum())
         judge.add(_as_rows(values, weight.shape[-1]))
-    return judge.loss(_energy(meant))
+    return judge.loss(_energy(original))
 
 
 def stored_weight_loss(
@@ -144,39 +205,6 @@ def _predicted_loss(errors: Tensor, streams: Streams | None, sensitivity: Tensor
         return float((sum_of_squares(errors).cpu() * sensitivity).sum()) / 2
     gains = torch.where(streams.energies > 0, sensitivity / streams.energies, 0.0).sqrt()
     return streams.energy_through(errors * gains.to(errors)) / 2
-
-
-def _coded_in(weight: Tensor, qparams: QParamsDict) -> torch.dtype:
-    """Return what quotients of values and scales are rounded to when codes are packed."""
-    if qparams["global_scale"] is not None:
-        return torch.float32  # it is divided out in its own dtype
-    found = torch.promote_types(weight.dtype, qparams["scale"].dtype)
-    return torch.float32 if found.itemsize > 4 else found
-
-
-def _tiles(
-    weight: Tensor, meant: Tensor, args: QuantizationArgs, qparams: QParamsDict, at_once: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Cut a weight and what was meant into pieces, some rows at a time, with their parameters.
-
-    These are views. Whoever needs more digits than they have widens them: a copy of a weight in
-    float32 takes longer than its errors, which kernels find in any dtype.
-    """
-    working = torch.promote_types(weight.dtype, torch.float32)
-    layout = Layout.of("weight", args)
-    pieces, wanted = layout.pieces(weight), layout.pieces(meant.to(weight))
-    shape = pieces.shape[1:-2]
-    scale = qparams["scale"].to(weight.device, working)
-    if qparams["global_scale"] is not None:
-        scale = scale / qparams["global_scale"].to(weight.device)
-    scale, zeros = scale.reshape(shape), qparams["zero_point"].to(weight.device).reshape(shape)
-    along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
-    each = pieces.select(along, 0).numel()
-    for part in runs(pieces.shape[along], each, at_once):
-        length = part.stop - part.start
-        tile, goal = (whole.narrow(along, part.start, length) for whole in (pieces, wanted))
-        these = part if along == 1 else slice(None)
-        yield tile, goal, scale[these], zeros[these]
 
 
 def _as_rows(pieces: Tensor, columns: int) -> Tensor:
