@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize
 from compressed_tensors.quantization.lifecycle import forward as library
 from families import build, token_ids
+from pairwise import in_turns
 from reference import grid_of
 from torch import Tensor
 
@@ -114,8 +115,7 @@ def brute(x: Tensor, module: Any) -> ActivationCost:
 # Activations
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("observer", OBSERVERS)
+@pytest.mark.parametrize(("observer", "batch_size"), in_turns(OBSERVERS, [3, 1]))
 def test_costs_of_activations_are_exact(observer: str, batch_size: int) -> None:
     """Also with padding, which is no value."""
     model = massive.massive_llama(torch.bfloat16)

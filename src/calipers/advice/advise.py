@@ -20,7 +20,6 @@ from calipers.advice.candidates import (
     read_schemes,
 )
 from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, front
-from calipers.advice.groups import alike_groups
 from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
 from calipers.engine.quantize import check_complete, skeleton_for
 from calipers.errors import ConfigurationError, Option
@@ -31,6 +30,7 @@ from calipers.planning.collecting import HESSIAN
 from calipers.recipes import Recipe, load_recipe
 from calipers.recipes.changing import METHODS
 from calipers.runtime.progress import Progress
+from calipers.topology.names import groups_of_one_scheme
 
 Harm = Literal["loss", "error"]
 
@@ -202,7 +202,7 @@ def _check_size(budget: Budget, trials: Sequence[Trial], with_unquantized: bool)
             *(sum(each[name].size for name in group) for each in shapes),
             sum(shapes[0][name].as_is for name in group) if with_unquantized else math.inf,
         )
-        for group in alike_groups(shapes[0])
+        for group in groups_of_one_scheme(shapes[0])
     )
     weights = sum(each.weights for each in shapes[0].values())
     if least > budget.as_bytes(weights):
@@ -213,7 +213,7 @@ def _advice(
     candidates: Sequence[Candidate], rows: Sequence[Sequence[Prediction]], budget: Budget | None
 ) -> Advice:
     names = [each.module for each in rows[0]]
-    groups = alike_groups(names)
+    groups = groups_of_one_scheme(names)
     harm = _kind_of_harm(rows, budget)
     options = _options(rows, groups, harm)
     weights = sum(each.weights for each in rows[0])

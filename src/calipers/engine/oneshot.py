@@ -43,9 +43,9 @@ from calipers.options import (
 from calipers.planning.plan import Plan
 from calipers.recipes import Recipe, load_changed_recipe
 from calipers.recipes.compiling import plan_for
+from calipers.runtime.joining import joined_ranks
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,7 +141,7 @@ def oneshot(
         output=output,
     )
     _check(options)
-    with Ranks(options.calibration.timeout) as ranks:
+    with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _OneshotJob(options, ranks, Progress.of(wanted))
         parsed = job.read(model, recipe, dataset)

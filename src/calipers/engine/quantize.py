@@ -61,7 +61,7 @@ from calipers.recipes import Recipe, load_changed_recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.launch import find_launch
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
+from calipers.runtime.ranks import SingleProcess
 from calipers.steps.feedback import CurvatureCache
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _planned(
         raise _no_measurements(needing)
     known = Measurements() if seen is None else derived_measurements(plan, seen)
     solution = Solution(plan, Coverage(on_unseen))
-    driver = StepDriver(model, known, solution, Ranks(), Progress(False), curvatures)
+    driver = StepDriver(model, known, solution, SingleProcess(), Progress(False), curvatures)
     driver.prepare(tuple(plan.names))
     names = frozenset(offloaded_tensors(model))
     freeze(model, solution.plan, Changes())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from calipers.calibration.sequential import decoder_layers
 from calipers.judging.errors import token_errors
+from calipers.topology.layers import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

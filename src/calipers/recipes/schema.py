@@ -22,6 +22,7 @@ from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document, refuse_surrogates
 from calipers.steps import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.steps.choices import check_observer, named_observers, preset_name
+from calipers.topology.names import EXPERT_PROJECTIONS
 
 MODIFIERS: Mapping[str, type[Modifier]] = {
     "QuantizationModifier": QuantizationModifier,
@@ -131,7 +132,7 @@ class Recipe(NotebookView):
     def aims_at_experts(self, experts: str) -> bool:
         """Whether a modifier means Linear layers that these experts would have, if unfused."""
         layer = torch.nn.Linear(1, 1, device="meta")
-        names = [f"{experts}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        names = [f"{experts}.0.{part}" for part in EXPERT_PROJECTIONS]
         return any(modifier.aims_at(name, layer) for modifier in self.modifiers for name in names)
 
     def __repr__(self) -> str:
