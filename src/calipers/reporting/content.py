@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from calipers.errors import counted, shortened
+from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
 from calipers.reporting.checkpoints import (
     CheckpointFolder,
@@ -26,7 +28,7 @@ from calipers.reporting.details import (
 )
 from calipers.reporting.measured import Measured
 from calipers.reporting.modules import ModuleFacts, facts_of, judged
-from calipers.reporting.outside import Evaluated, Finding, Prediction, Sufficiency, numbers_of
+from calipers.reporting.outside import Evaluated, Prediction, Sufficiency, numbers_of
 from calipers.reporting.ranges import ChosenRange
 from calipers.reporting.source import SourceModel
 
@@ -120,11 +122,15 @@ def gather(
         _checkpoint(folder, measured, source, (findings or {}).get(folder.name, ()))
         for folder in folders
     )
+    named = folders[0].config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if measured.info is not None:
+        architecture = measured.info.model
     names = dict.fromkeys(row.name for each in checkpoints for row in each.modules)
     weights = {} if source is None else {name: weight_detail(source, name) for name in names}
     return Content(
         folders[0].name if source is None else source.name,
-        _architecture(folders[0], measured),
+        architecture,
         checkpoints,
         measured.info,
         None if source is None else source.size,
@@ -136,13 +142,6 @@ def gather(
         tuple(sufficiency),
         tuple(missing),
     )
-
-
-def _architecture(folder: CheckpointFolder, measured: Measured) -> str:
-    if measured.info is not None:
-        return measured.info.model
-    named = folder.config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _checkpoint(
@@ -171,14 +170,11 @@ def _checkpoint(
 
 
 def _schemes(folder: CheckpointFolder) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for scheme in folder.schemes.values():
-        label = scheme_label(scheme)
-        found[label] = found.get(label, 0) + 1
+    counts = dict(Counter(scheme_label(scheme) for scheme in folder.schemes.values()))
     if folder.kv_cache is not None:
         label = f"keys and values {args_label(folder.kv_cache)}"
-        found[label] = sum(1 for _ in attention_modules(folder))
-    return found
+        counts[label] = sum(1 for _ in attention_modules(folder))
+    return counts
 
 
 def _bits(folder: CheckpointFolder) -> float | None:
@@ -197,7 +193,7 @@ def _own_findings(folder: CheckpointFolder, rows: Sequence[ModuleFacts]) -> Iter
         yield Finding("warning", "coverage", unseen[0], problem, hint)
     notes = folder.notes.get("notes")
     for name, told in notes.items() if isinstance(notes, Mapping) else ():
-        yield Finding("warning", "recipe", str(name), str(told))
+        yield Finding("warning", "recipe", str(name), str(told), "")
     for row in sorted(rows, key=lambda row: -(row.output_error or 0.0)):
         if row.verdict == "hurts":
             times = f", {row.times_median:.1f} times the median" if row.times_median else ""

@@ -15,20 +15,17 @@ from calipers.errors import (
     Option,
     counted,
 )
+from calipers.files.json_files import read_json_object
 from calipers.files.output_file import check_output_file, output_file
 from calipers.kernels.threads import kernels_only
-from calipers.linting import lint
+from calipers.linting import Finding, lint
 from calipers.measurements import Measurements
 from calipers.reporting.checkpoints import CheckpointFolder
 from calipers.reporting.content import Content, gather
 from calipers.reporting.measured import Measured
 from calipers.reporting.outside import (
-    Evaluated,
-    Finding,
-    FindingLike,
     Prediction,
     Sufficiency,
-    SufficiencyLike,
     read_advice,
     read_evaluation,
 )
@@ -75,8 +72,8 @@ def report(
     source: PathLike | None = None,
     evaluation: PathLike | None = None,
     advice: Advice | PathLike | Sequence[Prediction] | None = None,
-    findings: Mapping[str, Iterable[FindingLike]] | None = None,
-    sufficiency: Iterable[SufficiencyLike] | None = None,
+    findings: Mapping[str, Sequence[Finding]] | None = None,
+    sufficiency: Iterable[Sufficiency] | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -95,7 +92,11 @@ def report(
     :param sufficiency: whether enough data was seen of tensors; None: what measurements tell
     :param overwrite: whether a file that is there may be replaced
     """
-    folders = _paths(checkpoints)
+    if isinstance(checkpoints, (str, os.PathLike)):
+        checkpoints = [checkpoints]
+    folders = [os.fspath(each) for each in checkpoints]
+    if not folders:
+        raise ConfigurationError("There is no checkpoint to report on", hint="Give one or more.")
     target = None
     if output_file is not None:
         inputs: dict[str, object] = {f"checkpoint {path}": path for path in folders}
@@ -103,30 +104,27 @@ def report(
         inputs |= {"evaluation": evaluation, "advice": advice}
         target = check_output_file(output_file, overwrite, inputs)
     model, missing = _source(source, folders, trust_remote_code)
-    seen = _seen(measurements)
+    seen = measurements
+    if seen is not None and not isinstance(seen, Measurements):
+        seen = Measurements.load(seen)
     read = _read_folders(folders)
     with kernels_only():
         content = gather(
             read,
             _measured(seen, model, missing),
             model,
-            evaluation=_evaluation(evaluation),
+            evaluation=None if evaluation is None else read_evaluation(Path(evaluation)),
             predictions=_predictions(advice),
             sufficiency=_sufficiency(sufficiency, seen),
-            findings=_findings(findings, read),
+            findings={each.name: lint(each.folder).findings for each in read}
+            if findings is None
+            else findings,
             missing=missing,
         )
     made = Report(content)
     if target is None:
         return made
     return Report(content, made.save(target, overwrite=overwrite))
-
-
-def _paths(checkpoints: PathLike | Sequence[PathLike]) -> list[str]:
-    given = [checkpoints] if isinstance(checkpoints, (str, os.PathLike)) else list(checkpoints)
-    if not given:
-        raise ConfigurationError("There is no checkpoint to report on", hint="Give one or more.")
-    return [os.fspath(each) for each in given]
 
 
 def _read_folders(paths: Sequence[str]) -> list[CheckpointFolder]:
@@ -163,35 +161,18 @@ def _source(
 
 def _named_source(folder: str) -> str | None:
     """Return the folder that the config of a checkpoint says it came from, if it is at hand."""
-    from calipers.files.json_files import read_json_object
-
     config = Path(folder) / "config.json"
     named = read_json_object(config).get("_name_or_path") if config.is_file() else None
     is_there = isinstance(named, str) and bool(named) and (Path(named) / "config.json").is_file()
     return str(named) if is_there else None
 
 
-def _seen(given: Measurements | PathLike | None) -> Measurements | None:
-    if given is None or isinstance(given, Measurements):
-        return given
-    return Measurements.load(given)
-
-
-def _findings(
-    given: Mapping[str, Iterable[FindingLike]] | None, folders: Sequence[CheckpointFolder]
-) -> dict[str, list[Finding]]:
-    """Return what was found wrong with each checkpoint; look for it where nobody has."""
-    found: Mapping[str, Iterable[FindingLike]]
-    found = {each.name: lint(each.folder).findings for each in folders} if given is None else given
-    return {name: [Finding.of(each) for each in of_one] for name, of_one in found.items()}
-
-
 def _sufficiency(
-    given: Iterable[SufficiencyLike] | None, seen: Measurements | None
+    given: Iterable[Sufficiency] | None, seen: Measurements | None
 ) -> list[Sufficiency]:
     """Return whether enough data was seen of each tensor, as far as halves of it tell."""
     if given is not None:
-        return [Sufficiency.of(each) for each in given]
+        return list(given)
     if seen is None or not seen.has_halves:
         return []
     found = seen.sufficiency()
@@ -222,10 +203,6 @@ def _measured(
             "--collect outputs): they are estimated from weights and inputs"
         )
     return measured
-
-
-def _evaluation(file: PathLike | None) -> Evaluated | None:
-    return None if file is None else read_evaluation(Path(file))
 
 
 def _predictions(
