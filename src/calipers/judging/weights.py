@@ -35,29 +35,6 @@ class WeightLoss(NamedTuple):
     loss: float | None = None
 
 
-class _Judge:
-    """Sums up what the differences of a weight cost, some rows at a time."""
-
-    def __init__(self, streams: Streams | None, sensitivity: Tensor | None = None) -> None:
-        self._streams, self._sensitivity = streams, sensitivity
-        self.energy, self._output, self._loss = 0.0, 0.0, 0.0
-
-    def add(self, differences: Tensor) -> None:
-        """Take in rows of ΔW, except for their own energy."""
-        if self._streams is not None:
-            self._output += self._streams.energy_through(differences)
-        if self._sensitivity is not None:
-            self._loss += _predicted_loss(differences, self._streams, self._sensitivity)
-
-    def loss(self, whole: float) -> WeightLoss:
-        """Return what was lost of a weight with the energy ‖W‖²."""
-        return WeightLoss(
-            relative_error(self.energy, whole),
-            None if self._streams is None else self._output,
-            None if self._sensitivity is None else self._loss,
-        )
-
-
 def weight_loss(
     weight: Tensor,
     args: QuantizationArgs,
@@ -83,7 +60,8 @@ def weight_loss(
     """
     weight, pieces = weight.detach(), _Pieces.of(weight.detach(), args, qparams)
     if before is not None or (streams is not None and streams.blocks is not None):
-        return _loss_of_rows(pieces, weight, before, streams, sensitivity)
+        differences = _differences(pieces, weight, before)
+        return _summed(differences, weight if before is None else before, streams, sensitivity)
     # Errors of columns count by themselves, and kernels sum them up without keeping them.
     output = None if streams is None else pieces.lost(streams.energies)
     loss = None if sensitivity is None else pieces.lost(sensitivity) / 2
@@ -137,17 +115,13 @@ class _Pieces(NamedTuple):
             yield self._replace(pieces=pieces, scale=scale, zero_point=zero_point)
 
 
-def _loss_of_rows(
-    pieces: _Pieces,
-    weight: Tensor,
-    before: Tensor | None,
-    streams: Streams | None,
-    sensitivity: Tensor | None,
-) -> WeightLoss:
-    """Return what a weight loses where the errors of a row count together. Works in tiles."""
-    judge, working = _Judge(streams, sensitivity), torch.promote_types(weight.dtype, torch.float32)
-    original = weight if before is None else before.detach()
-    meant = pieces._replace(pieces=pieces.layout.pieces(original.to(weight)))
+def _differences(
+    pieces: _Pieces, weight: Tensor, before: Tensor | None
+) -> Iterator[tuple[Tensor, float]]:
+    """Quantize a weight in tiles; give the rows of ΔW, and ‖ΔW‖² of each tile."""
+    working = torch.promote_types(weight.dtype, torch.float32)
+    original = weight if before is None else before.detach().to(weight)
+    meant = pieces._replace(pieces=pieces.layout.pieces(original))
     for tile, wanted in zip(pieces.tiles(), meant.tiles(), strict=True):
         values, errors = quantize_with_error(
             tile.pieces.to(working),
@@ -157,35 +131,49 @@ def _loss_of_rows(
             working=pieces.coded,
         )
         values -= wanted.pieces.to(working)
-        judge.energy += float(errors.sum() if before is None else values.double().square().sum())
-        judge.add(_as_rows(values, weight.shape[-1]))
-    return judge.loss(_energy(original))
+        energy = errors.sum() if before is None else values.double().square().sum()
+        yield _as_rows(values, weight.shape[-1]), float(energy)
 
 
 def stored_weight_loss(
-    parts: Iterable[tuple[Tensor, Tensor]], streams: Streams | None = None
+    parts: Iterable[tuple[Tensor, Tensor]], original: Tensor, streams: Streams | None = None
 ) -> WeightLoss:
-    """Return what a weight has lost in a checkpoint, from pairs of its rows: original and stored.
+    """Return what a weight has lost in a checkpoint. Infinite where something is not finite.
 
-    Infinite where something that is stored is not finite.
+    :param parts: pairs of its rows: original and stored
 
     >>> original, stored = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 4.5]])
-    >>> stored_weight_loss([(original, stored)])
+    >>> stored_weight_loss([(original, stored)], original)
     WeightLoss(error=0.1, output=None, loss=None)
     """
-    judge, whole = _Judge(streams), 0.0
-    for original, stored in parts:
-        differences = stored.float() - original.float()
-        judge.energy += _energy(differences)
-        whole += _energy(original)
-        judge.add(differences)
-    if not math.isfinite(judge.energy) or (judge.energy and not whole):
+    differences = (stored.float() - rows.float() for rows, stored in parts)
+    return _summed(((rows, _energy(rows)) for rows in differences), original, streams)
+
+
+def _summed(
+    differences: Iterable[tuple[Tensor, float]],
+    original: Tensor,
+    streams: Streams | None,
+    sensitivity: Tensor | None = None,
+) -> WeightLoss:
+    """Sum up what differences cost, which come as rows with their energy."""
+    energy = output = loss = 0.0
+    for rows, lost in differences:
+        energy += lost
+        output += 0.0 if streams is None else streams.energy_through(rows)
+        loss += 0.0 if sensitivity is None else _predicted_loss(rows, streams, sensitivity)
+    whole = _energy(original)
+    if not math.isfinite(energy) or (energy and not whole):
         return WeightLoss(math.inf)
-    return judge.loss(whole)
+    return WeightLoss(
+        relative_error(energy, whole),
+        None if streams is None else output,
+        None if sensitivity is None else loss,
+    )
 
 
 def _energy(weight: Tensor) -> float:
-    return float(sum_of_squares(weight.reshape(-1, weight.shape[-1])).sum())
+    return float(sum_of_squares(weight.detach().reshape(-1, weight.shape[-1])).sum())
 
 
 def _predicted_loss(errors: Tensor, streams: Streams | None, sensitivity: Tensor) -> float:

@@ -116,7 +116,7 @@ def stored_loss(
         return None
     weight = StoredWeight.of(module)
     pairs = ((original[rows], weight.rows(rows)) for rows in tile_rows(weight))
-    return stored_weight_loss(pairs, streams)
+    return stored_weight_loss(pairs, original, streams)
 
 
 def check_original(module: StoredModule, found: Comparison) -> Iterator[Finding]:

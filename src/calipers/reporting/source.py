@@ -85,7 +85,7 @@ def loss_of(
         kept = folder.tensor(module, "weight")
         if kept is None or kept.shape != original.shape:
             return None
-        return stored_weight_loss([(original, kept)], streams)
+        return stored_weight_loss([(original, kept)], original, streams)
     if not folder.is_sound(module) or grid_of(found.weights) is None:
         return None
     return stored_loss(found, original, streams)
