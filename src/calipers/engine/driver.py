@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.coverage import Coverage
+from calipers.engine.applying import check_changes
 from calipers.errors import CalipersWarning, shortened
 from calipers.judging.costs import ModuleCosts
 from calipers.judging.layers import judge_layer
@@ -80,16 +81,16 @@ class StepDriver:
     progress: Progress
     curvatures: CurvatureCache | None = None
 
-    def solve(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def solve(self, names: Iterable[str]) -> dict[tuple[str, str], Tensor]:
         """Solve some modules. All processes call this with the same names.
 
-        Returns the weights they compute with from then on, where later ones see their effect.
+        Returns the tensors they compute with from then on, where later ones see their effect.
         """
         names = tuple(dict.fromkeys(names))
         self.prepare(names)
         layer, changes = self.solve_prepared(names)
         self.solution.changes = self.solution.changes.joined(changes)
-        return {} if self.solution.plan.propagation == "float" else dict(_quantized(layer, changes))
+        return {} if self.solution.plan.propagation == "float" else _propagated(layer, changes)
 
     def prepare(self, names: tuple[str, ...]) -> None:
         """Settle what all processes have seen of some modules, and what becomes of the unseen."""
@@ -106,12 +107,15 @@ class StepDriver:
         changes = Changes()
         before: dict[str, Tensor] = {}
         for label, step in self.solution.plan.steps.items():
-            new = step.solve(layer.of_step(label))
-            rounded = (name for name in new.weights if (name, "weight") in new.qparams)
-            before |= {name: layer.weight(name) for name in rounded}
+            mine = layer.of_step(label)
+            new = step.solve(mine)
+            check_changes(mine, label, new)
+            rounded = (name for name, local in new.tensors if local == "weight")
+            before |= {n: layer.weight(n) for n in rounded if (n, "weight") in new.qparams}
             changes = changes.joined(new)
-            layer = replace(layer, new_weights=changes.weights)
+            layer = replace(layer, new_tensors=changes.tensors)
         errors, costs = judge_layer(layer, changes.qparams, before)
+        self.solution.changes = self.solution.changes.joined(Changes(notes=changes.notes))
         self.solution.errors |= errors
         self.solution.costs |= costs
         self.measurements.forget(names)
@@ -162,15 +166,15 @@ class StepDriver:
             self.solution.plan = replace(plan, modules=everything)
 
 
-def _quantized(layer: Layer, changes: Changes) -> Iterator[tuple[str, Tensor]]:
-    """Return what becomes of the weights of a layer."""
+def _propagated(layer: Layer, changes: Changes) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors of a layer that modules behind it see in their inputs."""
+    tensors = dict(changes.tensors)
     for module in layer.modules:
-        spec, found = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
-        if spec is not None and found is not None:
+        spec, qparams = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
+        if spec is not None and qparams is not None:
             weight = layer.weight(module.name).detach()
-            yield module.name, fake_quantize(weight, args=spec.args, **found)
-        elif module.name in changes.weights:
-            yield module.name, changes.weights[module.name]
+            tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
+    return tensors
 
 
 def report_coverage(coverage: Coverage) -> None:

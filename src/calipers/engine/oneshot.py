@@ -13,13 +13,13 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.early import EarlyLook
-from calipers.calibration.lifecycle import freeze
 from calipers.calibration.pipelines import Run
 from calipers.calibration.snapshot import unchanged_on_error
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.writer import write_checkpoint
+from calipers.engine.applying import freeze
 from calipers.engine.driver import Solution, StepDriver, report_coverage, report_notes
 from calipers.engine.job import (
     PIPELINES,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from calipers.calibration.coverage import Coverage, UnseenPolicy
-from calipers.calibration.lifecycle import freeze
 from calipers.calibration.pipelines import usable_device
 from calipers.checkpoint.compression import tensor_names
 from calipers.checkpoint.headers import stored_tensors
@@ -28,10 +27,11 @@ from calipers.checkpoint.reader import (
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.state import offloaded_tensors
-from calipers.checkpoint.stored_weights import LoadedWeights, ModelWeights, StoredWeights
+from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, WeightSource
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, write_stream
+from calipers.engine.applying import give_schemes
 from calipers.engine.driver import Solution, StepDriver, report_coverage, report_notes
 from calipers.engine.job import check_on_unseen, tensors_without_data
 from calipers.engine.streaming import SolvedTensors
@@ -57,7 +57,7 @@ from calipers.options import (
     RecipeOptions,
 )
 from calipers.planning.from_measurements import derived_measurements
-from calipers.planning.plan import Changes, Plan
+from calipers.planning.plan import Plan
 from calipers.recipes import Recipe, load_changed_recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.launch import find_launch
@@ -166,7 +166,7 @@ class PreparedModel:
 
     model: PreTrainedModel
     driver: StepDriver
-    weights: ModelWeights
+    weights: WeightSource
     fingerprint: str
 
     @property
@@ -234,7 +234,7 @@ def _planned(
     driver = StepDriver(model, known, solution, Ranks(), Progress(False), curvatures)
     driver.prepare(tuple(plan.names))
     names = frozenset(offloaded_tensors(model))
-    freeze(model, solution.plan, Changes())
+    give_schemes(model, solution.plan.modules)
     return driver, names
 
 
