@@ -411,6 +411,55 @@ class TestStepsThatChangeTensors:
         assert not (tmp_path / "out").exists()
 
 
+class TestWhichWay:
+    @pytest.mark.usefixtures("never_loaded")
+    def test_oneshot_loads_no_model_that_need_not_run(self, llama: Path, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"output_dir": tmp_path / "out", "progress": False}
+        found = calipers.oneshot(str(llama), modifier("FP8_DYNAMIC"), **options)
+        quantize(llama, modifier("FP8_DYNAMIC"), tmp_path / "disk")
+        assert_same_checkpoint(tmp_path / "out", tmp_path / "disk")
+        assert all(tensor.is_meta for tensor in found.model.get_submodule(UP).parameters())
+        assert (found.pipeline, found.samples, found.tokens) == ("datafree", 0, 0)
+        assert (found.dtype, found.forward_dtype, found.source) == (torch.bfloat16, None, llama)
+
+    @pytest.mark.parametrize("loaded", [True, False])
+    def test_measurements_stand_for_data(
+        self, llama: Path, seen: Measurements, tmp_path: Path, loaded: bool
+    ) -> None:
+        recipe = modifier("W8A8_STATIC")
+        options: dict[str, Any] = {"output_dir": tmp_path / "out", "progress": False}
+        model = load_model(llama) if loaded else llama
+        found = calipers.oneshot(model, recipe, measurements=seen, **options)
+        quantize(llama, recipe, tmp_path / "disk", measurements=seen)
+        assert_same_checkpoint(tmp_path / "out", tmp_path / "disk")
+        assert (found.pipeline, found.samples, found.tokens) == ("measurements", 6, 240)
+        assert found.model.get_submodule(UP).weight.is_meta != loaded
+        with pytest.raises(ConfigurationError, match="There are both dataset and measurements"):
+            calipers.oneshot(model, recipe, IDS, measurements=seen, progress=False)
+
+    def test_other_weights_in_memory(self, llama: Path, seen: Measurements) -> None:
+        model = load_model(llama)
+        model.get_submodule(UP).weight.data.mul_(2)
+        with pytest.raises(MeasurementsError, match="or of other weights"):
+            calipers.oneshot(model, modifier("FP8"), measurements=seen, progress=False)
+
+    def test_what_data_has_run_is_told(self, llama: Path) -> None:
+        found = calipers.oneshot(llama, modifier("W8A8_STATIC"), IDS, progress=False)
+        assert (found.pipeline, found.samples, found.tokens) == ("basic", 6, 240)
+        assert found.forward_dtype is not None
+        assert found.seconds > 0
+
+    def test_all_mistakes_are_told_at_once(self, llama: Path, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        options: dict[str, Any] = {"on_unseen": "x", "dtype": "fp16", "num_calibration_samples": 0}
+        with pytest.raises(ConfigurationError) as error:
+            calipers.oneshot(llama, "W4A61", output_dir=tmp_path / "out", **options)
+        told = str(error.value).splitlines()
+        assert told[0] == "There are 5 mistakes:"
+        wanted = ("exists already", "num_samples=0", "'float16'", "on_unseen='x'", "'W4A61'")
+        assert all(text in line for text, line in zip(wanted, told[1:], strict=True))
+
+
 class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("recipe", "told"),

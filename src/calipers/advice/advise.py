@@ -22,10 +22,12 @@ from calipers.advice.candidates import (
 from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, front
 from calipers.advice.groups import alike_groups
 from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
-from calipers.engine.quantize import check_complete, skeleton_for
+from calipers.engine.job import check_complete
+from calipers.engine.quantize import skeleton_for
 from calipers.errors import ConfigurationError, Option
 from calipers.html import facts_table, html_table
 from calipers.measurements import Measurements
+from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.collecting import HESSIAN
 from calipers.recipes import Recipe, load_recipe
 from calipers.recipes.changing import METHODS
@@ -122,7 +124,7 @@ def advise(
     solvers: Iterable[Any] | None = None,
     group_size: int | None = None,
     target: str | None = None,
-    ignore: Sequence[str] = ("lm_head",),
+    ignore: Sequence[str] = IGNORED_BY_DEFAULT,
     trust_remote_code: bool = False,
     progress: bool | Progress | None = None,
 ) -> Advice:

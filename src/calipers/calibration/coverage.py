@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from calipers.errors import counted, shortened
 from calipers.html import html_table
-
-UnseenPolicy = Literal["error", "weights_only", "peers"]
+from calipers.options import OnUnseen
 
 SCARCE = 0.1
 """An expert that sees less than this part of its even share is reported."""
@@ -37,7 +36,7 @@ class Coverage:
     :param applied: modules the policy was applied to → what was done
     """
 
-    policy: UnseenPolicy = "error"
+    policy: OnUnseen = "error"
     tokens: dict[str, int] = field(default_factory=dict)
     applied: dict[str, str] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from calipers.calibration.coverage import Coverage
 from calipers.engine.applying import check_changes
 from calipers.errors import CalipersWarning, shortened
-from calipers.judging.costs import ModuleCosts
+from calipers.judging.costs import ModuleCosts, report_costs
 from calipers.judging.layers import judge_layer
 from calipers.measurements import Measurements
 from calipers.numerics.qparams import fake_quantize
@@ -34,6 +34,9 @@ class Solution:
     :param changes: what becomes of the model
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param costs: module → what its static activations and its output lose
+    :param pipeline: how data ran, or where what was known of it came from
+    :param samples: how many samples were seen, in all processes; ``tokens``: how many tokens
+    :param forward_dtype: in which the model computed; None: it did not
     """
 
     plan: Plan
@@ -41,25 +44,24 @@ class Solution:
     changes: Changes = field(default_factory=Changes)
     errors: dict[str, float] = field(default_factory=dict)
     costs: dict[str, ModuleCosts] = field(default_factory=dict)
+    pipeline: str = "datafree"
+    samples: int = 0
+    tokens: int = 0
+    forward_dtype: torch.dtype | None = None
 
     @property
     def qparams(self) -> QParams:
         """(module, tensor) → its parameters."""
         return self.changes.qparams
 
-    def as_notes(
-        self, pipeline: str, samples: int, tokens: int, dtype: torch.dtype | None = None
-    ) -> dict[str, Any]:
-        """Return what the checkpoint says about how it was made.
-
-        :param pipeline: how data ran, or where what was known of it came from
-        :param dtype: in which the model computed; None: it did not
-        """
+    def as_notes(self) -> dict[str, Any]:
+        """Return what the checkpoint says about how it was made."""
+        dtype = self.forward_dtype
         return {
-            "pipeline": pipeline,
+            "pipeline": self.pipeline,
             "forward_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-            "samples": samples,
-            "tokens": tokens,
+            "samples": self.samples,
+            "tokens": self.tokens,
             "coverage": self.coverage.as_dict(),
             "weight_errors": self.errors,
             "costs": {name: asdict(each) for name, each in self.costs.items()},
@@ -177,10 +179,15 @@ def _propagated(layer: Layer, changes: Changes) -> dict[tuple[str, str], Tensor]
     return tensors
 
 
-def report_coverage(coverage: Coverage) -> None:
+def report(solution: Solution) -> None:
     """Warn of what a user must know."""
-    for sentence in coverage.sentences():
+    for sentence in solution.coverage.sentences():
         warnings.warn(sentence, CalipersWarning, stacklevel=3)
+    report_costs(solution.costs)
+    notes = solution.changes.notes
+    for done in dict.fromkeys(notes.values()):
+        told = f"{shortened([name for name in notes if notes[name] == done])}: {done}"
+        warnings.warn(CalipersWarning(told), stacklevel=3)
 
 
 def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
@@ -193,11 +200,3 @@ def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
         statistic.mark_common()
         return int(counts[0])
     return sum(counts)
-
-
-def report_notes(notes: Mapping[str, str]) -> None:
-    """Warn of what was done otherwise than the recipe says."""
-    for done in dict.fromkeys(notes.values()):
-        names = [name for name, each in notes.items() if each == done]
-        told = f"{shortened(names)}: {done}"
-        warnings.warn(CalipersWarning(told), stacklevel=3)
