@@ -36,6 +36,7 @@ from calipers.errors import (
     not_allowed,
 )
 from calipers.measurements import Measurements
+from calipers.numerics.tensors import fingerprint
 from calipers.options import (
     ComputeOptions,
     DataOptions,
@@ -50,7 +51,7 @@ from calipers.runtime.launch import find_launch
 from calipers.runtime.offloading import without_accelerate_hooks
 from calipers.runtime.precision import bytes_of_copies, dtype_choice, forward_dtype
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks, fingerprint
+from calipers.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -44,10 +44,10 @@ from calipers.options import (
 from calipers.planning.plan import Plan
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
+from calipers.runtime.joining import joined_ranks
 from calipers.runtime.launch import find_launch
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -110,7 +110,7 @@ def oneshot(
     if _goes_from_disk_to_disk(model, dataset, options):
         return quantize_files(model, recipe, measurements, options)
     start = time.monotonic()
-    with Ranks(options.calibration.timeout) as ranks:
+    with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _OneshotJob(options, ranks, Progress.of(wanted))
         arguments = job.read(model, recipe, dataset, measurements)

@@ -65,7 +65,7 @@ from calipers.planning.from_measurements import derived_measurements
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
+from calipers.runtime.ranks import SingleProcess
 from calipers.steps.feedback import CurvatureCache
 
 if TYPE_CHECKING:
@@ -254,7 +254,9 @@ def driver_for(
     if seen is not None and seen.info is not None:
         solution.pipeline = "measurements"
         solution.samples, solution.tokens = len(seen.info.samples), seen.info.tokens
-    return StepDriver(model, known, solution, Ranks(), progress or Progress(False), curvatures)
+    return StepDriver(
+        model, known, solution, SingleProcess(), progress or Progress(False), curvatures
+    )
 
 
 def _with_schemes(driver: StepDriver) -> tuple[StepDriver, frozenset[str]]:

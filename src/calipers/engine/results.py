@@ -12,9 +12,8 @@ import torch
 from calipers.calibration.coverage import Coverage
 from calipers.checkpoint.source import source_folder
 from calipers.engine.driver import Solution
-from calipers.html import facts_table
 from calipers.judging.costs import ModuleCosts
-from calipers.judging.losses import losses_as_html
+from calipers.notebook import NotebookView
 from calipers.planning.plan import Plan
 from calipers.recipes import Recipe
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OneshotResult:
+class OneshotResult(NotebookView):
     """What ``oneshot`` or ``quantize`` did.
 
     :param model: the frozen model, which computes with fake quantization; where it went from disk
@@ -93,14 +92,10 @@ class OneshotResult:
         return source_folder(self.model)
 
     def __repr__(self) -> str:
-        return (
-            f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self._facts().items())})"
-        )
+        return f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
 
-    def _repr_html_(self) -> str:
-        return facts_table(self._facts()) + losses_as_html(self.errors, self.costs)
-
-    def _facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, object]:
+        """Return what matters most, by its name."""
         facts = {"model": type(self.model).__name__, "plan": self.plan, "coverage": self.coverage}
         if self.errors:
             facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calipers.calibration.sequential import decoder_layers
 from calipers.checkpoint.background import in_background
 from calipers.checkpoint.compression import compressed_state, name_on_disk
 from calipers.checkpoint.names import StoredNames
@@ -28,6 +27,8 @@ from calipers.kernels.memory import Freed
 from calipers.kernels.threads import kernels_only
 from calipers.planning.plan import Changes, Plan
 from calipers.runtime.progress import Progress
+from calipers.topology.model import Topology
+from calipers.topology.names import grouped
 
 State = dict[str, Tensor]
 """The tensors of a module itself, by their local names."""
@@ -234,7 +235,8 @@ def _parts(
     """
     groups = [[module.name for module in group] for group in grouped_by_input(plan.modules)]
     if plan.changed:
-        groups = [[name for name in plan.names if name.startswith(p)] for p in _layers(model)]
+        topology = Topology.of(model)
+        groups = [list(g) for g in grouped(plan.names, lambda n: topology.layer_of(n) or n)]
     parts: dict[str, tuple[str, ...]] = {name: (name,) for name in plan.names}
     for group in groups:
         parts |= dict.fromkeys(group, tuple(group))
@@ -244,14 +246,6 @@ def _parts(
             part = dict.fromkeys(other for name in owners for other in parts.get(name, (name,)))
             parts |= dict.fromkeys(part, tuple(part))
     return parts
-
-
-def _layers(model: PreTrainedModel) -> list[str]:
-    """Return what the names of all modules in each decoder layer begin with."""
-    try:
-        return [f"{name}." for name in decoder_layers(model)]
-    except ConfigurationError:  # it runs as a whole
-        return [""]
 
 
 def _fill(module: nn.Module, state: State, device: torch.device) -> None:

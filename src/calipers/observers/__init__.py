@@ -5,7 +5,7 @@ The classes register themselves by name when this package is imported.
 
 from calipers.numerics.layout import flatten_for_calibration
 from calipers.observers.base import Observer, QParamsDict
-from calipers.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
+from calipers.observers.fusion import fuse_weight_observers
 from calipers.observers.histogram import (
     EntropyObserver,
     HistogramMSEObserver,
@@ -26,6 +26,7 @@ from calipers.observers.mse import (
 from calipers.observers.optimal import OptimalObserver
 from calipers.observers.spec import ObserverSpec
 from calipers.observers.tokens import get_observer_token_count
+from calipers.topology.names import FUSED_LAYER_NAMES
 
 __all__ = [
     "FUSED_LAYER_NAMES",

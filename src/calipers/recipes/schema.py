@@ -14,7 +14,7 @@ import yaml
 
 from calipers.errors import CalipersError, RecipeError, code_not_allowed, nearest
 from calipers.files.regular_files import read_whole
-from calipers.html import html_table
+from calipers.notebook import NotebookView
 from calipers.observers.registry import is_file_of_code
 from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.plan import Plan
@@ -23,6 +23,7 @@ from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document, refuse_surrogates
 from calipers.steps import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
 from calipers.steps.choices import check_observer, named_observers, preset_name
+from calipers.topology.names import EXPERT_PROJECTIONS
 
 MODIFIERS: Mapping[str, type[Modifier]] = {
     "QuantizationModifier": QuantizationModifier,
@@ -55,7 +56,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(NotebookView):
     """What to do with a model, in order.
 
     >>> recipe = load_recipe("modifiers: {QuantizationModifier: {scheme: W8A8}}")
@@ -132,7 +133,7 @@ class Recipe:
     def aims_at_experts(self, experts: str) -> bool:
         """Whether a modifier means Linear layers that these experts would have, if unfused."""
         layer = torch.nn.Linear(1, 1, device="meta")
-        names = [f"{experts}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        names = [f"{experts}.0.{part}" for part in EXPERT_PROJECTIONS]
         return any(modifier.aims_at(name, layer) for modifier in self.modifiers for name in names)
 
     def __repr__(self) -> str:
@@ -141,14 +142,6 @@ class Recipe:
             for stage in self.stages
         ]
         return f"Recipe({'; '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            {"stage": stage.name, "modifier": modifier.label(), **_settings(modifier)}
-            for stage in self.stages
-            for modifier in stage.modifiers
-        ]
-        return html_table(rows)
 
     def to_yaml(self) -> str:
         """Write the recipe so that :func:`load_recipe` reads it back."""
@@ -371,11 +364,6 @@ def _checked(stages: list[Stage], document: Document) -> Recipe:
             name = f"{stage.name}_{number}"
         named[name] = replace(stage, name=name)
     return Recipe(tuple(named.values()))
-
-
-def _settings(modifier: Modifier) -> dict[str, str]:
-    written = yaml.safe_dump(modifier.to_data(), default_flow_style=True, sort_keys=False)
-    return {"settings": " ".join(written.split())}
 
 
 def _written(modifiers: tuple[Modifier, ...]) -> Any:
