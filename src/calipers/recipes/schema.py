@@ -114,6 +114,8 @@ class Recipe(NotebookView):
             modifiers = observe(modifiers, "weight_observer", weight_observer)
         if activation_observer is not None:
             modifiers = observe(modifiers, "activation_observer", activation_observer)
+        if modifiers == self.modifiers:
+            return self
         rest = iter(modifiers)
         return Recipe(
             tuple(replace(s, modifiers=tuple(islice(rest, len(s.modifiers)))) for s in self.stages)
