@@ -21,11 +21,13 @@ from calipers.advice.candidates import (
 )
 from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, chosen, front
 from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
-from calipers.engine.quantize import check_complete, skeleton_for
+from calipers.engine.job import check_complete
+from calipers.engine.quantize import skeleton_for
 from calipers.errors import ConfigurationError, Option
 from calipers.judging.errors import decibels, format_decibels
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
+from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.collecting import HESSIAN
 from calipers.recipes import Recipe, load_recipe
 from calipers.recipes.changing import METHODS
@@ -133,7 +135,7 @@ def advise(
     solvers: Iterable[Any] | None = None,
     group_size: int | None = None,
     target: str | None = None,
-    ignore: Sequence[str] = ("lm_head",),
+    ignore: Sequence[str] = IGNORED_BY_DEFAULT,
     trust_remote_code: bool = False,
     progress: bool | Progress | None = None,
 ) -> Advice:

@@ -328,7 +328,7 @@ class _DataRun:
                     self.partial.save(self.seen.info(number), so_far, number)
                 freed.count(_FREED_BY_BATCH)
 
-            def merge(names: Iterable[str]) -> Mapping[str, Tensor]:
+            def merge(names: Iterable[str]) -> Mapping[tuple[str, str], Tensor]:
                 job.ranks.merge(calibration.measured(names))
                 return {}
 
