@@ -44,7 +44,7 @@ FAILURES: dict[str, tuple[int, Any, str]] = {
     "working out the parameters of activations": (1, solving.Observer, "get_qparams"),
     "working out the parameters of weights": (2, solving, "_solve_group"),
     "judging weights": (2, judging, "weight_loss"),
-    "preparing the next step": (0, calipers.engine.oneshot, "report_coverage"),
+    "preparing the next step": (0, calipers.engine.oneshot, "report"),
     "freezing the model": (1, calipers.engine.oneshot, "freeze"),
     "writing the checkpoint": (0, calipers.engine.oneshot, "write_checkpoint"),
 }

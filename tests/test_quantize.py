@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 import calipers
 from calipers import Measurements
 from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.reader import load_model
+from calipers.engine.quantize import prepare_model
 from calipers.errors import (
     CalipersError,
     CheckpointExistsError,
@@ -34,6 +36,7 @@ from calipers.files.safetensors_header import StoredTensor, read_header
 from calipers.measurements.stored_fields import OpenFile
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import SQUARES, Requirement
+from calipers.recipes import load_recipe
 from calipers.runtime.progress import Progress
 from calipers.statistics.moments import SquareSums
 from calipers.steps import Modifier
@@ -70,7 +73,7 @@ def quantize(model: Path, recipe: Any, out: Path, **options: Any) -> calipers.Qu
 
 def both(model: Path, recipe: Any, tmp: Path, data: Any = None, **options: Any) -> None:
     """Quantize in memory and from disk to disk, and compare."""
-    calipers.oneshot(model, recipe, data, output_dir=tmp / "memory", progress=False)
+    calipers.oneshot(load_model(model), recipe, data, output_dir=tmp / "memory", progress=False)
     quantize(model, recipe, tmp / "disk", **options)
     assert_same_checkpoint(tmp / "disk", tmp / "memory")
 
@@ -106,7 +109,7 @@ class TestWithoutData:
     def test_shards_are_those_of_oneshot(self, llama: Path, tmp_path: Path) -> None:
         recipe = modifier("FP8_DYNAMIC")
         options: dict[str, Any] = {"max_shard_size": "100KB", "progress": False}
-        calipers.oneshot(llama, recipe, output_dir=tmp_path / "memory", **options)
+        calipers.oneshot(load_model(llama), recipe, output_dir=tmp_path / "memory", **options)
         quantize(llama, recipe, tmp_path / "disk", max_shard_size="100KB")
         files = [sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("memory", "disk")]
         assert files[0] == files[1]
@@ -243,8 +246,11 @@ class TestFromMeasurements:
 
     @pytest.mark.parametrize(
         "recipe",
-        [modifier("W4A16", gptq=True), modifier("W8A8_STATIC"), modifier("NVFP4")],
-        ids=["hessians", "counts", "channels"],
+        [
+            pytest.param(modifier("W4A16", gptq=True), id="hessians"),
+            pytest.param(modifier("W8A8_STATIC"), id="counts", marks=pytest.mark.slow),
+            pytest.param(modifier("NVFP4"), id="channels", marks=pytest.mark.slow),
+        ],
     )
     def test_statistics_come_and_go(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Any
@@ -285,6 +291,176 @@ class TestFromMeasurements:
         found = quantize(model, recipe, tmp_path / "disk", measurements=seen, **options)
         assert found.coverage.applied
         assert_same_checkpoint(tmp_path / "disk", tmp_path / "memory")
+
+
+NORM, HEAD = "model.layers.1.input_layernorm", "lm_head"
+UP = "model.layers.1.mlp.up_proj"
+
+
+class Changing(Modifier):
+    """A step that answers what it is told to, as soon as it is given the module."""
+
+    module: str
+    changes: Any
+    claims: str = "changed"
+
+    def plan(self, model: torch.nn.Module, step: str) -> StepPlan:  # noqa: ARG002
+        if self.claims == "measured":
+            wanted = Requirement("input", SQUARES, lambda _: SquareSums(), is_optional=True)
+            return StepPlan(measured={self.module: (wanted,)})
+        return StepPlan(changed=(self.module,) if self.claims == "changed" else ())
+
+    def solve(self, layer: Any) -> Changes:
+        if self.claims != "nothing" and self.module not in layer.names:
+            return Changes()
+        return Changes(**self.changes(layer))
+
+
+def scaled(module: str, tensor: str, factor: float) -> Any:
+    return lambda layer: {
+        "tensors": {(module, tensor): factor * layer.tensor(module, tensor).detach()}
+    }
+
+
+class TestStepsThatChangeTensors:
+    @pytest.mark.parametrize(
+        ("family", "module", "tensor", "claims"),
+        [
+            ("llama", NORM, "weight", "changed"),
+            ("llama", NORM, "weight", "measured"),
+            ("llama", UP, "weight", "changed"),  # which is quantized, too
+            ("llama", "model.norm", "weight", "changed"),
+            ("llama", "model.embed_tokens", "weight", "changed"),
+            ("llama tied", "model.embed_tokens", "weight", "changed"),
+            ("llama tied", HEAD, "weight", "changed"),  # stored as the embedding, far before it
+            ("qwen2", "model.layers.0.self_attn.q_proj", "bias", "changed"),
+        ],
+    )
+    def test_both_ways_store_the_same(
+        self, tmp_path: Path, family: str, module: str, tensor: str, claims: str
+    ) -> None:
+        model = model_folder(tmp_path / "model", family)
+        step = Changing(module=module, changes=scaled(module, tensor, 2), claims=claims)
+        data = {"measurements": calipers.measure(model, IDS, progress=False)}
+        options: dict[str, Any] = data if claims == "measured" else {}
+        recipe = [step, modifier("W4A16")]
+        both(model, recipe, tmp_path, IDS if options else None, **options)
+        if module == UP:
+            return
+        place = f"{module}.{tensor}".replace(HEAD, "model.embed_tokens" if "tied" in family else "")
+        before, after = (stored_tensors(tmp_path / n)[place].read() for n in ("model", "disk"))
+        assert torch.equal(after, 2 * before)
+
+    def test_later_steps_and_errors_see_the_new_weight(self, llama: Path, tmp_path: Path) -> None:
+        recipe = [Changing(module=UP, changes=scaled(UP, "weight", 0)), modifier("W4A16")]
+        here = quantize(llama, recipe, tmp_path / "out")
+        assert here.errors[UP] == 0 < here.errors[UP.replace("up", "gate")]
+
+    def test_attributes_are_published_and_stored_nowhere(self, llama: Path, tmp_path: Path) -> None:
+        step = Changing(module=UP, changes=lambda _: {"published": {UP: {"_mark": torch.ones(3)}}})
+        recipe = [step, modifier("W4A16")]
+        both(llama, recipe, tmp_path)
+        prepared = prepare_model(llama, load_recipe(recipe), None)
+        for _ in prepared.solved_tensors(None, Progress(False)).tensors({}):
+            pass
+        assert torch.equal(prepared.model.get_submodule(UP)._mark, torch.ones(3))
+
+    @pytest.mark.parametrize("way", ["memory", "disk"])
+    @pytest.mark.parametrize(
+        ("changes", "claims", "told"),
+        [
+            (
+                scaled(NORM, "weight", 2),
+                "nothing",
+                f"changes '{NORM}.weight', but it was not given",
+            ),
+            (
+                lambda _: {"tensors": {("model.nowhere", "weight"): torch.ones(1)}},
+                "changed",
+                "changes 'model.nowhere.weight', but LlamaForCausalLM has no such module",
+            ),
+            (
+                lambda _: {"tensors": {(NORM, "bias"): torch.ones(1)}},
+                "changed",
+                f"changes '{NORM}.bias', but LlamaRMSNorm has no such tensor. Allowed: weight",
+            ),
+            (
+                lambda _: {"tensors": {(NORM, "weight"): torch.ones(3)}},
+                "changed",
+                f"'{NORM}.weight' to a value of another form: torch.float32 of shape (3). It must "
+                "be torch.bfloat16 of shape (128)",
+            ),
+            (
+                lambda _: {"qparams": {(NORM, "weight"): {"scale": torch.ones(1)}}},
+                "changed",
+                f"finds parameters of '{NORM}.weight', which it did not plan to quantize",
+            ),
+            (
+                lambda _: {"published": {NORM: {"weight": torch.ones(1)}}},
+                "changed",
+                f"publishes '{NORM}.weight', which is a tensor of the module",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_names_step_and_tensor(
+        self, llama: Path, tmp_path: Path, way: str, changes: Any, claims: str, told: str
+    ) -> None:
+        recipe = [Changing(module=NORM, changes=changes, claims=claims), modifier("W4A16")]
+        model = load_model(llama) if way == "memory" else llama
+        run = calipers.oneshot if way == "memory" else calipers.quantize
+        with pytest.raises(ConfigurationError, match=re.escape(told)) as error:
+            run(model, recipe, output_dir=tmp_path / "out", progress=False)
+        assert "Changing (number 1 of stage 'default')" in str(error.value)
+        assert not (tmp_path / "out").exists()
+
+
+class TestWhichWay:
+    @pytest.mark.usefixtures("never_loaded")
+    def test_oneshot_loads_no_model_that_need_not_run(self, llama: Path, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"output_dir": tmp_path / "out", "progress": False}
+        found = calipers.oneshot(str(llama), modifier("FP8_DYNAMIC"), **options)
+        quantize(llama, modifier("FP8_DYNAMIC"), tmp_path / "disk")
+        assert_same_checkpoint(tmp_path / "out", tmp_path / "disk")
+        assert all(tensor.is_meta for tensor in found.model.get_submodule(UP).parameters())
+        assert (found.pipeline, found.samples, found.tokens) == ("datafree", 0, 0)
+        assert (found.dtype, found.forward_dtype, found.source) == (torch.bfloat16, None, llama)
+
+    @pytest.mark.parametrize("loaded", [True, False])
+    def test_measurements_stand_for_data(
+        self, llama: Path, seen: Measurements, tmp_path: Path, loaded: bool
+    ) -> None:
+        recipe = modifier("W8A8_STATIC")
+        options: dict[str, Any] = {"output_dir": tmp_path / "out", "progress": False}
+        model = load_model(llama) if loaded else llama
+        found = calipers.oneshot(model, recipe, measurements=seen, **options)
+        quantize(llama, recipe, tmp_path / "disk", measurements=seen)
+        assert_same_checkpoint(tmp_path / "out", tmp_path / "disk")
+        assert (found.pipeline, found.samples, found.tokens) == ("measurements", 6, 240)
+        assert found.model.get_submodule(UP).weight.is_meta != loaded
+        with pytest.raises(ConfigurationError, match="There are both dataset and measurements"):
+            calipers.oneshot(model, recipe, IDS, measurements=seen, progress=False)
+
+    def test_other_weights_in_memory(self, llama: Path, seen: Measurements) -> None:
+        model = load_model(llama)
+        model.get_submodule(UP).weight.data.mul_(2)
+        with pytest.raises(MeasurementsError, match="or of other weights"):
+            calipers.oneshot(model, modifier("FP8"), measurements=seen, progress=False)
+
+    def test_what_data_has_run_is_told(self, llama: Path) -> None:
+        found = calipers.oneshot(llama, modifier("W8A8_STATIC"), IDS, progress=False)
+        assert (found.pipeline, found.samples, found.tokens) == ("basic", 6, 240)
+        assert found.forward_dtype is not None
+        assert found.seconds > 0
+
+    def test_all_mistakes_are_told_at_once(self, llama: Path, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        options: dict[str, Any] = {"on_unseen": "x", "dtype": "fp16", "num_calibration_samples": 0}
+        with pytest.raises(ConfigurationError) as error:
+            calipers.oneshot(llama, "W4A61", output_dir=tmp_path / "out", **options)
+        told = str(error.value).splitlines()
+        assert told[0] == "There are 5 mistakes:"
+        wanted = ("exists already", "num_samples=0", "'float16'", "on_unseen='x'", "'W4A61'")
+        assert all(text in line for text, line in zip(wanted, told[1:], strict=True))
 
 
 class TestWhatIsRefused:
@@ -330,32 +506,6 @@ class TestWhatIsRefused:
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigurationError, match="one process, and this is one of 2"):
             quantize(llama, "FP8_DYNAMIC", tmp_path / "out")
-
-    @pytest.mark.parametrize("names", ["quantized", "measured"])
-    def test_a_step_that_changes_other_weights(
-        self, names: str, llama: Path, seen: Measurements, tmp_path: Path
-    ) -> None:
-        """As oneshot would write them; from disk to disk they would be lost."""
-        norm = "model.layers.1.input_layernorm"
-
-        class Doubling(Modifier):
-            def plan(self, model: torch.nn.Module, step: str) -> StepPlan:  # noqa: ARG002
-                wanted = Requirement("input", SQUARES, lambda _: SquareSums(), is_optional=True)
-                return StepPlan(measured={norm: (wanted,)} if names == "measured" else {})
-
-            def solve(self, layer: Any) -> Changes:
-                if names == "measured" and norm not in layer.names:
-                    return Changes()
-                return Changes(weights={norm: 2 * torch.ones_like(layer.weight(norm))})
-
-        recipe = [Doubling(), modifier("W4A16")]
-        with pytest.raises(ConfigurationError, match=f"would lose that: {norm}") as error:
-            quantize(llama, recipe, tmp_path / "out", measurements=seen)
-        assert "to oneshot, in Python" in str(error.value)
-        assert os.listdir(tmp_path) == []
-        calipers.oneshot(llama, recipe, IDS, output_dir=tmp_path / "memory", progress=False)
-        stored = stored_tensors(tmp_path / "memory")[f"{norm}.weight"].read()
-        assert bool((stored == 2).all())
 
     def test_no_output_and_one_that_is_there(self, llama: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="no place for the checkpoint"):

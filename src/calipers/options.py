@@ -1,11 +1,13 @@
 """The options of functions and commands in groups, each frozen and complete in itself.
 
 A function takes groups (``data=DataOptions(num_samples=64)``), single keywords
-(``num_samples=64``), or both, as long as nothing is said twice. Nothing heavy is imported here.
+(``num_samples=64``), or both, as long as nothing is said twice. Commands take the options that have
+a flag here, with the documentation that they have here. Nothing heavy is imported.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -20,18 +22,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self
 
+    from calipers.runtime.precision import DtypeChoice
     from calipers.runtime.progress import Progress
 
     Tokenizer = PreTrainedTokenizerBase | str | Path | None
     Device = torch.device | str | None
-    Dtype = Literal["auto", "float32", "bfloat16", "float16"] | torch.dtype
-    Pipeline = Literal["auto", "datafree", "basic", "sequential"]
-    OnUnseen = Literal["error", "weights_only", "peers"]
-    Method = Literal["rtn", "gptq"]
-    Mask = Literal["assistant"] | None
+    Dtype = DtypeChoice | torch.dtype
+
+Pipeline = Literal["auto", "datafree", "basic", "sequential"]
+OnUnseen = Literal["error", "weights_only", "peers"]
+Method = Literal["rtn", "gptq"]
+MaskChoice = Literal["assistant"]
+
+_OBSERVER = "NAME[,OPTION=VALUE…]"
+
+IGNORED_BY_DEFAULT = ("lm_head",)
+"""What a preset leaves as it is, if nobody says otherwise."""
 
 KEYWORDS = {"num_calibration_samples": "num_samples"}
 """Keywords of functions that groups call otherwise."""
+
+
+def flag(*names: str, metavar: str = "") -> dict[str, Any]:
+    """Say how commands call an option.
+
+    :param names: ``--this/--not-this`` for one that can be switched off
+    :param metavar: what stands for its value; ``N`` is a whole number, and none a switch
+    """
+    return {"flags": names, "metavar": metavar}
 
 
 class OptionGroup:
@@ -52,6 +70,22 @@ class OptionGroup:
     def names(cls) -> list[str]:
         """Return the names of all options of the group."""
         return [each.name for each in fields(cls)]  # type: ignore[arg-type]
+
+    @classmethod
+    def flags(cls) -> dict[str, tuple[str, ...]]:
+        """Return the options that commands have, with their flags."""
+        found = {each.name: each.metadata.get("flags", ()) for each in fields(cls)}  # type: ignore[arg-type]
+        return {name: flags for name, flags in found.items() if flags}
+
+    @classmethod
+    def docs(cls) -> dict[str, str]:
+        """Return what is said about each option.
+
+        >>> DataOptions.docs()["seed"]
+        'the seed of the shuffling'
+        """
+        parts = re.split(r":param (\w+): ", " ".join((cls.__doc__ or "").split()))[1:]
+        return {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
     def gives(self, name: str) -> bool:
         """Whether an option was given, and is not just at its default."""
@@ -76,31 +110,32 @@ class DataOptions(OptionGroup):
 
     :param tokenizer: the tokenizer, or where it is; by default the one that belongs to the model
     :param num_samples: how many samples to take, over all processes
-    :param max_seq_length: the longest sample, in tokens; None: 2048, or what the model can take
-        where that is less
-    :param batch_size: samples per batch; None: one, or, for GPTQ on quantized inputs, samples of
-        like length together
-    :param packing: whether samples are joined and cut to equal length, so that nothing is padded
+    :param max_seq_length: the longest sample, in tokens; by default 2048, or what the model can
+        take where that is less
+    :param batch_size: samples per batch; by default one, or, for GPTQ on quantized inputs, samples
+        of like length together
+    :param packing: whether samples are joined and cut to equal length, so that nothing is padded;
+        by default for text files
     :param shuffle: whether to take samples from everywhere, or from the beginning
-    :param seed: of the shuffling
+    :param seed: the seed of the shuffling
     :param skip: how many samples to pass over: those that an earlier call took from the same data,
         with the same seed, length and packing
     :param text_column: the column of the text, where records have several
-    :param mask: ``assistant`` leaves tokens out of statistics that the data does not mark by
+    :param mask: which tokens count: ``assistant`` are those that the data marks by
         ``assistant_masks``, ``loss_mask`` or ``labels``, or chats by the generation blocks of their
-        template; they still run through the model. None: all tokens count
+        template; the others still run through the model. By default all tokens count
     """
 
-    tokenizer: Tokenizer = None
-    num_samples: int = 512
-    max_seq_length: int | None = None
-    batch_size: int | None = None
-    packing: bool | None = None
+    tokenizer: Tokenizer = field(default=None, metadata=flag("--tokenizer", metavar="PATH"))
+    num_samples: int = field(default=512, metadata=flag("--samples", metavar="N"))
+    max_seq_length: int | None = field(default=None, metadata=flag("--seq-len", metavar="N"))
+    batch_size: int | None = field(default=None, metadata=flag("--batch-size", metavar="N"))
+    packing: bool | None = field(default=None, metadata=flag("--packing/--no-packing"))
     shuffle: bool = True
-    seed: int = 0
-    skip: int = 0
-    text_column: str | None = None
-    mask: Mask = None
+    seed: int = field(default=0, metadata=flag("--seed", metavar="N"))
+    skip: int = field(default=0, metadata=flag("--skip", metavar="N"))
+    text_column: str | None = field(default=None, metadata=flag("--text-column", metavar="NAME"))
+    mask: MaskChoice | None = field(default=None, metadata=flag("--mask", metavar="NAME"))
 
     def sampling(self) -> dict[str, Any]:
         """Return what says which samples are taken, without the tokenizer."""
@@ -112,7 +147,7 @@ class DataOptions(OptionGroup):
 class ComputeOptions(OptionGroup):
     """Where and how a model computes.
 
-    :param device: where the model computes; by default where it is
+    :param device: where the model computes, such as ``cuda:0``; by default where it is
     :param dtype: the dtype of the forward pass: ``float32``, ``bfloat16``, ``float16``, or
         ``auto``: that of the model, or float32 on a CPU that has no instructions for it. What is
         stored has the model's own in any case
@@ -121,9 +156,9 @@ class ComputeOptions(OptionGroup):
         and elsewhere a line about every 30 seconds
     """
 
-    device: Device = None
-    dtype: Dtype = "auto"
-    trust_remote_code: bool = False
+    device: Device = field(default=None, metadata=flag("--device", metavar="NAME"))
+    dtype: Dtype = field(default="auto", metadata=flag("--dtype", metavar="NAME"))
+    trust_remote_code: bool = field(default=False, metadata=flag("--trust-remote-code"))
     progress: bool | Progress | None = None
 
 
@@ -131,8 +166,8 @@ class ComputeOptions(OptionGroup):
 class CalibrationOptions(OptionGroup):
     """How data runs through a model, and what becomes of modules that it does not reach.
 
-    :param pipeline: ``datafree``, ``basic`` (the whole model), ``sequential`` (layer by layer), or
-        ``auto``
+    :param pipeline: how data runs: ``basic`` (the whole model), ``sequential`` (layer by layer),
+        ``datafree`` (not at all), or ``auto``
     :param on_unseen: what becomes of modules that no token reached: ``error``, ``weights_only`` or
         ``peers``
     :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
@@ -141,10 +176,10 @@ class CalibrationOptions(OptionGroup):
         None: less than a minute, or ten for one that has not joined them yet
     """
 
-    pipeline: Pipeline = "auto"
-    on_unseen: OnUnseen = "error"
-    calibrate_all_experts: bool = False
-    share_inputs: bool = True
+    pipeline: Pipeline = field(default="auto", metadata=flag("--pipeline", metavar="NAME"))
+    on_unseen: OnUnseen = field(default="error", metadata=flag("--on-unseen", metavar="NAME"))
+    calibrate_all_experts: bool = field(default=False, metadata=flag("--calibrate-all-experts"))
+    share_inputs: bool = field(default=True, metadata=flag("--share-inputs/--no-share-inputs"))
     timeout: timedelta | None = None
 
 
@@ -153,20 +188,24 @@ class RecipeOptions(OptionGroup):
     """What is put on top of a recipe.
 
     :param method: how weights are rounded: ``rtn``, each to nearest, or ``gptq``, with error
-        feedback; None: as the recipe says
-    :param group_size: instead of those that the recipe gives the groups of weights
-    :param weight_observer: the observer of weights, instead of those that the recipe names: a name,
-        or a mapping such as ``{"name": "optimal", "importance": "hessian"}``
+        feedback, which needs data; by default as the recipe says
+    :param group_size: how many weights share a scale, where the recipe has groups
+    :param weight_observer: the observer of weights, instead of those that the recipe names, such as
+        ``mse`` or ``optimal,importance=hessian``
     :param activation_observer: the same for static activations
     :param allow_code: whether observers in files, ``path/to/file.py:Class``, which the recipe
         names, may run
     """
 
-    method: Method | None = None
-    group_size: int | None = None
-    weight_observer: Any = None
-    activation_observer: Any = None
-    allow_code: bool = False
+    method: Method | None = field(default=None, metadata=flag("--method", metavar="NAME"))
+    group_size: int | None = field(default=None, metadata=flag("--group-size", metavar="N"))
+    weight_observer: Any = field(
+        default=None, metadata=flag("--observer", "--weight-observer", metavar=_OBSERVER)
+    )
+    activation_observer: Any = field(
+        default=None, metadata=flag("--activation-observer", metavar=_OBSERVER)
+    )
+    allow_code: bool = field(default=False, metadata=flag("--allow-code"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +217,13 @@ class OutputOptions(OptionGroup):
     :param max_shard_size: the largest size of a file of tensors
     """
 
-    output_dir: str | Path | None = None
-    overwrite: bool = False
-    max_shard_size: int | str = "5GB"
+    output_dir: str | Path | None = field(
+        default=None, metadata=flag("--output", "-o", metavar="FOLDER")
+    )
+    overwrite: bool = field(default=False, metadata=flag("--overwrite"))
+    max_shard_size: int | str = field(
+        default="5GB", metadata=flag("--max-shard-size", metavar="SIZE")
+    )
 
 
 class EvaluateKeywords(TypedDict, total=False):
@@ -195,7 +238,7 @@ class EvaluateKeywords(TypedDict, total=False):
     seed: int
     skip: int
     text_column: str | None
-    mask: Mask
+    mask: MaskChoice | None
     device: Device
     dtype: Dtype
     trust_remote_code: bool

@@ -81,7 +81,7 @@ def test_all_mistakes_are_told_at_once(model: Path, tmp_path: Path) -> None:
     done = run(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     first, *mistakes = done.stderr.splitlines()
-    assert first == "Error: The command has 6 mistakes:"
+    assert first == "Error: There are 6 mistakes:"
     expected = (
         *("--data 'gone.txt' does not exist", "unknown scheme 'W4A61'. Did you mean 'W4A16'?"),
         *(

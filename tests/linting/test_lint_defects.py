@@ -15,9 +15,9 @@ from linting import DOWN, Q, checkpoint, damaged, of_groups, sources, with_confi
 from safetensors.torch import load_file, save_file
 
 import calipers
-from calipers.checkpoint.description import describe_checkpoint
 from calipers.errors import CalipersError, ConfigurationError, ModelLoadError
 from calipers.reporting.data import page_data
+from calipers.reporting.description import describe_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -226,6 +226,13 @@ class TestIndex:
         index["weight_map"].update(changes)
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         assert calipers.lint(folder).checks == ({check: (name,)} if check else {})
+
+    def test_an_index_without_metadata(self, place: Path, tmp_path: Path) -> None:
+        """transformers reads it before anything else."""
+        folder, index = self.split(checkpoint(place, "W4A16"), tmp_path)
+        del index["metadata"]
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert calipers.lint(folder).checks == {"index-metadata": ("metadata",)}
 
 
 class TestAgainst:

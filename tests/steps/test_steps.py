@@ -64,8 +64,9 @@ class MeanShift(Modifier):
             sums = layer.measurements.get(name, "input", "sums")
             if sums is not None:
                 mean = sums.total / sums.count
-                weights[name] = (layer.weight(name).double() + mean).to(layer.weight(name).dtype)
-        return Changes(weights=weights)
+                new = (layer.weight(name).double() + mean).to(layer.weight(name).dtype)
+                weights[name, "weight"] = new
+        return Changes(tensors=weights)
 
 
 def quietly(*args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from calipers.errors import counted, shortened
 from calipers.notebook import NotebookView
+from calipers.options import OnUnseen
 from calipers.topology.names import expert_of
-
-UnseenPolicy = Literal["error", "weights_only", "peers"]
 
 SCARCE = 0.1
 """An expert that sees less than this part of its even share is reported."""
@@ -25,7 +24,7 @@ class Coverage(NotebookView):
     :param applied: modules the policy was applied to → what was done
     """
 
-    policy: UnseenPolicy = "error"
+    policy: OnUnseen = "error"
     tokens: dict[str, int] = field(default_factory=dict)
     applied: dict[str, str] = field(default_factory=dict)
 

@@ -28,7 +28,8 @@ class Run:
     """What a pipeline works with.
 
     :param solve: makes of what was measured of some modules what becomes of them, and returns the
-        weights they compute with from then on, where later modules are to see their effect
+        tensors they compute with from then on, by module and name, where later modules are to see
+        their effect
     :param device: where the model, or the layer at work, computes
     :param dtype: in which it does; None: its own
     :param early: warns of modules that no token has reached, while the data still runs
@@ -37,7 +38,7 @@ class Run:
     """
 
     calibration: Calibration
-    solve: Callable[[Iterable[str]], Mapping[str, Tensor]]
+    solve: Callable[[Iterable[str]], Mapping[tuple[str, str], Tensor]]
     ranks: Ranks
     progress: Progress
     device: torch.device
@@ -54,8 +55,8 @@ class Run:
         """Show how many layers are solved."""
         return self.progress.counting(self.what, len(layers), "layers")
 
-    def finish(self, names: Iterable[str]) -> Mapping[str, Tensor]:
-        """End the measuring of some modules, solve them, and return the weights they get."""
+    def finish(self, names: Iterable[str]) -> Mapping[tuple[str, str], Tensor]:
+        """End the measuring of some modules, solve them, and return the tensors they get."""
         names = list(names)
         self.calibration.finish(names)
         return self.solve(names)

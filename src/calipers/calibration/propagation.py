@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-class SolvedWeights:
-    """The weights that modules of a layer have become, to compute with before they are frozen.
+class NewTensors:
+    """What tensors of a layer have become, to compute with before the model is frozen.
 
     :param dtype: the dtype that the layer computes in; None: that of its weights
     """
@@ -21,28 +21,28 @@ class SolvedWeights:
         self, model: torch.nn.Module, device: torch.device, dtype: torch.dtype | None
     ) -> None:
         self._model, self._device, self._dtype = model, device, dtype
-        self._weights: dict[torch.nn.Module, Tensor] = {}
+        self._tensors: dict[tuple[torch.nn.Module, str], Tensor] = {}
 
-    def add(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the weights of more modules."""
-        for name, weight in weights.items():
-            moved = weight.to(self._device, self._dtype or weight.dtype)
-            self._weights[self._model.get_submodule(name)] = moved
+    def add(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """Take the tensors of more modules."""
+        for (name, local), tensor in tensors.items():
+            moved = tensor.to(self._device, self._dtype or tensor.dtype)
+            self._tensors[self._model.get_submodule(name), local] = moved
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the modules compute with them; their own weights are untouched behind them."""
         try:
-            for module, weight in self._weights.items():
-                vars(module)["weight"] = weight  # found before the parameter of this name
+            for (module, local), tensor in self._tensors.items():
+                vars(module)[local] = tensor  # found before the parameter of this name
             yield
         finally:
-            for module in self._weights:
-                vars(module).pop("weight", None)
+            for module, local in self._tensors:
+                vars(module).pop(local, None)
 
 
 @contextmanager
-def until_called(
+def stop_after_calls(
     modules: Iterable[torch.nn.Module], calls: int | None, *, with_outputs: bool = False
 ) -> Iterator[None]:
     """Leave the ``with`` as soon as modules have been called so many times in all; None: never.
@@ -59,7 +59,7 @@ def until_called(
         nonlocal left
         left -= 1
         if left == 0:
-            raise _Enough
+            raise _StopForward
 
     with ExitStack() as stack:
         for module in modules:
@@ -70,7 +70,7 @@ def until_called(
                 handle = module.register_forward_pre_hook(count)
                 replace_forward(stack, module, partial(_zeros, module))
             stack.callback(handle.remove)
-        with suppress(_Enough):
+        with suppress(_StopForward):
             yield
 
 
@@ -90,5 +90,5 @@ def replace_forward(stack: ExitStack, module: torch.nn.Module, forward: Callable
         stack.callback(vars(module).__setitem__, "forward", own)
 
 
-class _Enough(BaseException):
+class _StopForward(BaseException):
     """What is to be measured has been: the rest need not run, whatever errors it catches."""

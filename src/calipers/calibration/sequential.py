@@ -20,7 +20,7 @@ from calipers.calibration.pipelines import (
     moved,
     onloaded,
 )
-from calipers.calibration.propagation import SolvedWeights, until_called
+from calipers.calibration.propagation import NewTensors, stop_after_calls
 from calipers.runtime.precision import computing_in
 from calipers.runtime.progress import Add
 from calipers.topology.layers import decoder_layers
@@ -76,7 +76,7 @@ def run_sequential(run: Run, batches: Batches) -> None:
 def _run_in_stages(stack: LayerStack, number: int, prefix: str, names: list[str], add: Add) -> None:
     """Solve the modules of a layer one after another, each on what the others have become."""
     run, layer = stack.run, stack.layers[number]
-    solved = SolvedWeights(run.calibration.model, run.device, run.dtype)
+    solved = NewTensors(run.calibration.model, run.device, run.dtype)
     with stack.at_work(prefix, layer):
         found = [(s.names, s.calls, s.residuals) for s in stack.stages(number, prefix, names)]
     # Routers may send the first batches of processes to different experts: one decides for all.
@@ -196,7 +196,7 @@ class LayerStack:
         self,
         number: int,
         stage: Stage,
-        solved: SolvedWeights,
+        solved: NewTensors,
         unsolved: Sequence[str],
         told: Callable[[], None],
     ) -> None:
@@ -219,19 +219,19 @@ class LayerStack:
                     with (
                         calibration.as_reference(),
                         self._resuming(index, unsolved, is_reference=True),
-                        until_called(modules, stage.calls),
+                        stop_after_calls(modules, stage.calls),
                     ):
                         self._through(number, index, self._reference[index])
                 with (
                     solved.in_place(),
                     self._resuming(index, unsolved),
-                    until_called(modules, stage.calls, with_outputs=with_outputs),
+                    stop_after_calls(modules, stage.calls, with_outputs=with_outputs),
                 ):
                     self._through(number, index, hidden)
             self._look_early(index, stage.names)
             told()
 
-    def advance(self, number: int, solved: SolvedWeights, told: Callable[[], None]) -> None:
+    def advance(self, number: int, solved: NewTensors, told: Callable[[], None]) -> None:
         """Run all batches through a layer as it has become; ``told`` is called after each."""
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()

@@ -18,8 +18,8 @@ from calipers.checkpoint.state import offloaded_tensors, read_tensor
 from calipers.files.safetensors_header import StoredTensor
 
 
-class ModelWeights(Protocol):
-    """The values of the tensors of a model."""
+class WeightSource(Protocol):
+    """Where the values of the tensors of a model come from."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name in the model, as it was before quantization."""

@@ -23,7 +23,7 @@ from calipers.checkpoint.compression import (
 )
 from calipers.checkpoint.config import checkpoint_config
 from calipers.checkpoint.names import StoredNames
-from calipers.checkpoint.output import check_output, free_space, resumable_folder
+from calipers.checkpoint.output import free_space, resumable_folder
 from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
 from calipers.checkpoint.source import check_apart
 from calipers.errors import CalipersWarning, CheckpointError
@@ -114,7 +114,7 @@ def write_stream(
     :param names: where each tensor of the model goes
     """
     check_apart(directory, model)
-    path = check_output(directory, overwrite)
+    path = Path(os.path.realpath(directory))
     shard_size = parse_size(max_shard_size)
     check_frozen(model)
     _check_space(path, estimated_size(model, names))

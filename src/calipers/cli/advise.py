@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.command import CommandOutput, progress
+from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size
-from calipers.cli.options import (
-    GroupSize,
-    Ignored,
-    Model,
-    TrustRemoteCode,
-    observer_choice,
-)
+from calipers.cli.options import GroupSize, Ignored, Model, TrustRemoteCode
 from calipers.cli.sources import model_source
 from calipers.cli.tables import add_row, table
 from calipers.errors import listing
 from calipers.files.output_file import check_output_file, output_file
+from calipers.options import IGNORED_BY_DEFAULT
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,11 +95,12 @@ def advise(
     target: Target = None,
     method: Methods = None,
     solver: Solvers = None,
-    group_size: GroupSize = None,
     ignore: Ignored = None,
     output: RecipeOutput = None,
     overwrite: Overwrite = False,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    groups: GroupSize,
+    compute: TrustRemoteCode,
 ) -> CommandOutput:
     """Tell what each module would lose in each scheme, and choose the best within a budget.
 
@@ -125,12 +121,12 @@ def advise(
         schemes,
         budget,
         methods=method,
-        solvers=[observer_choice(each) for each in solver] if solver else None,
-        group_size=group_size,
+        solvers=solver,
+        group_size=groups.group_size,
         target=target,
-        ignore=tuple(ignore or ["lm_head"]),
-        trust_remote_code=trust_remote_code,
-        progress=progress(),
+        ignore=tuple(ignore or IGNORED_BY_DEFAULT),
+        trust_remote_code=compute.trust_remote_code,
+        progress=compute.progress,
     )
     if output is not None and found.recipe is not None:
         with output_file(output.resolve()) as place:

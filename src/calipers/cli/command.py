@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
+from calipers.cli.options import group_of, parameters_of
 from calipers.cli.spelling import as_typed
 from calipers.errors import CalipersError, CalipersWarning, printable
+from calipers.options import ComputeOptions, OptionGroup
 from calipers.runtime.launch import is_first_process
 
 if TYPE_CHECKING:
@@ -61,23 +63,39 @@ def add_to(app: typer.Typer, command: Command) -> None:
 
 
 def _wrapped(command: Command) -> Callable[..., None]:
+    signature = inspect.signature(command, eval_str=True)
+    groups = {
+        each.name: found
+        for each in signature.parameters.values()
+        if (found := group_of(each.annotation)) is not None
+    }
+
     @functools.wraps(command)
     def run(*, as_json: bool, debug: bool, **given: Any) -> None:
         _as_json.set(as_json)
         with _report_errors(as_json, debug), _report_warnings(as_json):
+            for name, (kind, options) in groups.items():
+                given[name] = _made(kind, {option: given.pop(option) for option in options})
             output = command(**given)
             show(output)
             if output.exit_code:
                 raise typer.Exit(output.exit_code)
 
-    signature = inspect.signature(command, eval_str=True)
-    added = [_flag("as_json", Json), _flag("debug", Debug)]
-    parameters = [*signature.parameters.values(), *added]
+    plain = [each for each in signature.parameters.values() if each.name not in groups]
+    grouped = [each for group in groups.values() for each in parameters_of(*group)]
+    parameters = [*plain, *grouped, _flag("as_json", Json), _flag("debug", Debug)]
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=None
     )
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _made(kind: type[OptionGroup], values: dict[str, Any]) -> OptionGroup:
+    """Return a group with the options that were typed, and what shows how far a command is."""
+    defaults = kind().values()
+    given = {name: value for name, value in values.items() if value != defaults[name]}
+    return kind(**given, **({"progress": progress()} if kind is ComputeOptions else {}))
 
 
 def _flag(name: str, kind: Any) -> inspect.Parameter:

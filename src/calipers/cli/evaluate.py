@@ -10,34 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.cli.command import CommandOutput, show, tell
-from calipers.cli.formatting import format_difference, format_interval, format_optional_size
-from calipers.cli.mistakes import Mistakes
-from calipers.cli.options import (
-    BatchSize,
-    Data,
-    Device,
-    Dtype,
-    Mask,
-    Model,
-    Packing,
-    Samples,
-    Seed,
-    SeqLen,
-    Skip,
-    TextColumn,
-    Tokenizer,
-    TrustRemoteCode,
-)
-from calipers.cli.sources import (
-    DATA_KINDS,
-    compute_options,
-    data_options,
-    data_source,
-    model_source,
-    packing_for,
-)
+from calipers.cli.formatting import format_difference, format_optional_size
+from calipers.cli.options import Data, Model
+from calipers.cli.sources import DATA_KINDS, data_source, model_source, packed
 from calipers.cli.tables import add_row, table
-from calipers.errors import ConfigurationError
+from calipers.errors import ConfigurationError, Mistakes
+from calipers.options import ComputeOptions, DataOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,19 +37,10 @@ def evaluate(
     model: Model,
     checkpoints: Checkpoints = None,
     data: Data = None,
-    samples: Samples = 512,
-    skip: Skip = 0,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    packing: Packing = None,
-    text_column: TextColumn = None,
-    mask: Mask = None,
-    tokenizer: Tokenizer = None,
     layers: Layers = True,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    taken: DataOptions,
+    compute: ComputeOptions,
 ) -> CommandOutput:
     """Compare checkpoints with the model they were made from.
 
@@ -80,13 +49,14 @@ def evaluate(
 
     Example: calipers evaluate demo demo-w4a16 --data demo
     """
-    mistakes, joined = Mistakes(), packing_for(data, packing)
+    from calipers.engine.job import check_compute_options, check_data_options
+
+    mistakes, taken = Mistakes(), packed(taken, data)
     texts = mistakes.check(_texts, data)
     source = mistakes.check(model_source, model)
     quantized = [mistakes.check(model_source, each) for each in checkpoints or ()]
-    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, mask, skip)
-    chosen = mistakes.check(data_options, *taken)
-    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
+    mistakes.check(check_data_options, taken)
+    mistakes.check(check_compute_options, compute)
     mistakes.tell()
     from calipers.evaluation import evaluate as compare
 
@@ -98,7 +68,7 @@ def evaluate(
             texts,
             layers=layers,
             each=done.add,
-            data=chosen,
+            data=taken,
             compute=compute,
         )
     return done.output(complete=True)
@@ -189,8 +159,8 @@ def _scores(model: str, found: Evaluation) -> Table:
             f"{scores.perplexity.value:.4f}",
             format_difference(scores.change),
             f"{scores.change.noise:.1g}",
-            format_interval(scores.kl, ".5f"),
-            format_interval(scores.agreement, ".2%"),
+            scores.kl.text(".5f"),
+            scores.agreement.text(".2%"),
             *([_to_best(above[name])] if above else []),
         )
     return made

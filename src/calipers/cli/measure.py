@@ -9,46 +9,12 @@ import typer
 
 from calipers.cli.command import CommandOutput, tell
 from calipers.cli.formatting import format_size
-from calipers.cli.mistakes import Mistakes
-from calipers.cli.options import (
-    AllExperts,
-    BatchSize,
-    Data,
-    Device,
-    Dtype,
-    Mask,
-    Model,
-    Packing,
-    Samples,
-    Seed,
-    SeqLen,
-    ShareInputs,
-    Skip,
-    TextColumn,
-    Tokenizer,
-    TrustRemoteCode,
-)
+from calipers.cli.options import Data, Model, Without, read_number
 from calipers.cli.show import about
-from calipers.cli.sources import (
-    DATA_KINDS,
-    compute_options,
-    data_options,
-    data_source,
-    model_source,
-    packing_for,
-)
-from calipers.errors import ConfigurationError
+from calipers.cli.sources import DATA_KINDS, data_source, model_source, packed
+from calipers.errors import ConfigurationError, Mistakes
 from calipers.files.output_file import PARTIAL, check_output_file
-from calipers.options import CalibrationOptions
-
-
-def _number(text: str) -> Any:
-    """Read a number; what is none is passed on, and refused with everything else that is wrong."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
+from calipers.options import CalibrationOptions, ComputeOptions, DataOptions, MeasureOptions
 
 Output = Annotated[
     Path,
@@ -63,20 +29,12 @@ Collect = Annotated[
         "and values), sensitivity (of the loss to weights, for 'calipers advise').",
     ),
 ]
-Pipeline = Annotated[
-    str,
-    typer.Option(
-        "--pipeline",
-        metavar="NAME",
-        help="How data runs: basic (the whole model), sequential (layer by layer), auto.",
-    ),
-]
 SaveEvery = Annotated[
     float,
     typer.Option(
         "--save-every",
         metavar="SECONDS",
-        parser=_number,
+        parser=read_number(float),
         help="When what was measured is written again, so that a run that dies can go on.",
     ),
 ]
@@ -92,7 +50,7 @@ Tolerance = Annotated[
     typer.Option(
         "--tolerance",
         metavar="SHARE",
-        parser=_number,
+        parser=read_number(float),
         help="By how much scales and importance may still move with more data.",
     ),
 ]
@@ -106,25 +64,14 @@ def measure(
     output: Output,
     data: Data = None,
     collect: Collect = "",
-    samples: Samples = 512,
-    skip: Skip = 0,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    packing: Packing = None,
-    text_column: TextColumn = None,
-    mask: Mask = None,
-    tokenizer: Tokenizer = None,
-    pipeline: Pipeline = "auto",
-    calibrate_all_experts: AllExperts = False,
-    share_inputs: ShareInputs = True,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
     save_every: SaveEvery = 60,
     until_stable: UntilStable = False,
     tolerance: Tolerance = 0.1,
     overwrite: Overwrite = False,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    taken: DataOptions,
+    calibration: Annotated[CalibrationOptions, Without("on_unseen")],
+    compute: ComputeOptions,
 ) -> CommandOutput:
     """Run data through a model once, and keep what was seen in a file.
 
@@ -133,19 +80,20 @@ def measure(
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
     from calipers.engine import measure as measuring
+    from calipers.engine.job import check_options
 
-    mistakes, joined = Mistakes(), packing_for(data, packing)
-    inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": tokenizer}
+    mistakes, taken = Mistakes(), packed(taken, data)
+    inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": taken.tokenizer}
     mistakes.check(_check_output, output, overwrite, inputs)
     source = mistakes.check(model_source, model)
     texts = mistakes.check(_texts, data)
     tolerance = mistakes.check(_checked, tolerance)
     mistakes.check(measuring.check_save_every, save_every)
-    taken = (samples, seq_len, batch_size, joined, seed, text_column, tokenizer, mask, skip)
-    chosen = mistakes.check(data_options, *taken)
-    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
+    options = MeasureOptions(data=taken, compute=compute, calibration=calibration)
+    mistakes.check(check_options, options)
     mistakes.tell()
-    size = measuring.expected_memory(source, collect, trust_remote_code=trust_remote_code)
+    trusted = compute.trust_remote_code
+    size = measuring.expected_memory(source, collect, trust_remote_code=trusted)
     tell({"memory": size}, f"Statistics will take about {format_size(size)} of memory.")
     found = measuring.measure(
         source,
@@ -155,19 +103,9 @@ def measure(
         overwrite=overwrite,
         save_every=save_every,
         until_stable=until_stable and tolerance,
-        data=chosen,
-        compute=compute,
-        calibration=_calibration(pipeline, calibrate_all_experts, share_inputs),
+        **vars(options),
     )
-    return about(found, output, tolerance, samples if until_stable else None)
-
-
-def _calibration(pipeline: str, all_experts: bool, share_inputs: bool) -> CalibrationOptions:
-    return CalibrationOptions(
-        pipeline=pipeline,  # type: ignore[arg-type]  # measure checks
-        calibrate_all_experts=all_experts,
-        share_inputs=share_inputs,
-    )
+    return about(found, output, tolerance, taken.num_samples if until_stable else None)
 
 
 def _check_output(output: Path, overwrite: bool, inputs: dict[str, object]) -> None:

@@ -21,7 +21,7 @@ Name = Annotated[
 ]
 
 
-def observers(name: Name = None, allow_code: AllowCode = False) -> CommandOutput:
+def observers(name: Name = None, *, changes: AllowCode) -> CommandOutput:
     """List the observers and when to use each, or tell all about one.
 
     Example: calipers observers optimal
@@ -30,7 +30,7 @@ def observers(name: Name = None, allow_code: AllowCode = False) -> CommandOutput
     from calipers.observers import Observer
 
     if name is not None:
-        one = ObserverInfo.of(Observer.get_value_from_registry(name, allow_code=allow_code))
+        one = ObserverInfo.of(Observer.get_value_from_registry(name, allow_code=changes.allow_code))
         return CommandOutput(one.as_dict(), _single(one))
     known = Observer.registered_names()
     all_ = [

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import common_name, format_size, pattern_of
-from calipers.cli.mistakes import Mistakes
-from calipers.cli.options import (
-    ActivationObserver,
-    AllowCode,
-    GroupSize,
-    Ignored,
-    Method,
-    Model,
-    RecipeFile,
-    Scheme,
-    TrustRemoteCode,
-    WeightObserver,
-)
+from calipers.cli.options import Ignored, Model, RecipeFile, Scheme, TrustRemoteCode
 from calipers.cli.sources import model_source, recipe_source
 from calipers.cli.tables import table
-from calipers.errors import counted
+from calipers.errors import Mistakes, counted
+from calipers.options import RecipeOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,6 +23,7 @@ if TYPE_CHECKING:
 
     from calipers.engine.dry_run import DryRun, DryRunRow
     from calipers.engine.needs import FeedbackNeeds
+    from calipers.recipes import Recipe
 
 _COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data", "before", "after")
 
@@ -43,14 +34,11 @@ def plan(
     model: Model,
     scheme: Scheme = None,
     recipe: RecipeFile = None,
-    method: Method = None,
-    observer: WeightObserver = None,
-    activation_observer: ActivationObserver = None,
-    group_size: GroupSize = None,
     ignore: Ignored = None,
     every: All = False,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_code: AllowCode = False,
+    *,
+    changes: RecipeOptions,
+    compute: TrustRemoteCode,
 ) -> CommandOutput:
     """Show what would be quantized, and the size before and after.
 
@@ -60,15 +48,23 @@ def plan(
     """
     mistakes = Mistakes()
     source = mistakes.check(model_source, model)
-    how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)
-    wanted = mistakes.check(recipe_source, *how)
+    wanted = mistakes.check(_recipe, scheme, recipe, ignore, changes)
     mistakes.tell()
     from calipers.checkpoint.reader import load_skeleton
     from calipers.engine.dry_run import dry_run
 
-    skeleton = load_skeleton(source, trust_remote_code=trust_remote_code)
+    skeleton = load_skeleton(source, trust_remote_code=compute.trust_remote_code)
     found = dry_run(skeleton, wanted)
     return CommandOutput({"model": model, **found.as_dict()}, _view(found, every))
+
+
+def _recipe(
+    scheme: str | None, recipe: Path | None, ignore: list[str] | None, changes: RecipeOptions
+) -> Recipe:
+    source = recipe_source(scheme, recipe, ignore)
+    from calipers.recipes import load_changed_recipe
+
+    return load_changed_recipe(source, **changes.values())
 
 
 def _view(found: DryRun, every: bool) -> RenderableType:

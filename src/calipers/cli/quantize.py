@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,65 +11,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.checkpoint.output import check_output
 from calipers.cli.charts import ShellCommand
 from calipers.cli.command import CommandOutput
 from calipers.cli.formatting import format_size
 from calipers.cli.losses import SHOWN, activation_lines, advice_on, worst_modules
-from calipers.cli.mistakes import Mistakes
-from calipers.cli.options import (
-    ActivationObserver,
-    AllExperts,
-    AllowCode,
-    BatchSize,
-    Data,
-    Device,
-    Dtype,
-    GroupSize,
-    Ignored,
-    Mask,
-    Method,
-    Model,
-    Packing,
-    RecipeFile,
-    Samples,
-    Scheme,
-    Seed,
-    SeqLen,
-    ShareInputs,
-    TextColumn,
-    Tokenizer,
-    TrustRemoteCode,
-    WeightObserver,
-)
+from calipers.cli.options import Data, Ignored, Model, RecipeFile, Scheme, Without
 from calipers.cli.sources import (
     DEMO,
     STANDARD_INPUT,
-    compute_options,
-    data_options,
     data_source,
     model_source,
-    packing_for,
+    packed,
     recipe_source,
 )
-from calipers.errors import ConfigurationError, counted, listing
+from calipers.errors import Mistakes, counted, listing
 from calipers.options import (
+    IGNORED_BY_DEFAULT,
     CalibrationOptions,
+    ComputeOptions,
     DataOptions,
     OneshotOptions,
     OutputOptions,
     RecipeOptions,
 )
-from calipers.runtime.launch import find_launch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers import OneshotResult, QuantizeResult
+    from calipers import OneshotResult
     from calipers.judging.costs import ModuleCosts
     from calipers.judging.losses import ModuleLoss
     from calipers.planning.plan import Plan
-    from calipers.recipes import Recipe
 
 Output = Annotated[
     Path,
@@ -86,26 +56,6 @@ MeasurementsFile = Annotated[
         exists=False,
     ),
 ]
-Pipeline = Annotated[
-    str,
-    typer.Option(
-        "--pipeline",
-        metavar="NAME",
-        help="How data runs: basic (the whole model), sequential (layer by layer), datafree, auto.",
-    ),
-]
-OnUnseen = Annotated[
-    str,
-    typer.Option(
-        "--on-unseen",
-        metavar="NAME",
-        help="What becomes of modules that no token reached: error, weights_only, peers.",
-    ),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
-ShardSize = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="The largest file of tensors.")
-]
 
 
 def quantize(
@@ -115,29 +65,13 @@ def quantize(
     recipe: RecipeFile = None,
     data: Data = None,
     measurements: MeasurementsFile = None,
-    method: Method = None,
-    observer: WeightObserver = None,
-    activation_observer: ActivationObserver = None,
-    group_size: GroupSize = None,
     ignore: Ignored = None,
-    samples: Samples = 512,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    packing: Packing = None,
-    text_column: TextColumn = None,
-    mask: Mask = None,
-    tokenizer: Tokenizer = None,
-    pipeline: Pipeline = "auto",
-    on_unseen: OnUnseen = "error",
-    calibrate_all_experts: AllExperts = False,
-    share_inputs: ShareInputs = True,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    max_shard_size: ShardSize = "5GB",
-    trust_remote_code: TrustRemoteCode = False,
-    allow_code: AllowCode = False,
+    *,
+    changes: RecipeOptions,
+    taken: Annotated[DataOptions, Without("skip")],
+    calibration: CalibrationOptions,
+    compute: ComputeOptions,
+    written: Annotated[OutputOptions, Without("output_dir")],
 ) -> CommandOutput:
     """Quantize a model for vLLM and transformers.
 
@@ -146,85 +80,30 @@ def quantize(
 
     Example: calipers quantize demo --scheme W4A16 --observer optimal --data demo -o demo-w4a16
     """
-    mistakes, inputs = Mistakes(), {"model": model, "data": data, "recipe": recipe}
-    inputs |= {"tokenizer": tokenizer, "measurements": measurements}
-    mistakes.check(check_output, output, overwrite, inputs)
-    source = mistakes.check(model_source, model)
-    texts = mistakes.check(_texts, data, measurements)
-    how = (scheme, recipe, observer, activation_observer, ignore, group_size, method, allow_code)
-    wanted = mistakes.check(recipe_source, *how)
-    taken = (samples, seq_len, batch_size, packing, seed, text_column, tokenizer, mask)
-    chosen = mistakes.check(data_options, *taken)
-    compute = mistakes.check(compute_options, device, dtype, trust_remote_code)
-    mistakes.check(_check_calibration, pipeline, on_unseen)
-    mistakes.tell()
     options = OneshotOptions(
-        data=replace(chosen, packing=packing_for(data, packing)),
+        data=packed(taken, data),
         compute=compute,
-        calibration=_calibration(pipeline, on_unseen, calibrate_all_experts, share_inputs),
-        changes=RecipeOptions(allow_code=allow_code),
-        output=OutputOptions(output_dir=output, overwrite=overwrite, max_shard_size=max_shard_size),
+        calibration=calibration,
+        changes=changes,
+        output=OutputOptions(output_dir=output, **written.given()),
     )
-    result, seconds = _result(source, wanted, texts, measurements, options)
-    ignored = None if scheme is None else ignore or ["lm_head"]
-    return _output(_summary(result, seconds, model, data, output, ignored), data, chosen)
-
-
-def _texts(data: str | None, measurements: Path | None) -> Any:
-    if measurements is not None and data is not None:
-        problem = "The command has both --data and --measurements"
-        raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
-    return data_source(data, "calibration")
-
-
-def _check_calibration(pipeline: str, on_unseen: str) -> None:
-    from calipers.engine.job import check_on_unseen, check_pipeline
-
     mistakes = Mistakes()
-    mistakes.check(check_pipeline, pipeline)
-    mistakes.check(check_on_unseen, on_unseen)
+    source = mistakes.check(model_source, model)
+    texts = mistakes.check(data_source, data, "calibration")
+    how = mistakes.check(recipe_source, scheme, recipe, ignore)
+    if mistakes:  # those that quantizing would find are told beside them
+        from calipers.engine.job import check_arguments
+
+        inputs = {"model": model, "recipe": recipe, "data": data, "measurements": measurements}
+        mistakes.check(check_arguments, inputs, options)
     mistakes.tell()
+    from calipers import oneshot
 
-
-def _calibration(
-    pipeline: str, on_unseen: str, calibrate_all_experts: bool, share_inputs: bool
-) -> CalibrationOptions:
-    return CalibrationOptions(
-        pipeline=pipeline,  # type: ignore[arg-type]  # checked before
-        on_unseen=on_unseen,  # type: ignore[arg-type]  # checked before
-        calibrate_all_experts=calibrate_all_experts,
-        share_inputs=share_inputs,
-    )
-
-
-def _output(done: Summary, data: str | None, chosen: DataOptions) -> CommandOutput:
-    done = replace(done, next=_next(done, data, chosen), look=_look(done.output))
+    result = oneshot(source, how, texts, measurements=measurements, **vars(options))
+    ignored = None if scheme is None else ignore or list(IGNORED_BY_DEFAULT)
+    done = _summary(result, model, data, output, ignored)
+    done = replace(done, next=_next(done, data, taken), look=_look(done.output))
     return CommandOutput(done.as_dict(), _view(done))
-
-
-def _result(
-    source: str, wanted: Recipe, texts: Any, measurements: Path | None, options: OneshotOptions
-) -> tuple[OneshotResult | QuantizeResult, float]:
-    """Quantize, from disk to disk where the model need not run; how many seconds it took."""
-    start = time.monotonic()
-    in_memory = find_launch().world_size > 1 or options.data.tokenizer is not None
-    if texts is not None or (measurements is None and in_memory):
-        from calipers import oneshot
-
-        return oneshot(source, wanted, texts, **options.keywords()), time.monotonic() - start
-    from calipers import quantize as from_disk_to_disk
-
-    dtype = options.compute.dtype if measurements is not None else "auto"
-    made = from_disk_to_disk(
-        source,
-        wanted,
-        measurements,
-        on_unseen=options.calibration.on_unseen,
-        compute=replace(options.compute, dtype=dtype),
-        changes=options.changes,
-        output=options.output,
-    )
-    return made, time.monotonic() - start
 
 
 @dataclass(frozen=True)
@@ -272,34 +151,35 @@ class Summary:
 
 
 def _summary(
-    result: OneshotResult | QuantizeResult,
-    seconds: float,
+    result: OneshotResult,
     model: str,
     data: str | None,
     output: Path,
     ignored: list[str] | None,
 ) -> Summary:
-    from calipers.checkpoint.sizes import bits_per_weight, size_on_disk
+    from calipers.checkpoint.quantized import QuantizedCheckpoint
+    from calipers.checkpoint.sizes import size_on_disk
     from calipers.judging.losses import module_losses
 
-    notes = json.loads((output / "calipers.json").read_text(encoding="utf-8"))
+    rows = tuple(result.plan.rows())
+    ran_in = result.forward_dtype
     return Summary(
         model=model,
         output=str(output),
         before=None if result.source is None else size_on_disk(result.source),
         after=size_on_disk(output),
-        bits_per_weight=bits_per_weight(output),
-        seconds=seconds,
-        pipeline=notes["pipeline"],
-        samples=notes["samples"],
-        tokens=notes["tokens"],
-        quantized=tuple(result.plan.rows()),
+        bits_per_weight=QuantizedCheckpoint.open(output).bits_per_weight if rows else None,
+        seconds=result.seconds,
+        pipeline=result.pipeline,
+        samples=result.samples,
+        tokens=result.tokens,
+        quantized=rows,
         worst=tuple(module_losses(result.errors, result.costs)[:SHOWN]),
         errors=dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
         costs=dict(result.costs),
         advice=advice_on(result.costs, result.plan, ignored),
         coverage=result.coverage.as_dict(),
-        forward_dtype=notes["forward_dtype"],
+        forward_dtype=None if ran_in is None else str(ran_in).removeprefix("torch."),
         dtype=str(result.dtype).removeprefix("torch."),
         has_data=data is not None,
         better=_better(result.plan),

@@ -59,7 +59,8 @@ def report(
     evaluation: Evaluation = None,
     advice: Advice = None,
     overwrite: Overwrite = False,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    compute: TrustRemoteCode,
 ) -> CommandOutput:
     """Show on one page which layers of quantized checkpoints hurt, and why.
 
@@ -78,7 +79,7 @@ def report(
         evaluation=evaluation,
         advice=advice,
         overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=compute.trust_remote_code,
     )
     return _output(found.content, output)
 

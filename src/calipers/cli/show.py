@@ -18,9 +18,9 @@ from calipers.errors import counted, shortened
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from calipers.checkpoint.description import CheckpointDescription
     from calipers.measurements import Measurements
     from calipers.measurements.sufficiency import Sufficiency
+    from calipers.reporting.description import CheckpointDescription
 
 Source = Annotated[
     Path,
@@ -51,7 +51,7 @@ def show(source: Source) -> CommandOutput:
     Example: calipers show demo.safetensors
     """
     if source.is_dir():
-        from calipers.checkpoint.description import describe_checkpoint
+        from calipers.reporting.description import describe_checkpoint
 
         described = describe_checkpoint(source)
         data = {"folder": str(source), **described.as_dict()}
@@ -195,12 +195,13 @@ def _checkpoint_view(found: CheckpointDescription) -> RenderableType:
 
     from calipers.judging.losses import DECIBELS, loss_grid
 
-    bits = found.bits_per_weight
+    checkpoint = found.checkpoint
+    bits = checkpoint.bits_per_weight
     told = "" if bits is None else f", {bits:.2f} bits per quantized weight"
     facts = {
         "model": found.model,
-        "quantized": counted(len(found.weights), "weight"),
-        "size": format_size(found.size) + told,
+        "quantized": counted(len(checkpoint.weights), "weight"),
+        "size": format_size(checkpoint.size) + told,
         "data": _about_data(found),
         "Calipers": found.calipers,
     }

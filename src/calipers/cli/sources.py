@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from calipers.calibration.dataset_names import DatasetName
 from calipers.checkpoint.location import check_location
-from calipers.cli.command import progress
-from calipers.cli.mistakes import Mistakes
-from calipers.cli.options import observer_choice
-from calipers.errors import ConfigurationError, check_whole_number
-from calipers.options import ComputeOptions, DataOptions
+from calipers.errors import ConfigurationError
+from calipers.options import IGNORED_BY_DEFAULT, DataOptions
 from calipers.runtime.launch import find_launch
 
 if TYPE_CHECKING:
-    from calipers.recipes import Recipe
+    from calipers.steps import Modifier
 
 DEMO = "demo"
 STANDARD_INPUT = "-"
@@ -68,78 +66,20 @@ def _standard_input() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def packing_for(name: str | None, chosen: bool | None) -> bool | None:
-    """Return whether texts are joined: those of ``demo`` are pieces of modules.
+def packed(taken: DataOptions, data: str | None) -> DataOptions:
+    """Return options with which texts are joined where they are pieces: those of ``demo``.
 
-    >>> packing_for("demo", None), packing_for("demo", False), packing_for("my.jsonl", None)
-    (True, False, None)
+    >>> [packed(DataOptions(), name).packing for name in ("demo", "my.jsonl")]
+    [True, None]
     """
-    return True if chosen is None and name == DEMO and not os.path.exists(name) else chosen
-
-
-def data_options(
-    samples: int,
-    seq_len: int | None,
-    batch_size: int | None,
-    packing: bool | None,
-    seed: int,
-    text_column: str | None,
-    tokenizer: str | None,
-    mask: str | None,
-    skip: int = 0,
-) -> DataOptions:
-    """Return which samples are taken, and how they become batches."""
-    mistakes = Mistakes()
-    for option, number, least in (
-        ("num_samples", samples, 1),
-        ("max_seq_length", 1 if seq_len is None else seq_len, 1),
-        ("batch_size", 1 if batch_size is None else batch_size, 1),
-        ("skip", skip, 0),
-        ("seed", seed, None),
-    ):
-        mistakes.check(check_whole_number, option, number, least)
-    mistakes.tell()
-    return DataOptions(
-        tokenizer=tokenizer,
-        num_samples=samples,
-        max_seq_length=seq_len,
-        batch_size=batch_size,
-        packing=packing,
-        seed=seed,
-        skip=skip,
-        text_column=text_column,
-        mask=mask,  # type: ignore[arg-type]  # whoever reads the data checks
-    )
-
-
-def compute_options(device: str | None, dtype: str, trust_remote_code: bool) -> ComputeOptions:
-    """Return where and how a model computes, and what shows how far it is."""
-    from calipers.calibration.pipelines import usable_device
-    from calipers.runtime.precision import dtype_choice
-
-    mistakes = Mistakes()
-    choice = mistakes.check(dtype_choice, dtype)  # type: ignore[arg-type]  # it checks
-    mistakes.check(usable_device, device)
-    mistakes.tell()
-    return ComputeOptions(
-        device=device,
-        dtype=choice,
-        trust_remote_code=trust_remote_code,
-        progress=progress(),
-    )
+    is_demo = data == DEMO and not os.path.exists(DEMO)
+    return replace(taken, packing=True) if is_demo and taken.packing is None else taken
 
 
 def recipe_source(
-    scheme: str | None,
-    recipe: Path | None,
-    observer: str | None,
-    activation_observer: str | None,
-    ignore: list[str] | None,
-    group_size: int | None = None,
-    method: str | None = None,
-    allow_code: bool = False,
-) -> Recipe:
-    """Make the recipe that the options mean: method, groups and observers are put on top of it."""
+    scheme: str | None, recipe: Path | None, ignore: list[str] | None
+) -> Path | Modifier:
+    """Return the file, or the modifier, that the options mean."""
     if (scheme is None) == (recipe is None):
         problem = (
             "neither --scheme nor --recipe" if scheme is None else "both --scheme and --recipe"
@@ -149,23 +89,14 @@ def recipe_source(
     if recipe is not None and ignore:
         hint = "Give it in the recipe."
         raise ConfigurationError("--ignore has no meaning beside --recipe", hint=hint)
-    weights, activations = observer_choice(observer), observer_choice(activation_observer)
-    from calipers.recipes import load_changed_recipe
+    if recipe is not None:
+        return recipe
     from calipers.steps import QuantizationModifier
     from calipers.steps.choices import preset_name
 
-    source: object = recipe
-    if scheme is not None:
-        source = QuantizationModifier(
-            scheme=preset_name(scheme),
-            ignore=tuple(ignore or ["lm_head"]),
-            unmatched="error" if ignore else "ignore",
-        )
-    return load_changed_recipe(
-        source,
-        method=method,
-        group_size=group_size,
-        weight_observer=weights,
-        activation_observer=activations,
-        allow_code=allow_code,
+    assert scheme is not None
+    return QuantizationModifier(
+        scheme=preset_name(scheme),
+        ignore=tuple(ignore or IGNORED_BY_DEFAULT),
+        unmatched="error" if ignore else "ignore",
     )

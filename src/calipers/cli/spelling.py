@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from calipers.errors import Call, Option
+from calipers.options import (
+    KEYWORDS,
+    CalibrationOptions,
+    ComputeOptions,
+    DataOptions,
+    OutputOptions,
+    RecipeOptions,
+)
 
 FLAGS = {
-    "dataset": "--data",
-    "num_calibration_samples": "--samples",
-    "num_samples": "--samples",
-    "max_seq_length": "--seq-len",
-    "output_dir": "--output",
-    "output_file": "--output",
-    "solvers": "--solver",
-    "weight_observer": "--observer",
-    **{
-        name: f"--{name.replace('_', '-')}"
-        for name in (
-            *("activation_observer", "allow_code", "batch_size", "calibrate_all_experts"),
-            *("advice", "budget", "collect", "evaluation", "measurements", "save_every"),
-            *("schemes", "target"),
-            *("source",),
-            *("device", "dtype", "group_size", "layers", "max_shard_size", "method"),
-            *("on_unseen", "overwrite", "packing", "pipeline", "seed", "share_inputs", "skip"),
-            *("mask", "text_column", "tokenizer", "trust_remote_code"),
-        )
-    },
+    option: flags[0].partition("/")[0]
+    for group in (DataOptions, ComputeOptions, CalibrationOptions, RecipeOptions, OutputOptions)
+    for option, flags in group.flags().items()
+}
+FLAGS |= {keyword: FLAGS[option] for keyword, option in KEYWORDS.items()}
+FLAGS |= {"dataset": "--data", "output_file": "--output", "solvers": "--solver"}
+FLAGS |= {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("advice", "budget", "collect", "evaluation", "layers", "measurements", "save_every"),
+        *("schemes", "source", "target"),
+    )
 }
 """Options of functions → options of commands; others have no meaning there."""
 

@@ -12,6 +12,7 @@ from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
 from calipers.engine.oneshot import oneshot
 from calipers.evaluation import Difference, Evaluation, evaluate
+from calipers.options import IGNORED_BY_DEFAULT
 from calipers.runtime.progress import Progress
 from calipers.steps import QuantizationModifier
 
@@ -49,7 +50,7 @@ class Variant:
         """What is done to the model."""
         weights = {"name": self.weights, **self.options}
         who: dict[str, Any] = {"weight_observer": weights, "input_observer": self.inputs}
-        return QuantizationModifier(scheme=self.scheme, **who, ignore=("lm_head",))
+        return QuantizationModifier(scheme=self.scheme, **who, ignore=IGNORED_BY_DEFAULT)
 
 
 HESSIAN = {"importance": "hessian"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.coverage import Coverage
+from calipers.engine.applying import check_changes
 from calipers.errors import CalipersWarning, shortened
-from calipers.judging.costs import ModuleCosts
+from calipers.judging.costs import ModuleCosts, report_costs
 from calipers.judging.layers import judge_layer
 from calipers.measurements import Measurements
 from calipers.numerics.qparams import fake_quantize
@@ -34,6 +35,9 @@ class Solution:
     :param changes: what becomes of the model
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param costs: module → what its static activations and its output lose
+    :param pipeline: how data ran, or where what was known of it came from
+    :param samples: how many samples were seen, in all processes; ``tokens``: how many tokens
+    :param forward_dtype: in which the model computed; None: it did not
     """
 
     plan: Plan
@@ -41,25 +45,24 @@ class Solution:
     changes: Changes = field(default_factory=Changes)
     errors: dict[str, float] = field(default_factory=dict)
     costs: dict[str, ModuleCosts] = field(default_factory=dict)
+    pipeline: str = "datafree"
+    samples: int = 0
+    tokens: int = 0
+    forward_dtype: torch.dtype | None = None
 
     @property
     def qparams(self) -> QParams:
         """(module, tensor) → its parameters."""
         return self.changes.qparams
 
-    def as_notes(
-        self, pipeline: str, samples: int, tokens: int, dtype: torch.dtype | None = None
-    ) -> dict[str, Any]:
-        """Return what the checkpoint says about how it was made.
-
-        :param pipeline: how data ran, or where what was known of it came from
-        :param dtype: in which the model computed; None: it did not
-        """
+    def as_notes(self) -> dict[str, Any]:
+        """Return what the checkpoint says about how it was made."""
+        dtype = self.forward_dtype
         return {
-            "pipeline": pipeline,
+            "pipeline": self.pipeline,
             "forward_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-            "samples": samples,
-            "tokens": tokens,
+            "samples": self.samples,
+            "tokens": self.tokens,
             "coverage": self.coverage.as_dict(),
             "weight_errors": self.errors,
             "costs": {name: asdict(each) for name, each in self.costs.items()},
@@ -81,16 +84,16 @@ class StepDriver:
     progress: Progress
     curvatures: CurvatureCache | None = None
 
-    def solve(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def solve(self, names: Iterable[str]) -> dict[tuple[str, str], Tensor]:
         """Solve some modules. All processes call this with the same names.
 
-        Returns the weights they compute with from then on, where later ones see their effect.
+        Returns the tensors they compute with from then on, where later ones see their effect.
         """
         names = tuple(dict.fromkeys(names))
         self.prepare(names)
         layer, changes = self.solve_prepared(names)
         self.solution.changes = self.solution.changes.joined(changes)
-        return {} if self.solution.plan.propagation == "float" else dict(_quantized(layer, changes))
+        return {} if self.solution.plan.propagation == "float" else _propagated(layer, changes)
 
     def prepare(self, names: tuple[str, ...]) -> None:
         """Settle what all processes have seen of some modules, and what becomes of the unseen."""
@@ -107,12 +110,15 @@ class StepDriver:
         changes = Changes()
         before: dict[str, Tensor] = {}
         for label, step in self.solution.plan.steps.items():
-            new = step.solve(layer.of_step(label))
-            rounded = (name for name in new.weights if (name, "weight") in new.qparams)
-            before |= {name: layer.weight(name) for name in rounded}
+            mine = layer.of_step(label)
+            new = step.solve(mine)
+            check_changes(mine, label, new)
+            rounded = (name for name, local in new.tensors if local == "weight")
+            before |= {n: layer.weight(n) for n in rounded if (n, "weight") in new.qparams}
             changes = changes.joined(new)
-            layer = replace(layer, new_weights=changes.weights)
+            layer = replace(layer, new_tensors=changes.tensors)
         errors, costs = judge_layer(layer, changes.qparams, before)
+        self.solution.changes = self.solution.changes.joined(Changes(notes=changes.notes))
         self.solution.errors |= errors
         self.solution.costs |= costs
         self.measurements.forget(names)
@@ -163,21 +169,26 @@ class StepDriver:
             self.solution.plan = replace(plan, modules=everything)
 
 
-def _quantized(layer: Layer, changes: Changes) -> Iterator[tuple[str, Tensor]]:
-    """Return what becomes of the weights of a layer."""
+def _propagated(layer: Layer, changes: Changes) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors of a layer that modules behind it see in their inputs."""
+    tensors = dict(changes.tensors)
     for module in layer.modules:
-        spec, found = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
-        if spec is not None and found is not None:
+        spec, qparams = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
+        if spec is not None and qparams is not None:
             weight = layer.weight(module.name).detach()
-            yield module.name, fake_quantize(weight, args=spec.args, **found)
-        elif module.name in changes.weights:
-            yield module.name, changes.weights[module.name]
+            tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
+    return tensors
 
 
-def report_coverage(coverage: Coverage) -> None:
+def report(solution: Solution) -> None:
     """Warn of what a user must know."""
-    for sentence in coverage.sentences():
+    for sentence in solution.coverage.sentences():
         warnings.warn(sentence, CalipersWarning, stacklevel=3)
+    report_costs(solution.costs)
+    notes = solution.changes.notes
+    for done in dict.fromkeys(notes.values()):
+        told = f"{shortened([name for name in notes if notes[name] == done])}: {done}"
+        warnings.warn(CalipersWarning(told), stacklevel=3)
 
 
 def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
@@ -190,11 +201,3 @@ def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
         statistic.mark_common()
         return int(counts[0])
     return sum(counts)
-
-
-def report_notes(notes: Mapping[str, str]) -> None:
-    """Warn of what was done otherwise than the recipe says."""
-    for done in dict.fromkeys(notes.values()):
-        names = [name for name, each in notes.items() if each == done]
-        told = f"{shortened(names)}: {done}"
-        warnings.warn(CalipersWarning(told), stacklevel=3)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from calipers.calibration.lifecycle import freeze
 from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors
 from calipers.checkpoint.ties import tied_names, unquantized_ties
+from calipers.engine.applying import give_schemes
 from calipers.engine.needs import FeedbackNeeds, feedback_needs, statistics_bytes
-from calipers.planning.plan import Changes, Plan
+from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
@@ -76,7 +76,7 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     alike = _alike(model, plan, ties)
     examples = tuple(module for module in plan.modules if alike[module.name] == module.name)
     before = _sizes(model, examples, ties)
-    freeze(model, replace(plan, modules=examples), Changes())
+    give_schemes(model, examples)
     left = unquantized_ties(model, ties)
     after = _sizes(model, examples, left)
     change = sum(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from calipers.calibration.coverage import UnseenPolicy
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.data.token_masks import check_mask
 from calipers.calibration.pipelines import (
@@ -22,12 +22,32 @@ from calipers.calibration.pipelines import (
 )
 from calipers.calibration.sequential import run_sequential
 from calipers.checkpoint.loading_progress import loading_counted
+from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer
-from calipers.checkpoint.source import check_apart
-from calipers.errors import ConfigurationError, Option, not_allowed
+from calipers.checkpoint.shards import parse_size
+from calipers.checkpoint.source import check_apart, source_folder
+from calipers.errors import (
+    ConfigurationError,
+    MeasurementsError,
+    Mistakes,
+    Option,
+    check_whole_number,
+    no_meaning,
+    not_allowed,
+)
+from calipers.measurements import Measurements
 from calipers.numerics.tensors import fingerprint
-from calipers.options import MeasureOptions
+from calipers.options import (
+    ComputeOptions,
+    DataOptions,
+    MeasureOptions,
+    OneshotOptions,
+    OnUnseen,
+    Pipeline,
+)
 from calipers.planning.plan import Plan
+from calipers.recipes import Recipe, load_changed_recipe
+from calipers.runtime.launch import find_launch
 from calipers.runtime.offloading import without_accelerate_hooks
 from calipers.runtime.precision import bytes_of_copies, dtype_choice, forward_dtype
 from calipers.runtime.progress import Progress
@@ -36,8 +56,6 @@ from calipers.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PipelineChoice = Literal["auto", "datafree", "basic", "sequential"]
-
 PIPELINES: dict[str, Callable[[Run, Any], None]] = {
     "datafree": lambda run, _: run_datafree(run),
     "basic": run_basic,
@@ -45,24 +63,120 @@ PIPELINES: dict[str, Callable[[Run, Any], None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """What a call is given, read.
+
+    :param recipe: with all changes put on top
+    :param measurements: those that stand for data, if any
+    """
+
+    recipe: Recipe
+    measurements: Measurements | None = None
+
+
+def read_arguments(
+    model: Any, recipe: Any, dataset: Any, measurements: Any, options: OneshotOptions
+) -> Arguments:
+    """Read what a call is given; all that is wrong with it is refused at once."""
+    mistakes = Mistakes()
+    inputs = {"model": model, "recipe": recipe, "data": dataset, "measurements": measurements}
+    mistakes.check(check_arguments, inputs, options)
+    parsed = mistakes.check(load_changed_recipe, recipe, **options.changes.values())
+    seen = mistakes.check(_read_measurements, measurements)
+    mistakes.tell()
+    return Arguments(parsed if seen is None else parsed.on_float_inputs(), seen)
+
+
+def check_arguments(inputs: Mapping[str, Any], options: OneshotOptions) -> None:
+    """Check all that a call is given but the recipe; nothing is loaded.
+
+    :param inputs: what the checkpoint is made from: ``model``, ``data``, ``measurements``, …
+    """
+    mistakes, output = Mistakes(), options.output
+    if output.output_dir is not None:
+        model = inputs["model"]
+        start = model if isinstance(model, (str, Path)) else source_folder(model)
+        sources = {**inputs, "model": start, "tokenizer": options.data.tokenizer}
+        mistakes.check(check_output, output.output_dir, output.overwrite, sources)
+    mistakes.check(parse_size, output.max_shard_size)
+    mistakes.check(check_options, options)
+    if inputs.get("measurements") is not None:
+        mistakes.check(_check_beside_measurements, inputs.get("data"), options)
+    mistakes.tell()
+
+
 def check_options(options: MeasureOptions) -> None:
-    """Refuse options that cannot be meant, before anything is read."""
-    check_pipeline(options.calibration.pipeline)
-    check_mask(options.data.mask)
-    dtype_choice(options.compute.dtype)
-    usable_device(options.compute.device)
+    """Refuse options that cannot be meant, all at once, before anything is read."""
+    mistakes, calibration = Mistakes(), options.calibration
+    mistakes.check(check_data_options, options.data)
+    mistakes.check(check_compute_options, options.compute)
+    for name, choices in (("pipeline", Pipeline), ("on_unseen", OnUnseen)):
+        mistakes.check(_check_choice, name, getattr(calibration, name), get_args(choices))
+    mistakes.tell()
 
 
-def check_pipeline(pipeline: str) -> None:
-    """Refuse a way of running data which there is not."""
-    if pipeline not in get_args(PipelineChoice):
-        raise not_allowed("pipeline", pipeline, get_args(PipelineChoice))
+def check_data_options(data: DataOptions) -> None:
+    """Refuse samples that cannot be taken, for every reason at once."""
+    mistakes = Mistakes()
+    for name, least in (("num_samples", 1), ("max_seq_length", 1), ("batch_size", 1), ("skip", 0)):
+        value = getattr(data, name)
+        if value is not None or name in ("num_samples", "skip"):
+            mistakes.check(check_whole_number, name, value, least)
+    mistakes.check(check_whole_number, "seed", data.seed)
+    mistakes.check(check_mask, data.mask)
+    mistakes.tell()
 
 
-def check_on_unseen(policy: str) -> None:
-    """Refuse a policy for modules that no token reached which there is not."""
-    if policy not in get_args(UnseenPolicy):
-        raise not_allowed("on_unseen", policy, get_args(UnseenPolicy))
+def check_compute_options(compute: ComputeOptions) -> None:
+    """Refuse where and how nothing can be computed."""
+    mistakes = Mistakes()
+    mistakes.check(dtype_choice, compute.dtype)
+    mistakes.check(usable_device, compute.device)
+    mistakes.tell()
+
+
+def _check_choice(option: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise not_allowed(option, value, allowed)
+
+
+def check_not_running(options: OneshotOptions) -> None:
+    """Refuse options of a model that runs, and more than one process, where none does."""
+    compute = options.compute
+    if compute.gives("dtype") and compute.dtype != "auto":
+        raise no_meaning("dtype", compute.dtype, "a model that does not run")
+    processes = find_launch().world_size
+    if processes > 1:
+        raise ConfigurationError(
+            f"Quantizing without data is work for one process, and this is one of {processes}",
+            hint="Start it by itself, or calibrate with data, which all of them share.",
+        )
+
+
+def _check_beside_measurements(dataset: Any, options: OneshotOptions) -> None:
+    if dataset is not None:
+        problem = "There are both " + Option("dataset") + " and " + Option("measurements")
+        raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
+    check_not_running(options)
+
+
+def _read_measurements(given: Measurements | str | Path | None) -> Measurements | None:
+    """Read measurements; those of a run that has not finished are refused."""
+    seen = Measurements.load(given) if isinstance(given, (str, Path)) else given
+    if seen is not None:
+        check_complete(seen)
+    return seen
+
+
+def check_complete(seen: Measurements) -> None:
+    """Refuse measurements of a run that has not finished."""
+    if seen.info is None or not seen.info.is_complete:
+        raise MeasurementsError(
+            "are not those of a finished run",
+            subject="The measurements",
+            hint="Let 'calipers measure' finish: with the same arguments it goes on where it was.",
+        )
 
 
 def tensors_without_data(plan: Plan, model: torch.nn.Module) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +14,24 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.early import EarlyLook
-from calipers.calibration.lifecycle import freeze
 from calipers.calibration.pipelines import Run
 from calipers.calibration.snapshot import unchanged_on_error
-from calipers.checkpoint.output import check_output
-from calipers.checkpoint.shards import parse_size
+from calipers.checkpoint.fingerprint import model_fingerprint
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.engine.driver import Solution, StepDriver, report_coverage, report_notes
+from calipers.engine.applying import freeze
+from calipers.engine.driver import Solution, StepDriver, report
 from calipers.engine.job import (
     PIPELINES,
+    Arguments,
     Job,
-    check_on_unseen,
-    check_options,
+    read_arguments,
     tensors_without_data,
 )
+from calipers.engine.quantize import check_same_model, driver_for, quantize_files
+from calipers.engine.results import OneshotResult
 from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted
-from calipers.judging.costs import ModuleCosts, report_costs
-from calipers.notebook import NotebookView
+from calipers.measurements import Measurements
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,
@@ -41,13 +42,16 @@ from calipers.options import (
     RecipeOptions,
 )
 from calipers.planning.plan import Plan
-from calipers.recipes import Recipe, load_changed_recipe
+from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.joining import joined_ranks
+from calipers.runtime.launch import find_launch
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
@@ -55,55 +59,12 @@ if TYPE_CHECKING:
 _BATCH_TOKENS = 2048  # of batches of like samples: beyond, larger ones are no faster
 
 
-@dataclass(frozen=True)
-class OneshotResult(NotebookView):
-    """What ``oneshot`` did.
-
-    :param model: the frozen model: it computes with fake quantization
-    :param plan: what was quantized, how, and by which observers
-    :param coverage: how many tokens each module saw
-    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
-    :param recipe: the recipe, as it was read
-    :param output_dir: where the checkpoint is, if one was asked for
-    :param costs: module → what its static activations and its output lose, where data ran
-    :param notes: module → what was done otherwise than the recipe says, and why
-    """
-
-    model: PreTrainedModel
-    plan: Plan
-    coverage: Coverage
-    errors: Mapping[str, float]
-    recipe: Recipe
-    output_dir: Path | None = None
-    costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the model."""
-        return self.model.dtype
-
-    @property
-    def source(self) -> Path | None:
-        """The folder that the model came from, if it is at hand."""
-        return source_folder(self.model)
-
-    def __repr__(self) -> str:
-        return f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
-
-    def facts(self) -> dict[str, object]:
-        """Return what matters most, by its name."""
-        facts = {"model": type(self.model).__name__, "plan": self.plan, "coverage": self.coverage}
-        if self.errors:
-            facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
-        return facts if self.output_dir is None else {**facts, "written to": self.output_dir}
-
-
 def oneshot(
     model: PreTrainedModel | str | Path,
     recipe: Any,
     dataset: Any = None,
     *,
+    measurements: Measurements | str | Path | None = None,
     data: DataOptions | None = None,
     compute: ComputeOptions | None = None,
     calibration: CalibrationOptions | None = None,
@@ -112,6 +73,10 @@ def oneshot(
     **keywords: Unpack[OneshotKeywords],
 ) -> OneshotResult:
     """Quantize a model as a recipe says, and write a checkpoint that transformers and vLLM load.
+
+    A model given by its path or name goes from disk to disk where no dataset is given, as
+    :func:`calipers.quantize` does it: it is not loaded as a whole, and the same call goes on with
+    one that was killed. Without ``output_dir``, or in several processes, it is loaded.
 
     A model given as an object is changed: afterwards it is frozen. If anything fails, it is left as
     it was, and no output is left. Under ``torchrun`` every process calls this with the same
@@ -123,6 +88,8 @@ def oneshot(
     :param dataset: a file (text, JSONL, Parquet), a data set by name (``ORG/NAME[@CONFIG][:SPLIT]``
         on the hub, or a folder), texts, token ids, a ``datasets`` object or a DataLoader; needed if
         the plan needs data
+    :param measurements: what :func:`calipers.measure` has found of this model, or the file of it,
+        instead of a dataset
     :param data: which samples are taken: :class:`calipers.options.DataOptions`
     :param compute: where the model computes, and in which dtype:
         :class:`calipers.options.ComputeOptions`
@@ -140,32 +107,36 @@ def oneshot(
         changes=changes,
         output=output,
     )
-    _check(options)
+    if _goes_from_disk_to_disk(model, dataset, options):
+        return quantize_files(model, recipe, measurements, options)
+    start = time.monotonic()
     with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _OneshotJob(options, ranks, Progress.of(wanted))
-        parsed = job.read(model, recipe, dataset)
+        arguments = job.read(model, recipe, dataset, measurements)
         into = options.output.output_dir
         with job.loaded(model, apart_from=into) as (loaded, tokenizer), unchanged_on_error(loaded):
-            solution, notes = job.measure_and_solve(loaded, parsed, dataset, tokenizer)
-            written = job.write(loaded, tokenizer, parsed, solution, notes)
-    return OneshotResult(
-        loaded,
-        solution.plan,
-        solution.coverage,
-        solution.errors,
-        parsed,
-        written,
-        costs=solution.costs,
-        notes=solution.changes.notes,
+            if arguments.measurements is None:
+                solution = job.measure_and_solve(loaded, arguments.recipe, dataset, tokenizer)
+            else:
+                solution = job.solve_measured(loaded, arguments)
+            if ranks.rank == 0:
+                report(solution)
+            written = job.write(loaded, tokenizer, arguments.recipe, solution)
+    seconds = time.monotonic() - start
+    return OneshotResult.of(loaded, solution, arguments.recipe, written, seconds)
+
+
+def _goes_from_disk_to_disk(
+    model: PreTrainedModel | str | Path, dataset: Any, options: OneshotOptions
+) -> TypeGuard[str | Path]:
+    """Whether a model need not be loaded: nothing runs, and nobody gets it."""
+    return (
+        isinstance(model, (str, Path))
+        and dataset is None
+        and options.output.output_dir is not None
+        and find_launch().world_size == 1
     )
-
-
-def _check(options: OneshotOptions) -> None:
-    """Refuse options that cannot be meant, before anything is read."""
-    check_on_unseen(options.calibration.on_unseen)
-    parse_size(options.output.max_shard_size)
-    check_options(options)
 
 
 @dataclass(frozen=True)
@@ -174,20 +145,15 @@ class _OneshotJob(Job):
 
     options: OneshotOptions
 
-    def read(self, model: Any, recipe: Any, dataset: Any) -> Recipe:
+    def read(self, model: Any, recipe: Any, dataset: Any, measurements: Any) -> Arguments:
         """Read the arguments, which must be the same in all processes."""
-        options, changes, output = self.options, self.options.changes, self.options.output
+        options, changes = self.options, self.options.changes
         with self.ranks.step("reading the arguments"):
-            if output.output_dir is not None:
-                start = model if isinstance(model, (str, Path)) else source_folder(model)
-                inputs = {"model": start, "data": dataset, "recipe": recipe}
-                inputs["tokenizer"] = options.data.tokenizer
-                check_output(output.output_dir, output.overwrite, inputs)
-            parsed = load_changed_recipe(recipe, **changes.values())
+            arguments = read_arguments(model, recipe, dataset, measurements, options)
         self.ranks.agree(
             {
                 "method": changes.method,
-                "recipe": parsed.to_yaml(),
+                "recipe": arguments.recipe.to_yaml(),
                 "allow_code": changes.allow_code,
                 "pipeline": options.calibration.pipeline,
                 "on_unseen": options.calibration.on_unseen,
@@ -197,11 +163,22 @@ class _OneshotJob(Job):
                 **options.data.sampling(),
             }
         )
-        return parsed
+        return arguments
+
+    def solve_measured(self, model: PreTrainedModel, arguments: Arguments) -> Solution:
+        """Solve from measurements; the model stays as it is."""
+        check_same_model(model_fingerprint(model), arguments.measurements)
+        on_unseen = self.options.calibration.on_unseen
+        driver = driver_for(
+            model, arguments.recipe, arguments.measurements, on_unseen, progress=self.progress
+        )
+        with torch.no_grad():
+            driver.solve(driver.solution.plan.names)
+        return driver.solution
 
     def measure_and_solve(
         self, model: PreTrainedModel, recipe: Recipe, dataset: Any, tokenizer: Any
-    ) -> tuple[Solution, dict[str, Any]]:
+    ) -> Solution:
         """Plan, let data run as far as the plan needs it, and solve; the model stays as it is."""
         device, dtype = self.device_and_dtype(model)
         with self.ranks.step("planning"), self.progress.waiting("reading the data"):
@@ -216,20 +193,10 @@ class _OneshotJob(Job):
                 chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
         solution = self._run(model, plan, chosen, batches, device, dtype)
-        if self.ranks.rank == 0:
-            report_coverage(solution.coverage)
-            report_costs(solution.costs)
-            report_notes(solution.changes.notes)
-        return solution, self._notes(solution, chosen, dtype, batches)
-
-    def _notes(
-        self, solution: Solution, pipeline: str, dtype: torch.dtype, batches: Batches | None
-    ) -> dict[str, Any]:
-        """Return what the checkpoint says about how it was made."""
         amounts = self.ranks.share(_amount(batches))
-        samples, tokens = (sum(each) for each in zip(*amounts, strict=True))
-        ran = None if pipeline == "datafree" else dtype
-        return solution.as_notes(pipeline, samples, tokens, ran)
+        solution.samples, solution.tokens = (sum(each) for each in zip(*amounts, strict=True))
+        solution.forward_dtype = None if chosen == "datafree" else dtype
+        return solution
 
     def _batches(
         self, model: PreTrainedModel, plan: Plan, dataset: Any, tokenizer: Any
@@ -259,7 +226,7 @@ class _OneshotJob(Job):
     ) -> Solution:
         """Let data run, and solve what has seen it."""
         options, ranks, progress = self.options.calibration, self.ranks, self.progress
-        solution = Solution(plan, Coverage(options.on_unseen))
+        solution = Solution(plan, Coverage(options.on_unseen), pipeline=pipeline)
         with Calibration(
             model, plan, share_inputs=options.share_inputs, dtype=dtype
         ) as calibration:
@@ -276,7 +243,6 @@ class _OneshotJob(Job):
         tokenizer: Any,
         recipe: Recipe,
         solution: Solution,
-        notes: Mapping[str, Any],
     ) -> Path | None:
         """Freeze the model, and write the checkpoint if one is wanted."""
         output = self.options.output
@@ -289,7 +255,7 @@ class _OneshotJob(Job):
                     output.output_dir,
                     recipe=recipe.to_yaml(),
                     tokenizer=None if self._is_from_model(model) else tokenizer,
-                    notes=notes,
+                    notes=solution.as_notes(),
                     overwrite=output.overwrite,
                     max_shard_size=output.max_shard_size,
                     progress=self.progress,

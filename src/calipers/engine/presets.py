@@ -10,6 +10,7 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationStat
 from compressed_tensors.quantization import initialize_module_for_quantization as initialize
 
 from calipers.checkpoint.sizes import sizes_of_module
+from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.specs import TensorSpec, tensor_specs
 from calipers.recipes import load_recipe
 from calipers.steps.choices import PRESETS, args_to_data, preset, preset_name, scheme_to_data
@@ -119,5 +120,5 @@ def _recipe(scheme: QuantizationScheme) -> str:
     }
     if not tensors:
         return ""
-    modifier = {"ignore": ["lm_head"], **tensors}
+    modifier = {"ignore": list(IGNORED_BY_DEFAULT), **tensors}
     return load_recipe({"modifiers": [{"QuantizationModifier": modifier}]}).to_yaml()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from calipers.calibration.coverage import Coverage, UnseenPolicy
-from calipers.calibration.lifecycle import freeze
+from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import usable_device
 from calipers.checkpoint.compression import tensor_names
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.location import check_location
-from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import (
     load_model,
     load_skeleton,
@@ -28,12 +27,19 @@ from calipers.checkpoint.reader import (
 from calipers.checkpoint.shards import parse_size
 from calipers.checkpoint.source import check_apart, source_folder
 from calipers.checkpoint.state import offloaded_tensors
-from calipers.checkpoint.stored_weights import LoadedWeights, ModelWeights, StoredWeights
+from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, WeightSource
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, write_stream
-from calipers.engine.driver import Solution, StepDriver, report_coverage, report_notes
-from calipers.engine.job import check_on_unseen, tensors_without_data
+from calipers.engine.applying import give_schemes
+from calipers.engine.driver import Solution, StepDriver, report
+from calipers.engine.job import (
+    Arguments,
+    check_not_running,
+    read_arguments,
+    tensors_without_data,
+)
+from calipers.engine.results import OneshotResult
 from calipers.engine.streaming import SolvedTensors
 from calipers.errors import (
     ANY,
@@ -42,24 +48,22 @@ from calipers.errors import (
     ModelLoadError,
     Option,
     counted,
-    no_meaning,
 )
 from calipers.files.safetensors_header import StoredTensor
-from calipers.judging.costs import ModuleCosts, report_costs
 from calipers.measurements import Measurements
-from calipers.notebook import NotebookView
 from calipers.options import (
+    CalibrationOptions,
     ComputeOptions,
+    OneshotOptions,
+    OnUnseen,
     OutputOptions,
     QuantizeKeywords,
     QuantizeOptions,
     RecipeOptions,
 )
 from calipers.planning.from_measurements import derived_measurements
-from calipers.planning.plan import Changes, Plan
-from calipers.recipes import Recipe, load_changed_recipe
+from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
-from calipers.runtime.launch import find_launch
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import SingleProcess
 from calipers.steps.feedback import CurvatureCache
@@ -69,55 +73,18 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@dataclass(frozen=True)
-class QuantizeResult(NotebookView):
-    """What ``quantize`` did.
-
-    :param plan: what was quantized, how, and by which observers
-    :param coverage: how many tokens each module saw when it was measured
-    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
-    :param recipe: the recipe, as it was carried out
-    :param output_dir: where the checkpoint is
-    :param dtype: that of the model
-    :param source: the folder of the model, if it is at hand
-    :param costs: module → what its static activations and its output lose, where it was measured
-    :param notes: module → what was done otherwise than the recipe says, and why
-    """
-
-    plan: Plan
-    coverage: Coverage
-    errors: Mapping[str, float]
-    recipe: Recipe
-    output_dir: Path
-    dtype: torch.dtype
-    source: Path | None = None
-    costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        facts = (f"{key}: {fact}" for key, fact in self.facts().items())
-        return f"QuantizeResult({', '.join(facts)})"
-
-    def facts(self) -> dict[str, object]:
-        """Return what matters most, by its name."""
-        facts: dict[str, object] = {"plan": self.plan}
-        if self.errors:
-            facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
-        return {**facts, "written to": self.output_dir}
-
-
 def quantize(
     model: str | Path,
     recipe: Any,
     measurements: Measurements | str | Path | None = None,
     output_dir: str | Path | None = None,
     *,
-    on_unseen: UnseenPolicy = "error",
+    on_unseen: OnUnseen = "error",
     compute: ComputeOptions | None = None,
     changes: RecipeOptions | None = None,
     output: OutputOptions | None = None,
     **keywords: Unpack[QuantizeKeywords],
-) -> QuantizeResult:
+) -> OneshotResult:
     """Quantize the files of a model as a recipe says, without running the model.
 
     Weights are read, solved, packed and written one after the other: what is in memory at a time
@@ -142,19 +109,74 @@ def quantize(
     """
     place = {} if output_dir is None else {"output_dir": output_dir}
     given = {**keywords, **place}
-    options = QuantizeOptions.merged(given, compute=compute, changes=changes, output=output)
-    job = _QuantizeJob(options, on_unseen, Progress.of(options.compute.progress))
-    parsed, seen = job.read(model, recipe, measurements)
-    with job.progress.waiting("reading the model") as begin, loading_counted(begin):
+    groups = QuantizeOptions.merged(given, compute=compute, changes=changes, output=output)
+    options = OneshotOptions(
+        compute=groups.compute,
+        calibration=CalibrationOptions(on_unseen=on_unseen),
+        changes=groups.changes,
+        output=groups.output,
+    )
+    if options.output.output_dir is None:
+        problem = "There is no place for the checkpoint"
+        raise ConfigurationError(problem, hint="Pass " + Option("output_dir", ANY))
+    check_not_running(options)
+    return quantize_files(model, recipe, measurements, options)
+
+
+def quantize_files(
+    model: str | Path, recipe: Any, measurements: Any, options: OneshotOptions
+) -> OneshotResult:
+    """Go from the files of a model to those of its checkpoint."""
+    start = time.monotonic()
+    arguments = read_arguments(model, recipe, None, measurements, options)
+    progress, output = Progress.of(options.compute.progress), options.output
+    trusted = options.compute.trust_remote_code
+    with progress.waiting("reading the model") as begin, loading_counted(begin):
         prepared = prepare_model(
             model,
-            parsed,
-            seen,
-            on_unseen=on_unseen,
-            trust_remote_code=options.compute.trust_remote_code,
-            output_dir=options.output.output_dir,
+            arguments.recipe,
+            arguments.measurements,
+            on_unseen=options.calibration.on_unseen,
+            trust_remote_code=trusted,
+            output_dir=output.output_dir,
         )
-    return job.write(prepared, parsed, seen)
+        loaded, given = prepared.model, options.data.tokenizer
+        tokenizer = None
+        # Of a model in GGUF there are no files of a tokenizer to copy.
+        if given is not None or source_folder(loaded) is None:
+            tokenizer = load_tokenizer(given, loaded, trust_remote_code=trusted)
+    solved = prepared.solved_tensors(options.compute.device, progress)
+    solution, names = prepared.driver.solution, tensor_names(loaded)
+    common = _common_arguments(prepared, arguments, options)
+    assert output.output_dir is not None
+    path = write_stream(
+        loaded,
+        names,
+        TensorStream(solved.tensors, solution.as_notes, common, solved.state),
+        output.output_dir,
+        recipe=arguments.recipe.to_yaml(),
+        tokenizer=tokenizer,
+        overwrite=output.overwrite,
+        max_shard_size=output.max_shard_size,
+    )
+    report(solution)
+    seconds = time.monotonic() - start
+    return OneshotResult.of(loaded, solution, arguments.recipe, path, seconds)
+
+
+def _common_arguments(
+    prepared: PreparedModel, arguments: Arguments, options: OneshotOptions
+) -> dict[str, Any]:
+    """Return what a run that goes on has in common with the one before it."""
+    seen = arguments.measurements
+    return {
+        "calipers": version("calipers"),
+        "model": prepared.fingerprint,
+        "recipe": arguments.recipe.to_yaml(),
+        "measurements": None if seen is None else seen.digest(),
+        "on_unseen": options.calibration.on_unseen,
+        "max_shard_size": parse_size(options.output.max_shard_size),
+    }
 
 
 @dataclass(frozen=True)
@@ -163,7 +185,7 @@ class PreparedModel:
 
     model: PreTrainedModel
     driver: StepDriver
-    weights: ModelWeights
+    weights: WeightSource
     fingerprint: str
 
     @property
@@ -185,7 +207,7 @@ def prepare_model(
     recipe: Recipe,
     seen: Measurements | None,
     *,
-    on_unseen: UnseenPolicy = "error",
+    on_unseen: OnUnseen = "error",
     trust_remote_code: bool = False,
     output_dir: str | Path | None = None,
     curvatures: CurvatureCache | None = None,
@@ -202,133 +224,47 @@ def prepare_model(
     own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
     if own is not None:
         fingerprint = own.fingerprint()
-        _check_same_model(fingerprint, seen)
-        driver, names = _planned(skeleton, recipe, seen, on_unseen, curvatures)
+        check_same_model(fingerprint, seen)
+        driver, names = _with_schemes(driver_for(skeleton, recipe, seen, on_unseen, curvatures))
         weights = StoredWeights.of(skeleton, stored, ties, names)
         if weights is not None:
             return PreparedModel(skeleton, driver, weights, fingerprint)
     model = load_model(name, trust_remote_code=trust_remote_code)
     fingerprint = LoadedWeights(model, frozenset()).fingerprint()
-    _check_same_model(fingerprint, seen)
-    driver, names = _planned(model, recipe, seen, on_unseen, curvatures)
+    check_same_model(fingerprint, seen)
+    driver, names = _with_schemes(driver_for(model, recipe, seen, on_unseen, curvatures))
     return PreparedModel(model, driver, LoadedWeights(model, names), fingerprint)
 
 
-def _planned(
+def driver_for(
     model: PreTrainedModel,
     recipe: Recipe,
     seen: Measurements | None,
-    on_unseen: UnseenPolicy,
-    curvatures: CurvatureCache | None,
-) -> tuple[StepDriver, frozenset[str]]:
-    """Plan, and give modules their schemes; also return the names of all tensors before."""
+    on_unseen: OnUnseen = "error",
+    curvatures: CurvatureCache | None = None,
+    progress: Progress | None = None,
+) -> StepDriver:
+    """Plan for a model that does not run, and return what solves it from measurements, if any."""
     plan = plan_for(model, recipe)
     needing = tensors_without_data(plan, model)
     if seen is None and needing:
         raise _no_measurements(needing)
     known = Measurements() if seen is None else derived_measurements(plan, seen)
     solution = Solution(plan, Coverage(on_unseen))
-    driver = StepDriver(model, known, solution, SingleProcess(), Progress(False), curvatures)
-    driver.prepare(tuple(plan.names))
-    names = frozenset(offloaded_tensors(model))
-    freeze(model, solution.plan, Changes())
+    if seen is not None and seen.info is not None:
+        solution.pipeline = "measurements"
+        solution.samples, solution.tokens = len(seen.info.samples), seen.info.tokens
+    return StepDriver(
+        model, known, solution, SingleProcess(), progress or Progress(False), curvatures
+    )
+
+
+def _with_schemes(driver: StepDriver) -> tuple[StepDriver, frozenset[str]]:
+    """Give modules their schemes; also return the names of all tensors before."""
+    driver.prepare(tuple(driver.solution.plan.names))
+    names = frozenset(offloaded_tensors(driver.model))
+    give_schemes(driver.model, driver.solution.plan.modules)
     return driver, names
-
-
-@dataclass(frozen=True)
-class _QuantizeJob:
-    """The parts of a call, in their order."""
-
-    options: QuantizeOptions
-    on_unseen: UnseenPolicy
-    progress: Progress
-
-    def read(
-        self, model: str | Path, recipe: Any, measurements: Any
-    ) -> tuple[Recipe, Measurements | None]:
-        """Read the arguments, and refuse what cannot be meant."""
-        output = self.options.output
-        self._check()
-        inputs = {"model": model, "recipe": recipe, "measurements": measurements}
-        check_output(output.output_dir or "", output.overwrite, inputs)
-        parsed = load_changed_recipe(recipe, **self.options.changes.values())
-        is_file = isinstance(measurements, (str, Path))
-        seen = Measurements.load(measurements) if is_file else measurements
-        if seen is None:
-            return parsed, None
-        check_complete(seen)
-        return parsed.on_float_inputs(), seen
-
-    def _check(self) -> None:
-        output, compute = self.options.output, self.options.compute
-        if output.output_dir is None:
-            problem = "There is no place for the checkpoint"
-            raise ConfigurationError(problem, hint="Pass " + Option("output_dir", ANY))
-        check_on_unseen(self.on_unseen)
-        if compute.gives("dtype") and compute.dtype != "auto":
-            raise no_meaning("dtype", compute.dtype, "a model that does not run")
-        parse_size(output.max_shard_size)
-        usable_device(compute.device)
-        processes = find_launch().world_size
-        if processes > 1:
-            raise ConfigurationError(
-                f"Going from disk to disk is work for one process, and this is one of {processes}",
-                hint="Start it by itself, or calibrate with data, which all of them share.",
-            )
-
-    def write(
-        self, prepared: PreparedModel, recipe: Recipe, seen: Measurements | None
-    ) -> QuantizeResult:
-        """Carry the plan out while the checkpoint is written."""
-        output, model, solution = self.options.output, prepared.model, prepared.driver.solution
-        solved = prepared.solved_tensors(self.options.compute.device, self.progress)
-        way, amount = "datafree", (0, 0)
-        if seen is not None and seen.info is not None:
-            way, amount = "measurements", (len(seen.info.samples), seen.info.tokens)
-        stream = TensorStream(
-            solved.tensors,
-            lambda: solution.as_notes(way, *amount),
-            self._arguments(prepared, recipe, seen),
-            solved.state,
-        )
-        path = write_stream(
-            model,
-            tensor_names(model),
-            stream,
-            output.output_dir or "",
-            recipe=recipe.to_yaml(),
-            # Of a model in GGUF there are no files of a tokenizer to copy.
-            tokenizer=None if source_folder(model) is not None else load_tokenizer(None, model),
-            overwrite=output.overwrite,
-            max_shard_size=output.max_shard_size,
-        )
-        report_coverage(solution.coverage)
-        report_costs(solution.costs)
-        report_notes(solution.changes.notes)
-        return QuantizeResult(
-            solution.plan,
-            solution.coverage,
-            solution.errors,
-            recipe,
-            path,
-            model.dtype,
-            source_folder(model),
-            solution.costs,
-            solution.changes.notes,
-        )
-
-    def _arguments(
-        self, prepared: PreparedModel, recipe: Recipe, seen: Measurements | None
-    ) -> dict[str, Any]:
-        """Return what a run that goes on has in common with the one before it."""
-        return {
-            "calipers": version("calipers"),
-            "model": prepared.fingerprint,
-            "recipe": recipe.to_yaml(),
-            "measurements": None if seen is None else seen.digest(),
-            "on_unseen": self.on_unseen,
-            "max_shard_size": parse_size(self.options.output.max_shard_size),
-        }
 
 
 def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedModel:
@@ -355,17 +291,7 @@ def _stored(name: str | Path, model: PreTrainedModel) -> dict[str, StoredTensor]
     return {}
 
 
-def check_complete(seen: Measurements) -> None:
-    """Refuse measurements of a run that has not finished."""
-    if seen.info is None or not seen.info.is_complete:
-        raise MeasurementsError(
-            "are not those of a finished run",
-            subject="The measurements",
-            hint="Let 'calipers measure' finish: with the same arguments it goes on where it was.",
-        )
-
-
-def _check_same_model(fingerprint: str, seen: Measurements | None) -> None:
+def check_same_model(fingerprint: str, seen: Measurements | None) -> None:
     """Refuse measurements of another model, or of another state of its weights."""
     if seen is None or seen.info is None or seen.info.fingerprint == fingerprint:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -12,20 +12,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calipers.calibration.lifecycle import store_qparams
 from calipers.checkpoint.background import in_background
 from calipers.checkpoint.compression import compressed_state, name_on_disk
 from calipers.checkpoint.names import StoredNames
 from calipers.checkpoint.state import join, module_state, own_modules
-from calipers.checkpoint.stored_weights import ModelWeights
+from calipers.checkpoint.stored_weights import WeightSource
+from calipers.checkpoint.ties import tied_names
+from calipers.engine.applying import apply_changes
 from calipers.engine.driver import StepDriver
 from calipers.engine.needs import grouped_by_input, hessian_bytes
-from calipers.errors import ANY, ConfigurationError, Option, shortened
+from calipers.errors import ConfigurationError, shortened
 from calipers.judging.costs import ModuleCosts
 from calipers.kernels.memory import Freed
 from calipers.kernels.threads import kernels_only
-from calipers.planning.plan import Changes
+from calipers.planning.plan import Changes, Plan
 from calipers.runtime.progress import Progress
+from calipers.topology.model import Topology
+from calipers.topology.names import grouped
 
 State = dict[str, Tensor]
 """The tensors of a module itself, by their local names."""
@@ -35,8 +38,8 @@ class _Read(NamedTuple):
     """A module whose tensors are stored next.
 
     :param number: its place in the model
-    :param states: what was read, by module: its own or, for the first one of a group that is solved
-        together, those of the whole group
+    :param states: what was read, by module: its own or, for the first one of a part, those of all
+        that are solved together
     """
 
     number: int
@@ -72,7 +75,7 @@ class SolvedTensors:
         self,
         model: PreTrainedModel,
         names: StoredNames,
-        weights: ModelWeights,
+        weights: WeightSource,
         driver: StepDriver,
         device: torch.device,
         progress: Progress,
@@ -80,10 +83,9 @@ class SolvedTensors:
         self._model, self._names, self._weights = model, names, weights
         self._driver, self._device, self._progress = driver, device, progress
         self._modules = {module.name: module for module in driver.solution.plan.modules}
-        self._groups: dict[str, tuple[str, ...]] = {name: (name,) for name in self._modules}
-        for modules in grouped_by_input(self._modules.values()):
-            group = tuple(module.name for module in modules)
-            self._groups |= dict.fromkeys(group, group)
+        self._ties, self._converted = tied_names(model), names.converted
+        self._planned = set(driver.solution.plan.names)
+        self._parts = _parts(model, driver.solution.plan, self._ties)
         self._solved: dict[str, State] = {}
         self._numbers: dict[str, int] = {}
 
@@ -92,7 +94,6 @@ class SolvedTensors:
 
         :param state: what ``state`` has returned in a run that was killed
         """
-        self._ask_for_others()
         left = set(self._modules)
         with (
             self._progress.counting("quantizing", len(left), "modules") as add,
@@ -117,20 +118,18 @@ class SolvedTensors:
 
         :param others: the same modules of the same model with other schemes
         """
-        for each in (self, *others):
-            each._ask_for_others()
         freed = Freed()
         with closing(in_background(self._read(0))) as read:
             for _, name, _, states in read:
-                if name in self._modules and states:
+                if name in self._parts and states:
                     seconds = [each._seconds_to_solve(states) for each in (self, *others)]
-                    freed.count(hessian_bytes([self._modules[each] for each in states]))
+                    freed.count(self._bytes_of_work(states))
                     yield tuple(states), seconds
 
     def _seconds_to_solve(self, states: dict[str, State]) -> float:
         start = time.perf_counter()
         with self._solving():
-            self._changes(states)
+            self._changes_of(states)
         for name in states:
             _empty(self._model.get_submodule(name))
         return time.perf_counter() - start
@@ -162,7 +161,7 @@ class SolvedTensors:
         for number, (name, module) in enumerate(own_modules(self._model)):
             if number < first:
                 continue
-            wanted = [each for each in self._groups.get(name, (name,)) if each not in seen]
+            wanted = [each for each in self._parts.get(name, (name,)) if each not in seen]
             seen.update(wanted)
             yield _Read(number, name, module, {each: self._state_of(each) for each in wanted})
 
@@ -170,6 +169,8 @@ class SolvedTensors:
         """Read the tensors that a module has on disk; the parameters of a scheme are not there."""
         state = module_state(self._model.get_submodule(name))
         places = {local: join(name, local) for local in state}
+        if name in self._parts:  # what is stored for a tied copy has the name of the other one
+            places = {local: self._ties.get(place, place) for local, place in places.items()}
         return {local: self._weights.read(n) for local, n in places.items() if self._weights.has(n)}
 
     def _make(self, read: Iterator[_Read]) -> Generator[_Made, None, None]:
@@ -177,10 +178,10 @@ class SolvedTensors:
         freed = Freed()
         with self._solving():
             for number, name, module, states in read:
-                if name in self._modules and states:
+                if name in self._parts and states:
                     self._solve(states)
-                    freed.count(hessian_bytes([self._modules[each] for each in states]))
-                state = self._solved.pop(name) if name in self._modules else states[name]
+                    freed.count(self._bytes_of_work(states))
+                state = self._solved.pop(name) if name in self._parts else states[name]
                 for local, tensor in state.items():
                     stored = name_on_disk(self._names, name, module, local)
                     if stored is not None:
@@ -190,54 +191,61 @@ class SolvedTensors:
     @contextmanager
     def _solving(self) -> Iterator[None]:
         """Leave the threads to kernels, unless large matrices are multiplied, which torch does."""
-        with torch.no_grad(), nullcontext() if self._has_hessians() else kernels_only():
+        tensors = (tensor for module in self._modules.values() for tensor in module.tensors)
+        has_matrices = any(tensor.importance.is_matrix for tensor in tensors)
+        with torch.no_grad(), nullcontext() if has_matrices else kernels_only():
             yield
 
-    def _has_hessians(self) -> bool:
-        tensors = (tensor for module in self._modules.values() for tensor in module.tensors)
-        return any("hessian" in tensor.importance.name for tensor in tensors)
-
-    def _changes(self, states: dict[str, State]) -> Changes:
+    def _changes_of(self, states: dict[str, State]) -> Changes:
         """Give modules their values, and solve them together."""
         for name, state in states.items():
             _fill(self._model.get_submodule(name), state, self._device)
-        _, changes = self._driver.solve_prepared(tuple(states))
-        beyond = [name for name in changes.weights if name not in self._modules]
-        if beyond or changes.weights.keys() - states.keys():
-            raise ConfigurationError(
-                "The recipe changes other weights than those it quantizes, and going from disk to "
-                f"disk would lose that: {shortened(beyond or list(changes.weights), 3)}",
-                hint="Pass "
-                + Option("dataset", ANY)
-                + " (to oneshot, in Python): the model is then loaded, and all that steps change "
-                "is written.",
-            )
-        solution = self._driver.solution
-        solution.changes = solution.changes.joined(Changes(notes=changes.notes))
+        names = tuple(filter(self._planned.__contains__, states))
+        _, changes = self._driver.solve_prepared(names)
         return changes
-
-    def _ask_for_others(self) -> None:
-        """Let steps solve modules that are measured and not quantized, whose weights must stay."""
-        others = [name for name in self._driver.solution.plan.names if name not in self._modules]
-        if others:
-            with self._solving():
-                self._changes({name: self._state_of(name) for name in others})
-            for name in others:
-                _empty(self._model.get_submodule(name))
 
     def _solve(self, states: dict[str, State]) -> None:
         """Solve modules together, and keep what is stored of each."""
-        changes = self._changes(states)
+        changes = self._changes_of(states)
+        converted = [join(*place) for place in changes.tensors if join(*place) in self._converted]
+        if converted:
+            raise ConfigurationError(
+                "The recipe changes tensors that checkpoints of this model hold in another form: "
+                f"{shortened(converted, 3)}",
+                hint="Load the model with transformers, and pass it to calipers.oneshot",
+            )
+        quantized = [self._modules[name] for name in states if name in self._modules]
+        apply_changes(self._model, quantized, changes, self._ties)
         for name in states:
             module = self._model.get_submodule(name)
-            if name in changes.weights:
-                _fill(module, {"weight": changes.weights[name]}, self._device)
-            for tensor in self._modules[name].tensors:
-                found = changes.qparams.get((name, tensor.base_name))
-                if found is not None:
-                    store_qparams(module, tensor.base_name, found)
             self._solved[name] = compressed_state(module)
             _empty(module)
+
+    def _bytes_of_work(self, names: Collection[str]) -> int:
+        return hessian_bytes([self._modules[name] for name in names if name in self._modules])
+
+
+def _parts(
+    model: PreTrainedModel, plan: Plan, ties: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """Return for each module of a plan those that are solved and stored together with it.
+
+    These are the ones that share its input. A step that changes others, such as norms, may have to
+    see them beside the modules they feed: it gets whole decoder layers.
+    """
+    groups = [[module.name for module in group] for group in grouped_by_input(plan.modules)]
+    if plan.changed:
+        topology = Topology.of(model)
+        groups = [list(g) for g in grouped(plan.names, lambda n: topology.layer_of(n) or n)]
+    parts: dict[str, tuple[str, ...]] = {name: (name,) for name in plan.names}
+    for group in groups:
+        parts |= dict.fromkeys(group, tuple(group))
+    for pair in ties.items():  # what is changed under one name is stored under the other
+        owners = [name.rpartition(".")[0] for name in pair]
+        if not set(plan.changed).isdisjoint(owners):
+            part = dict.fromkeys(other for name in owners for other in parts.get(name, (name,)))
+            parts |= dict.fromkeys(part, tuple(part))
+    return parts
 
 
 def _fill(module: nn.Module, state: State, device: torch.device) -> None:

@@ -65,6 +65,7 @@ from calipers.errors.formatting import (
 from calipers.errors.libraries import (
     library_errors,
 )
+from calipers.errors.mistakes import Mistakes, SeveralMistakesError
 from calipers.errors.observing import (
     ImportanceError,
     ImportanceUnsupportedError,
@@ -116,12 +117,14 @@ __all__ = [
     "LayoutError",
     "MeasurementsError",
     "MergeError",
+    "Mistakes",
     "ModelLoadError",
     "ModelRunError",
     "NoStatisticsError",
     "Option",
     "RankError",
     "RecipeError",
+    "SeveralMistakesError",
     "Spelling",
     "TensorKindError",
     "TensorValueError",

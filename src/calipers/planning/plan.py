@@ -36,25 +36,28 @@ class StepPlan:
     :param modules: what it quantizes
     :param measured: module → what it wants to know of it besides
     :param propagation: what it calibrates layers on
+    :param changed: other modules whose tensors it changes, such as norms
     """
 
     modules: tuple[ModuleSpec, ...] = ()
     measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
     propagation: Propagation = "float"
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a step makes of a layer. Nothing is changed before all of it is known.
+    """What a step makes of some modules. Nothing is changed before all of it is known.
 
-    :param qparams: (module, tensor) → its parameters
-    :param weights: module → a new weight in place of the old one
+    :param qparams: (module, tensor) → its quantization parameters
+    :param tensors: (module, name of a parameter or buffer) → its new value, of the same shape and
+        dtype: weights, biases, norms, embeddings
     :param published: module → attributes that it gets, for whoever comes later
     :param notes: module → what was done otherwise than the recipe says, and why
     """
 
     qparams: QParams = field(default_factory=dict)
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,7 +73,7 @@ class Changes:
             published.setdefault(name, {}).update(attributes)
         return Changes(
             {**self.qparams, **other.qparams},
-            {**self.weights, **other.weights},
+            {**self.tensors, **other.tensors},
             published,
             {**self.notes, **other.notes},
         )
@@ -97,17 +100,20 @@ class Plan(NotebookView):
     :param measured: module → what steps want to know of it besides
     :param steps: the steps by their names, in the order of the recipe
     :param propagation: what layers are calibrated on
+    :param changed: other modules whose tensors steps change
     """
 
     modules: tuple[ModuleSpec, ...] = ()
     measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
     propagation: Propagation = "float"
+    changed: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        """The modules that are quantized or measured, each once."""
-        return list(dict.fromkeys([*(module.name for module in self.modules), *self.measured]))
+        """The modules that are quantized, measured or changed, each once."""
+        quantized = (module.name for module in self.modules)
+        return list(dict.fromkeys([*quantized, *self.measured, *self.changed]))
 
     def __iter__(self) -> Iterator[tuple[ModuleSpec, TensorSpec]]:
         """Go through all tensors, each with its module."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 
-from calipers.calibration.experts import unfuse_experts
-from calipers.errors import RecipeError
+from calipers.errors import RecipeError, nearest
 from calipers.planning.checks import check_modules
 from calipers.planning.matching import what_cannot_be, what_there_is
 from calipers.planning.plan import PROPAGATIONS, Plan, Step
 from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
 from calipers.topology.experts import fused_experts
+from calipers.topology.unfusing import unfuse_experts
 
 if TYPE_CHECKING:
     from calipers.recipes.schema import Recipe
@@ -47,17 +47,20 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     """
     claims = _Claims()
     measured: dict[str, tuple[Requirement, ...]] = {}
+    changed: set[str] = set()
     propagation = PROPAGATIONS[0]
     for label, step in steps.items():
         wanted = step.plan(model, label)
         propagation = max(propagation, wanted.propagation, key=PROPAGATIONS.index)
         for module in wanted.modules:
             claims.add(module)
+        _check_known(model, label, (*wanted.measured, *wanted.changed))
         for name, requirements in wanted.measured.items():
             measured[name] = (*measured.get(name, ()), *requirements)
+        changed |= set(wanted.changed)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     modules = sorted(claims.modules(), key=lambda module: order[module.name])
-    if not modules and not measured:
+    if not modules and not measured and not changed:
         raise RecipeError(
             f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
             "quantized matches",
@@ -65,7 +68,18 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
         )
     check_modules(model, modules)
     besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
-    return Plan(tuple(modules), besides, steps, propagation)
+    others = tuple(sorted(changed, key=order.__getitem__))
+    return Plan(tuple(modules), besides, steps, propagation, others)
+
+
+def _check_known(model: torch.nn.Module, step: str, names: Iterable[str]) -> None:
+    """Refuse what a step plans for modules that the model does not have."""
+    known = [name for name, _ in model.named_modules()]
+    for name in set(names).difference(known):
+        raise RecipeError(
+            f"{step} plans for a module '{name}', which {type(model).__name__} does not have",
+            meant=nearest(name, known),
+        )
 
 
 class _Claims:

@@ -16,6 +16,7 @@ from calipers.errors import CalipersError, RecipeError, code_not_allowed, neares
 from calipers.files.regular_files import read_whole
 from calipers.notebook import NotebookView
 from calipers.observers.registry import is_file_of_code
+from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.plan import Plan
 from calipers.recipes.changing import observe, regroup, round_by
 from calipers.recipes.compiling import compile_plan
@@ -113,6 +114,8 @@ class Recipe(NotebookView):
             modifiers = observe(modifiers, "weight_observer", weight_observer)
         if activation_observer is not None:
             modifiers = observe(modifiers, "activation_observer", activation_observer)
+        if modifiers == self.modifiers:
+            return self
         rest = iter(modifiers)
         return Recipe(
             tuple(replace(s, modifiers=tuple(islice(rest, len(s.modifiers)))) for s in self.stages)
@@ -152,12 +155,14 @@ class Recipe(NotebookView):
 
 
 def load_changed_recipe(recipe: Any, *, allow_code: bool = False, **changes: Any) -> Recipe:
-    """Read a recipe, put changes on top of it, and check the whole again.
+    """Read a recipe, and put changes on top of it.
 
     :param changes: the keywords of :meth:`Recipe.changed`
     """
-    changed = load_recipe(recipe, allow_code=allow_code).changed(**changes)
-    return load_recipe(changed, allow_code=allow_code)
+    changed = _read(recipe, allow_code).changed(**changes)
+    for modifier in changed.modifiers:
+        _settle_code(modifier, Document(None, allow_code=allow_code), ())
+    return changed
 
 
 def load_recipe(source: Any, *, allow_code: bool = False) -> Recipe:
@@ -168,10 +173,7 @@ def load_recipe(source: Any, *, allow_code: bool = False) -> Recipe:
     :param allow_code: whether observers in files, ``path/to/file.py:Class``, may run; without it
         a recipe that names one is refused
     """
-    recipe = _read(source, allow_code)
-    for modifier in recipe.modifiers:
-        _settle_code(modifier, Document(None, allow_code=allow_code), ())
-    return recipe
+    return load_changed_recipe(source, allow_code=allow_code)
 
 
 def _read(source: Any, allow_code: bool) -> Recipe:
@@ -262,7 +264,7 @@ def _from_preset(name: str) -> Recipe:
             "preset"
         )
         raise
-    modifier = QuantizationModifier(scheme=scheme, ignore=("lm_head",), unmatched="ignore")
+    modifier = QuantizationModifier(scheme=scheme, ignore=IGNORED_BY_DEFAULT, unmatched="ignore")
     return Recipe((Stage(_DEFAULT, (modifier,)),))
 
 

@@ -11,8 +11,7 @@ import yaml
 
 from calipers.advice import Advice
 from calipers.calibration.coverage import Coverage
-from calipers.engine.oneshot import OneshotResult
-from calipers.engine.quantize import QuantizeResult
+from calipers.engine.results import OneshotResult
 from calipers.evaluation import Evaluation
 from calipers.judging.errors import format_decibels
 from calipers.judging.losses import DECIBELS, loss_grid, module_losses
@@ -121,9 +120,8 @@ def _tensor_row(row: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-@as_html.register(OneshotResult)
-@as_html.register(QuantizeResult)
-def _(found: OneshotResult | QuantizeResult) -> str:
+@as_html.register
+def _(found: OneshotResult) -> str:
     facts = facts_table(found.facts())
     losses = module_losses(found.errors, found.costs)
     if not losses:

@@ -54,6 +54,7 @@ class Importance:
 
     nonfinite: NonFinite = "raise"
     name: ClassVar[str] = "none"
+    is_matrix: ClassVar[bool] = False  # whether errors of one column count with those of others
     kind: ClassVar[type[Statistic] | None] = None
 
     @property
@@ -108,6 +109,7 @@ class HessianImportance(Importance):
     """The errors of a row count by E[x xᵀ] of their inputs, within blocks of neighbours."""
 
     name: ClassVar[str] = "hessian"
+    is_matrix: ClassVar[bool] = True
     kind: ClassVar[type[Statistic] | None] = BlockHessians
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:
@@ -138,6 +140,7 @@ class FullHessian(Importance):
     """E[x xᵀ] of all channels, for error feedback; the others are parts of it."""
 
     name: ClassVar[str] = "full_hessian"
+    is_matrix: ClassVar[bool] = True
     kind: ClassVar[type[Statistic] | None] = BlockHessians
 
     @property

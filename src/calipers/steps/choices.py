@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
+import yaml
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
@@ -67,15 +68,15 @@ class ObserverChoice(BaseModel):
 
 
 def read_choice(value: Any) -> ObserverChoice:
-    """Read ``mse`` or ``{name: mse, grid: 50}``; the name and the options must exist.
+    """Read ``mse``, ``mse,grid=50`` or ``{name: mse, grid: 50}``; name and options must exist.
 
-    >>> read_choice({"name": "mse", "grid": 50})
-    ObserverChoice(name='mse', options={'grid': 50})
+    >>> read_choice("mse,grid=50") == read_choice({"name": "mse", "grid": 50})
+    True
     """
     if isinstance(value, ObserverChoice):
         return value
     if isinstance(value, str):
-        value = {"name": value}
+        value = _read_words(value)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ConfigurationError(
             "an observer is given by its name, such as mse, or as a mapping with the key 'name', "
@@ -85,6 +86,18 @@ def read_choice(value: Any) -> ObserverChoice:
     options = {key: option for key, option in value.items() if key != "name"}
     check_observer(value["name"], options, "name")
     return ObserverChoice(name=value["name"], options=options)
+
+
+def _read_words(text: str) -> dict[str, Any]:
+    name, *rest = (part.strip() for part in text.split(","))
+    options: dict[str, Any] = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not (key and equals):
+            problem = f"'{part}' in '{text}' is no option of an observer"
+            raise ConfigurationError(problem, hint="Give NAME=VALUE")
+        options[key.strip()] = yaml.safe_load(value)
+    return {"name": name, **options}
 
 
 def read_args(value: Any) -> QuantizationArgs:

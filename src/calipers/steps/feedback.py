@@ -75,8 +75,8 @@ def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
             layer.ranks.check()
             mine = mine.joined(_solve_group(layer, group, settings, cache))
     found = Changes()
-    for qparams, weights, notes in layer.ranks.share((mine.qparams, mine.weights, mine.notes)):
-        found = found.joined(Changes(qparams, weights, notes=notes))
+    for qparams, tensors, notes in layer.ranks.share((mine.qparams, mine.tensors, mine.notes)):
+        found = found.joined(Changes(qparams, tensors, notes=notes))
     return found
 
 
@@ -154,7 +154,7 @@ def _solve_group(layer: Layer, group: Group, settings: Feedback, cache: Curvatur
     seen = {module: task.target.to(task.dtype) for module, task in tasks.items()}
     known = {module: task.importance() for module, task in tasks.items()}
     qparams = observed(layer, seen, known)
-    weights: dict[str, Tensor] = {}
+    rounded: dict[tuple[str, str], Tensor] = {}
     notes: dict[str, str] = {}
     for module, task in tasks.items():
         if task.curve is not None:
@@ -168,11 +168,11 @@ def _solve_group(layer: Layer, group: Group, settings: Feedback, cache: Curvatur
                 block=settings.block,
                 sweeps=settings.sweeps,
             )
-            weights[module.name] = values.to(task.dtype)
+            rounded[module.name, "weight"] = values.to(task.dtype)
             qparams[module.name, "weight"] = _with_scales(task.spec.args, found, refitted)
         elif task.inputs is not None:
             notes[module.name] = NOT_FACTORISED
-    return Changes(qparams, weights, notes=notes)
+    return Changes(qparams, rounded, notes=notes)
 
 
 def _shrunk_crosses(inputs: Inputs, cross: Tensor) -> tuple[Tensor, Tensor | None]:

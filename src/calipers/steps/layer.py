@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from compressed_tensors.offload import disable_onloading
@@ -29,7 +29,7 @@ class Layer:
     :param modules: those that the step quantizes, with the tensors that it solves
     :param names: all whose data has run, also those that are measured only
     :param unseen: those that no token has reached, and what was done about it
-    :param new_weights: module → the weight that an earlier step has given it
+    :param new_tensors: (module, tensor) → the value that an earlier step has given it
     :param curvatures: factorised Hessians that others solve with, too; None: there are no others
     """
 
@@ -40,7 +40,7 @@ class Layer:
     ranks: Ranks
     progress: Progress
     unseen: Mapping[str, str] = field(default_factory=dict)
-    new_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    new_tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     curvatures: CurvatureCache | None = None
 
     def module(self, name: str) -> torch.nn.Module:
@@ -49,11 +49,15 @@ class Layer:
 
     def weight(self, name: str) -> Tensor:
         """Return the weight of a module as earlier steps left it, loaded if it was offloaded."""
-        if name in self.new_weights:
-            return self.new_weights[name]
-        weight: Any = self.module(name).weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return self.tensor(name, "weight")
+
+    def tensor(self, name: str, tensor: str) -> Tensor:
+        """Return a parameter or buffer of a module as earlier steps left it."""
+        if (name, tensor) in self.new_tensors:
+            return self.new_tensors[name, tensor]
+        value = getattr(self.module(name), tensor)
+        assert isinstance(value, Tensor)
+        return value
 
     def size(self, module: ModuleSpec) -> int:
         """Return how many numbers the weight of a module has, without loading it."""

@@ -9,10 +9,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from calipers.calibration.coverage import Coverage, UnseenPolicy
+from calipers.calibration.coverage import Coverage
 from calipers.errors import Option, UnseenModulesError, Words, counted, shortened
 from calipers.measurements import Measurements
 from calipers.observers import Observer
+from calipers.options import OnUnseen
 from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec, TensorSpec
 from calipers.runtime.ranks import Ranks
 
@@ -61,7 +62,7 @@ def settle_unseen(
     return changed
 
 
-def no_tokens(names: Sequence[str], policy: UnseenPolicy) -> UnseenModulesError:
+def no_tokens(names: Sequence[str], policy: OnUnseen) -> UnseenModulesError:
     """Refuse modules that saw nothing, and that a policy does not help."""
     return UnseenModulesError(
         f"{counted(len(names), 'module')} saw no tokens: {shortened(names)}",

@@ -8,9 +8,9 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from calipers.calibration.masks import current_mask, mask_for, routed_tokens, token_mask
 from calipers.errors import LayoutError
 from calipers.numerics.layout import Layout
+from calipers.statistics.masks import current_mask, mask_for, routed_tokens, token_mask
 
 MASK = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
 B, S = MASK.shape

@@ -11,9 +11,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from stacks import EXPERTS, HIDDEN, INNER, TOKENS, Handmade, fused_module, routed, unfused
 from torch import Tensor, nn
 
-from calipers.calibration.experts import UnfusedExperts, unfuse_experts
-from calipers.calibration.masks import current_mask, token_mask
 from calipers.observers import Observer
+from calipers.statistics.masks import current_mask, token_mask
+from calipers.topology.unfusing import UnfusedExperts, unfuse_experts
 
 
 def test_a_class_that_declares_nothing_is_tried() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from calipers.calibration.masks import routed_tokens, token_mask
 from calipers.errors import cannot_unfuse
+from calipers.statistics.masks import routed_tokens, token_mask
 from calipers.topology.experts import fused_experts
 from calipers.topology.stacks import StackedForm
 
@@ -70,7 +70,9 @@ class UnfusedExperts(nn.Module):
     def __init__(self, fused: nn.Module, name: str = "experts") -> None:
         super().__init__()
         form = StackedForm.of(fused, name)
-        self._take_attributes(fused)
+        for key, value in vars(fused).items():
+            self.__dict__[key] = value.copy() if isinstance(value, dict | set) else value
+        self.__dict__["_parameters"] = {}
         self.num_experts = form.count
         self.calibrate_all_experts = False
         self._where = name
@@ -83,11 +85,6 @@ class UnfusedExperts(nn.Module):
         _check_activation(self, fused, name)
         if not form.declared:
             _check_result(self, fused, name)
-
-    def _take_attributes(self, fused: nn.Module) -> None:
-        for key, value in vars(fused).items():
-            self.__dict__[key] = value.copy() if isinstance(value, dict | set) else value
-        self.__dict__["_parameters"] = {}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Add up the results of each token's experts, weighted as the router says."""
@@ -120,12 +117,9 @@ class UnfusedExperts(nn.Module):
             return self.act_fn(up)
         if self._gate is None:
             return self.act_fn(gate) * up
-        return self._gate(self, self._joined(gate, up))
-
-    def _joined(self, gate: Tensor, up: Tensor) -> Tensor:
         if self._interleaved:
-            return torch.stack([gate, up], dim=-1).flatten(-2)
-        return torch.cat([gate, up], dim=-1)
+            return self._gate(self, torch.stack([gate, up], dim=-1).flatten(-2))
+        return self._gate(self, torch.cat([gate, up], dim=-1))
 
 
 def _check_activation(unfused: UnfusedExperts, fused: nn.Module, where: str) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a command, gathered, so that all of it is said at once."""
+"""What is wrong with a call or a command, gathered, so that all of it is said at once."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import TypeVar, cast
 
 from typing_extensions import ParamSpec
 
-from calipers.errors import CalipersError, ConfigurationError, joined
+from calipers.errors.base import CalipersError, ConfigurationError
+from calipers.errors.text import joined
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class SeveralMistakesError(ConfigurationError):
-    """What several checks of a command found.
+    """What several checks found.
 
     :param mistakes: what each of them raised
     """
 
     def __init__(self, mistakes: list[CalipersError]) -> None:
         self.mistakes = mistakes
-        head = f"The command has {len(mistakes)} mistakes:"
+        head = f"There are {len(mistakes)} mistakes:"
         super().__init__(joined("\n  ", [head, *(each.context.text for each in mistakes)]))
 
 
@@ -34,13 +35,16 @@ class Mistakes:
     ...     mistakes.check(check_whole_number, "group_size", size, least=1)
     >>> mistakes.tell()
     Traceback (most recent call last):
-    calipers.cli.mistakes.SeveralMistakesError: The command has 2 mistakes:
+    calipers.errors.mistakes.SeveralMistakesError: There are 2 mistakes:
       group_size=0 is not allowed. Allowed: a whole number, 1 or more.
       group_size='x' is not allowed. Allowed: a whole number, 1 or more.
     """
 
     def __init__(self) -> None:
         self._found: list[CalipersError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
 
     def check(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Return what a function returns; None if it fails, which is told of later."""

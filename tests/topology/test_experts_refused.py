@@ -10,9 +10,9 @@ import torch
 from stacks import EXPERTS, REFUSED, Handmade, fused_module, unfused
 from torch import nn
 
-from calipers.calibration.experts import UnfusedExperts, unfuse_experts
 from calipers.errors import FusedExpertsError
 from calipers.topology.experts import fused_experts
+from calipers.topology.unfusing import UnfusedExperts, unfuse_experts
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

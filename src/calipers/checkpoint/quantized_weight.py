@@ -14,18 +14,17 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 
+from calipers.checkpoint.stored_module import IN_MX, StoredModule
 from calipers.kernels.packing import IN_PAIRS, IN_WORDS
 from calipers.kernels.tiles import runs
-from calipers.linting.modules import StoredModule
 from calipers.numerics.layout import strategy_name
 
 _TILE = 1 << 20
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MX = (CompressionFormat.mxfp4_pack_quantized, CompressionFormat.mxfp8_quantized)
 
 
 @dataclass(frozen=True)
-class StoredWeight:
+class QuantizedWeight:
     """The tensors of a quantized weight; scales and zero points are numbers already.
 
     :param order: the group of each column, where it is not given by its place
@@ -41,7 +40,7 @@ class StoredWeight:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, module: StoredModule) -> StoredWeight:
+    def of(cls, module: StoredModule) -> QuantizedWeight:
         """Open the tensors of a module, which must fit its scheme."""
         args, form, shape, codes = module.weights, module.form, module.shape, module.codes
         assert args is not None
@@ -50,7 +49,7 @@ class StoredWeight:
         assert codes is not None
         found = {local: each.map() for local, each in module.tensors.items()}
         scale, zero_point = found["weight_scale"], found.get("weight_zero_point")
-        if form in _MX:
+        if form in IN_MX:
             scale = decompress_mx_scale(scale)
         if args.symmetric:
             zero_point = None
@@ -88,6 +87,18 @@ class StoredWeight:
         )
         return found
 
+    def tiles(self) -> Iterator[slice]:
+        """Cut the rows into parts that do not cut through blocks."""
+        rows, columns = self.shape
+        height = self.args.block_structure[0] if self.args.block_structure else 1
+        for part in runs(-(-rows // height), each=height * columns, tile=_TILE):
+            yield slice(part.start * height, min(part.stop * height, rows))
+
+    def scales(self) -> Tensor:
+        """Return what codes are multiplied by, in float32."""
+        scale, whole = self.scale.float(), self.global_scale
+        return scale if whole is None else scale / whole.float()
+
     def _of_rows(self, value: Tensor | None, rows: slice) -> Tensor | None:
         strategy = strategy_name(self.args)
         if value is None or strategy == "tensor":
@@ -108,14 +119,6 @@ class StoredWeight:
         size = torch.Size((len(codes), self.shape[-1]))
         unpacked: Tensor = unpack_from_int32(codes.contiguous(), self.args.num_bits, size)
         return unpacked
-
-
-def tile_rows(weight: StoredWeight) -> Iterator[slice]:
-    """Cut the rows of a weight into parts that do not cut through blocks."""
-    rows, columns = weight.shape
-    height = weight.args.block_structure[0] if weight.args.block_structure else 1
-    for part in runs(-(-rows // height), each=height * columns, tile=_TILE):
-        yield slice(part.start * height, min(part.stop * height, rows))
 
 
 def _by_order(values: Tensor, scale: Tensor, zero_point: Tensor | None, order: Tensor) -> Tensor:
