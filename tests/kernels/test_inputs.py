@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs
 from engines import backends_in_use
+from pairwise import pairwise
 from torch import Tensor
 
 from calipers.kernels.channels import summarize_channels
@@ -167,10 +168,6 @@ CALLS: dict[str, Callable[[Given], Any]] = {
 }
 """What reaches each operation, by its name and, behind a space, by how."""
 
-ON_BACKENDS = [
-    (call, backend) for call in CALLS for backend in operations()[call.split()[0]].backends
-]
-
 
 def _inside(plain: Tensor) -> Tensor:
     """Amid a larger tensor, whose other values would show."""
@@ -195,6 +192,15 @@ MEMORIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+BACKENDS = sorted({name for each in operations().values() for name in each.backends})
+PLACES = [
+    (call, backend, memory)
+    for call, backend, memory in pairwise([*CALLS], BACKENDS, [*MEMORIES])
+    if backend in operations()[call.split()[0]].backends
+]
+"""Every call on every backend that has its operation, in kinds of memory that take turns."""
+
+
 def bits_of(given: Given) -> list[bytes]:
     """All memory that tensors are views of."""
     return [bytes(each.untyped_storage()) for each in given]
@@ -213,8 +219,7 @@ def engine() -> None:
     """Backends are chosen by the tests themselves."""
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize(("call", "backend"), ON_BACKENDS)
+@pytest.mark.parametrize(("call", "backend", "memory"), PLACES)
 def test_inputs_stay_as_they_are_wherever_they_lie(call: str, backend: str, memory: str) -> None:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
