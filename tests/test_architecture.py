@@ -20,6 +20,7 @@ MOST_LINES = 60
 # A package, or a file beside the packages, imports only from those above it.
 ORDER = (
     "errors",
+    "registry",
     "html",
     "files",
     "numerics",

@@ -1,7 +1,4 @@
-"""Observers: objects that watch tensors and find scale, zero point and global scale.
-
-The classes register themselves by name when this package is imported.
-"""
+"""Observers: objects that watch tensors and find scale, zero point and global scale."""
 
 from calipers.numerics.layout import flatten_for_calibration
 from calipers.observers.base import Observer, QParamsDict

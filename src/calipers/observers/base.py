@@ -31,7 +31,8 @@ from calipers.observers.declaration import ObserverDeclaration
 from calipers.observers.inputs import InputGathering
 from calipers.observers.options import ObserverOptions
 from calipers.observers.pieces import ObservedPieces
-from calipers.observers.registry import Registry
+from calipers.observers.registry import observer_registry
+from calipers.registry import Registry
 from calipers.solvers.exact import Solutions
 from calipers.solvers.importance import Weighed, Weights
 from calipers.statistics.base import Reduction, Statistic
@@ -76,7 +77,7 @@ class Observer(
     tensor([[1., 2.]])
     """
 
-    registry: ClassVar[Registry[Observer]]
+    registry: ClassVar[Registry[type[Observer]]]
     parts = ("range_statistic", "counts", "inputs")
 
     options: ObserverOptions
@@ -353,7 +354,7 @@ class Observer(
         return f"{self.base_name}, {fmt.name} per {cut}, {settings}"
 
 
-Observer.registry = Registry(Observer)
+Observer.registry = observer_registry(Observer)
 
 
 def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from calipers.statistics.value_counts import ValueCounts
 _COUNTED = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
 
-@Observer.register("value_counts")
 class ValueCountsObserver(Observer):
     """Counts every value, per tensor or per head; its own range are the extrema of all data.
 
@@ -130,7 +129,6 @@ class HistogramMSEOptions(ObserverOptions):
     norm: Norm = Field(default=2.0, description="exponent of the error")
 
 
-@Observer.register("histogram_mse")
 class HistogramMSEObserver(ValueCountsObserver):
     """Takes, of all scales (and zero points) that can be stored, the best for all data at once.
 
@@ -169,7 +167,6 @@ class PercentileOptions(ObserverOptions):
     percentile: Percentile = Field(default=99.99, description="share of all values to keep, in %")
 
 
-@Observer.register("percentile")
 class PercentileObserver(ValueCountsObserver):
     """Leaves out the outermost values: at most 100 − ``percentile`` percent of all that were seen.
 
@@ -199,7 +196,6 @@ class EntropyOptions(ObserverOptions):
     bins: Bins = Field(default=2048, description="bins of the whole range")
 
 
-@Observer.register("entropy")
 class EntropyObserver(ValueCountsObserver):
     """Takes the range whose quantized distribution diverges least from that of the values.
 

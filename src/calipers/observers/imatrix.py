@@ -7,7 +7,6 @@ from torch import Tensor
 
 from calipers.errors import ImportanceUnsupportedError
 from calipers.numerics.layout import strategy_name
-from calipers.observers.base import Observer
 from calipers.observers.mse import MemorylessMSEObserver
 from calipers.observers.options import (
     Expand,
@@ -46,7 +45,6 @@ class IMatrixOptions(SearchOptions, ImportanceOptions):
         return self.patience or None
 
 
-@Observer.register("imatrix_mse")
 class IMatrixMSEObserver(MemorylessMSEObserver):
     """Weighs the error of each weight by E[x²] of its input channel.
 
@@ -86,7 +84,6 @@ class ExpandedIMatrixOptions(IMatrixOptions):
     expand: Expand = 1.8
 
 
-@Observer.register("nvfp4_expanded_imatrix")
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """Weighs errors by E[x²], and tries wider ranges too, as ``nvfp4_expanded_mse`` does."""
 

@@ -10,7 +10,6 @@ from calipers.observers.pieces import in_pieces
 from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
 
 
-@Observer.register("memoryless_minmax")
 class MemorylessMinMaxObserver(Observer):
     """Takes the extrema of the last tensor. The default for weights."""
 
@@ -26,7 +25,6 @@ class MemorylessMinMaxObserver(Observer):
         self._absorb({"min_vals": low, "max_vals": high})
 
 
-@Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """Takes the extrema of all tensors. The default for static activations."""
 
@@ -41,7 +39,6 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
         return cls.update_statistics_from_observed is own
 
 
-@Observer.register("minmax")
 class MinMaxObserver(MemorylessMinMaxObserver):
     """Takes a moving average of the extrema of each tensor."""
 

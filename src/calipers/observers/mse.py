@@ -19,7 +19,6 @@ from calipers.solvers.problem import Problem
 from calipers.statistics.ranges import MovingAverage
 
 
-@Observer.register("memoryless_mse")
 class MemorylessMSEObserver(Observer):
     """Takes the best of the shrunk ranges of the last tensor."""
 
@@ -39,7 +38,6 @@ class MemorylessMSEObserver(Observer):
         self.absorb(min_vals=low, max_vals=high)
 
 
-@Observer.register("mse")
 class MovingAverageMSEObserver(MemorylessMSEObserver):
     """Takes a moving average of the best ranges of each tensor."""
 
@@ -58,7 +56,6 @@ class ExpandedSearchOptions(SearchOptions):
     expand: Expand = 1.8
 
 
-@Observer.register("nvfp4_expanded_mse", alias="fouroversix")
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     """Tries wider ranges too: fp4 is so coarse that its largest code may be better left unused.
 

@@ -54,7 +54,6 @@ class ErrorReport(NamedTuple):
     chosen: float
 
 
-@Observer.register("optimal")
 class OptimalObserver(Observer):
     """Takes, of all scales that can be stored, the one with the least Σ w·(q−x)².
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
+from typing_extensions import Self
 
 from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
 from calipers.statistics.base import Reduction, Statistic
@@ -101,6 +102,22 @@ class Extrema(LastRange):
         "min_vals": Reduction.MIN,
         "max_vals": Reduction.MAX,
     }
+
+    @classmethod
+    def from_configuration(cls, options: Mapping[str, Any]) -> Self:
+        """Return an empty statistic of a configuration, which is given without the class."""
+        cut = {
+            key: value for key, value in options.items() if key not in ("base_name", "nonfinite")
+        }
+        args = QuantizationArgs(num_bits=8, **cut)
+        return cls(options["base_name"], args, nonfinite=options["nonfinite"])
+
+    def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
+        """Say why it cannot have these fields, which are sound each, if it cannot."""
+        low, high = fields["min_vals"], fields["max_vals"]
+        if low.shape != high.shape or bool((low > high).any()):
+            return "min_vals must be as many as max_vals, and none above its maximum"
+        return None
 
     def derive_from(self, known: Iterable[Statistic]) -> bool:
         """Take the extrema of groups from those of single channels, too."""
