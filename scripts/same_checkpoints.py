@@ -152,6 +152,15 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], int]] = {
 }
 
 
+# Name: the recipe, options of quantize. "advised" is what advise makes of the measurements.
+FROM_MEASUREMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "measured-fp8": ("FP8", {"activation_observer": "histogram_mse"}),
+    "measured-nvfp4": ("NVFP4", {"weight_observer": "optimal"}),
+    "measured-gptq": ("W4A16", {"method": "gptq"}),
+    "measured-advised": ("advised", {}),
+}
+
+
 def make_models(folder: Path) -> None:
     """Save small random models that both versions quantize."""
     import torch
@@ -195,11 +204,20 @@ def write(case: str, models: Path, output: Path) -> None:
     import calipers
     from calipers.demo import MODEL
 
-    name, modifiers, options, _ = CASES[case]
-    source = MODEL if name == "demo" else models / name
     data = torch.randint(4, 250, (12, 96), generator=torch.Generator().manual_seed(1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if case in FROM_MEASUREMENTS:
+            recipe, options = FROM_MEASUREMENTS[case]
+            seen = calipers.measure(
+                MODEL, data, collect="hessian,sensitivity", dtype="float32", progress=False
+            )
+            if recipe == "advised":
+                recipe = calipers.advise(MODEL, seen, budget="6bpw", progress=False).recipe
+            calipers.quantize(MODEL, recipe, seen, output, progress=False, **options)
+            return
+        name, modifiers, options, _ = CASES[case]
+        source = MODEL if name == "demo" else models / name
         calipers.oneshot(
             source,
             {"modifiers": modifiers},
@@ -215,7 +233,7 @@ def write(case: str, models: Path, output: Path) -> None:
 
 def run(python: str, case: str, models: Path, output: Path) -> None:
     """Let an interpreter write the checkpoint of a case."""
-    ranks = CASES[case][3]
+    ranks = CASES[case][3] if case in CASES else 1
     launch = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     command = [python, *launch, __file__, "--write", case, str(models), str(output)]
     subprocess.run(command, check=True, capture_output=True, text=True)
@@ -259,7 +277,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_models(folder)
-        for case in fnmatch.filter(CASES, given.only):
+        for case in fnmatch.filter([*CASES, *FROM_MEASUREMENTS], given.only):
             for side in ("old", "new"):
                 run(getattr(given, side), case, folder, folder / side / case)
             found = differences(folder / "old" / case, folder / "new" / case)
