@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypedDict
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors import InternalModule
@@ -16,18 +16,16 @@ from torch import distributed as dist
 from typing_extensions import Self
 
 from calipers.errors import (
-    CalipersWarning,
-    ImportanceError,
     NoStatisticsError,
     listing,
     no_statistics,
-    text_of,
 )
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, has_global_scale, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
 from calipers.observers.compatibility import OlderGenerations, base_name_and_args
 from calipers.observers.declaration import ObserverDeclaration
+from calipers.observers.definition import QParamsDict, absmax, weights_or_none
 from calipers.observers.inputs import InputGathering
 from calipers.observers.options import ObserverOptions
 from calipers.observers.pieces import ObservedPieces
@@ -41,14 +39,6 @@ from calipers.statistics.observation import observation_of
 from calipers.statistics.ranges import Extrema, LastRange
 from calipers.statistics.sync import sync_statistics
 from calipers.statistics.value_counts import ValueCounts
-
-
-class QParamsDict(TypedDict):
-    """The parameters a tensor is quantized with."""
-
-    scale: Tensor
-    zero_point: Tensor
-    global_scale: Tensor | None
 
 
 class Observer(
@@ -245,10 +235,10 @@ class Observer(
                 subject=self.label(),
                 hint="Call each of them on its tensor before get_qparams() on any",
             )
-        absmax = _absmax(*self.get_range())
+        largest = absmax(*self.get_range())
         for other in self._fused_observers:
-            absmax = torch.maximum(absmax, _absmax(*other.get_range()).to(absmax.device))
-        return global_scale_of(absmax, self.label())
+            largest = torch.maximum(largest, absmax(*other.get_range()).to(largest.device))
+        return global_scale_of(largest, self.label())
 
     def solutions(self) -> Solutions:
         """Return the best parameters under any global scale, where the class chooses among them."""
@@ -295,17 +285,12 @@ class Observer(
 
         :param least: the least that a column counts, where the mean is 1
         """
-        try:
-            return self.possible_weights(pieces, least)
-        except ImportanceError as error:
-            if getattr(self.options, "strict", False):
-                error.add_hint("With strict=False it would fall back to plain error")
-                raise
-            if not self._has_warned:
-                self.fall_back_silently()
-                error.add_hint("Falls back to plain error")
-                warnings.warn(CalipersWarning(text_of(error)), stacklevel=3)
-            return Weights()
+        weights, self._has_warned = weights_or_none(
+            partial(self.possible_weights, pieces, least),
+            is_strict=getattr(self.options, "strict", False),
+            is_told=self._has_warned,
+        )
+        return weights
 
     def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
         """Return what errors are weighed by; raise where that cannot be."""
@@ -355,7 +340,3 @@ class Observer(
 
 
 Observer.registry = observer_registry(Observer)
-
-
-def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:
-    return torch.maximum(-min_vals.min(), max_vals.max())

@@ -21,7 +21,7 @@ from calipers.numerics.qparams import global_scale_of
 from calipers.statistics.base import Reduction
 
 if TYPE_CHECKING:
-    from calipers.observers.base import QParamsDict
+    from calipers.observers.definition import QParamsDict
 
 Calculate = Callable[..., tuple[Tensor, Tensor]]
 

@@ -9,6 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.errors import UnsuitableError
 from calipers.numerics.formats import Format
+from calipers.observers.definition import Definition
 from calipers.observers.options import ObserverOptions, OptionAttributes, parse_options
 from calipers.observers.registry import Registered
 from calipers.solvers.importance import Importance, importance_named
@@ -20,6 +21,8 @@ class ObserverDeclaration(Registered, OptionAttributes):
 
     Options: ClassVar[type[ObserverOptions] | None] = None
     Range: ClassVar[type[LastRange]] = LastRange
+    definition: ClassVar[Definition | None] = None
+    """What the class is without objects; a subclass that has none of its own is shown tensors."""
     counts_values: ClassVar[bool] = False
     gathers_inputs: ClassVar[bool] = False
     chooses_global_scale: ClassVar[bool] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from calipers.observers.base import Observer
+from calipers.observers.definition import Definition
 from calipers.observers.options import MovingAverageOptions, ObserverOptions
 from calipers.observers.pieces import in_pieces
 from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
@@ -17,6 +18,7 @@ class MemorylessMinMaxObserver(Observer):
     when = "weights, fast"
     Options = ObserverOptions
     Range = LastRange
+    definition = Definition()
 
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
@@ -31,6 +33,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     remembers = "extrema of all tensors"
     when = "static activations"
     Range = Extrema
+    definition = Definition(Extrema)
 
     @classmethod
     def keeps_extrema(cls) -> bool:
@@ -46,3 +49,4 @@ class MinMaxObserver(MemorylessMinMaxObserver):
     when = "static activations whose extremes differ from batch to batch; it clips rare spikes"
     Options = MovingAverageOptions
     Range = MovingAverage
+    definition = Definition(MovingAverage)
