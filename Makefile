@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 DEMO ?= calipers-demo
 CASES ?= 1000
-# Twice as many as small machines have cores: many tests wait for something.
-JOBS ?= 4
+JOBS ?= 2
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile
 NATIVE := $(wildcard src/calipers/kernels/native/*)
 
 # For what is installed and for what builds it; the second name is that of newer versions of pip.
@@ -15,7 +15,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test test-report mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration bench-streaming sanitize check-arm clean
+.PHONY: help setup test test-fast test-slow test-report mutants fuzz lint format demo bench bench-speed bench-accuracy bench-calibration bench-streaming sanitize check-arm clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -32,8 +32,15 @@ $(BENCH_READY): $(READY)
 	$(BIN)/pip install --quiet --editable '.[dev,bench]'
 	touch $@
 
-test: lint ## lint, types, tests and doctests; JOBS=2 runs tests in two processes
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Side by side: either fails for both.
+test: $(READY) ## lint, types, tests and doctests in five minutes; JOBS=4 runs tests in four processes
+	$(MAKE) --no-print-directory --jobs 2 lint test-fast
+
+test-fast: $(READY)
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(READY) ## what starts processes, is killed, or takes seconds
+	$(PYTEST) -m slow
 
 # A Chromium is installed where apt can do that; without one, and without npm, these tests are skipped.
 test-report: $(READY) ## the page of `calipers report` in a real browser

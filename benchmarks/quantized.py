@@ -25,7 +25,7 @@ from torch import Tensor
 
 from calipers import Observer
 from calipers.numerics.qparams import fake_quantize
-from calipers.observers.fusion import FUSED_LAYER_NAMES
+from calipers.topology.names import FUSED_LAYER_NAMES
 
 ACTIVATION_CALIBRATION, PAIR_EVALUATION = 30, 100  # stories, where activations are quantized
 

@@ -1,290 +1,299 @@
 """Break the source in small ways, and see whether the tests notice.
 
-Every file ``tests/mutants/*.patch`` is one way: two lines of comment, then a diff of git ::
+``tests/mutants/*.yaml`` lists the ways, a file per package ::
 
-    # Breaks: what is wrong then
-    # Tests: tests/some/test_file.py tests/that/must_notice.py
+    - name: numerics-int-limits
+      breaks: integer formats lose their lowest code
+      file: src/calipers/numerics/formats.py
+      symbol: Integers.limits
+      find: return -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
+      replace: return -(2.0 ** (self.bits - 1)) + 1, 2.0 ** (self.bits - 1) - 1
+      tests: [tests/numerics/test_formats.py]
 
-Each is applied to a clone of HEAD under ``build/mutants``, so that the working tree is never
-touched; the tests it names run there and must fail. The clones and their environments stay for the
-next time.
+``find`` stands exactly once in the class or function ``symbol`` of the file; without a symbol, in
+the file. Each mutant is applied to a clone of HEAD under ``build/mutants``, so that the working
+tree is never touched; the tests it names run there, and must fail. A file stands for its tests that
+are not slow; one that is slow is named itself, ``tests/test_a.py::test_b``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import fnmatch
 import json
 import os
-import queue
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable, Sequence
+import venv
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-PATCHES = ROOT / "tests" / "mutants"
-CLONES = ROOT / "build" / "mutants"
-NATIVE = "src/calipers/kernels/native/"
+MUTANTS = ROOT / "tests" / "mutants"
+BUILD = ROOT / "build" / "mutants"
+TOOLS = BUILD / "tools"
+NATIVE = "src/calipers/kernels/native"
 SERVER = ROOT / "scripts" / "pytest_server.py"
-SETTINGS = {
-    # Sources change faster than the clock by which Python tells that its bytecode is old.
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PIP_CONSTRAINT": "constraints.txt",
-    "PIP_BUILD_CONSTRAINT": "constraints.txt",
-}
-BUILD_TOOLS = ("nanobind", "scikit-build-core")
-
 KILLED, TIMED_OUT, SURVIVED = "killed", "killed (timed out)", "SURVIVED"
-UNAPPLIED, UNBUILT, UNTESTED = "DOES NOT APPLY", "DOES NOT BUILD", "NO TESTS RUN"
-NOTICED = (KILLED, TIMED_OUT)
+TIMEOUT = 300  # seconds, for the tests of a mutant
+UNBUILT, UNTESTED = "DOES NOT BUILD", "NO TESTS RUN"
 
 
 @dataclass(frozen=True)
 class Mutant:
     """One way to break the source."""
 
-    path: Path
+    name: str
     breaks: str
-    tests: tuple[str, ...]
-    is_native: bool
-
-    @classmethod
-    def read(cls, path: Path) -> Mutant:
-        """Read the header of a patch; what follows is for git."""
-        lines = path.read_text(encoding="utf-8").splitlines()
-        headers = {
-            key: line.removeprefix(f"# {key}:").strip()
-            for line, key in zip(lines, ("Breaks", "Tests"), strict=False)
-            if line.startswith(f"# {key}:")
-        }
-        if not headers.get("Breaks") or not headers.get("Tests"):
-            fail(f"{path} must begin with the lines '# Breaks: …' and '# Tests: …'.")
-        is_native = any(line.startswith(f"+++ b/{NATIVE}") for line in lines)
-        return cls(path, headers["Breaks"], tuple(headers["Tests"].split()), is_native)
+    file: str
+    find: str
+    replace: str
+    tests: list[str]
+    symbol: str | None = None
 
     @property
-    def name(self) -> str:
-        """The name of its file."""
-        return self.path.stem
+    def is_native(self) -> bool:
+        """Whether the kernels must be compiled."""
+        return self.file.startswith(NATIVE)
+
+    def problem(self, root: Path) -> str | None:
+        """Say why this mutant cannot be applied below a folder, and what to do; None if it can."""
+        path = root / self.file
+        occurrences = self._occurrences(path.read_text("utf-8")) if path.is_file() else []
+        if len(occurrences) == 1:
+            return None
+        place = f"{self.file}" + (f", {self.symbol}" if self.symbol else "")
+        what = f"{self.name}: in {place} this stands {len(occurrences)} times:\n    {self.find}\n"
+        if occurrences:
+            return f"{what}  Make 'find' longer, until it stands there once."
+        elsewhere = [
+            str(other.relative_to(root))
+            for other in sorted((root / "src").rglob(f"*{path.suffix}"))
+            if _pattern(self.find).search(other.read_text("utf-8"))
+        ]
+        if elsewhere:
+            return f"{what}  It is in {', '.join(elsewhere)}: correct 'file' and 'symbol'."
+        return (
+            f"{what}  Find the line that does this now, and write 'find' and 'replace' so that"
+            f" {self.breaks}. Where nothing does it any more, delete the mutant."
+        )
+
+    def apply(self, root: Path) -> None:
+        """Break the source below a folder."""
+        path = root / self.file
+        text = path.read_text("utf-8")
+        ((start, end),) = self._occurrences(text)
+        path.write_text(text[:start] + self.replace + text[end:], "utf-8")
+
+    def _occurrences(self, text: str) -> list[tuple[int, int]]:
+        start, end = 0, len(text)
+        if self.symbol is not None:
+            start, end = dict(_symbols(text)).get(self.symbol, (0, 0))
+        return [place.span() for place in _pattern(self.find).finditer(text, start, end)]
 
 
+def _pattern(find: str) -> re.Pattern[str]:
+    """Return what finds a piece of source however its lines are broken and indented."""
+    return re.compile(r"\s+".join(map(re.escape, find.split())))
+
+
+def _symbols(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the classes and functions of a file of Python, and where they begin and end."""
+    offsets = [0]
+    for line in text.splitlines(keepends=True):
+        offsets.append(offsets[-1] + len(line))
+
+    def within(node: ast.AST, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                first = min([child.lineno, *(mark.lineno for mark in child.decorator_list)])
+                name = f"{prefix}{child.name}"
+                yield name, (offsets[first - 1], offsets[child.end_lineno or first])
+                yield from within(child, f"{name}.")
+            else:
+                yield from within(child, prefix)
+
+    return within(ast.parse(text), "")
+
+
+def read_mutants(folder: Path = MUTANTS) -> list[Mutant]:
+    """Read all lists of mutants."""
+    return [
+        Mutant(**entry)
+        for path in sorted(folder.glob("*.yaml"))
+        for entry in yaml.safe_load(path.read_text("utf-8"))
+    ]
+
+
+@dataclass
 class Clone:
-    """A copy of HEAD with an environment of its own, in which one mutant at a time lives."""
+    """A copy of HEAD in which one mutant at a time lives, and a server that runs its tests."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.python = folder / ".venv" / "bin" / "python"
-        self.log = folder.with_suffix(".log")
-        self._server: subprocess.Popen[str] | None = None
-        self._is_built_as_found = True
+    folder: Path
+    _server: subprocess.Popen[str] | None = field(default=None, repr=False)
+    _is_built_as_found: bool = False
+
+    @property
+    def log(self) -> Path:
+        """Where the output of the tests is."""
+        return self.folder.with_suffix(".log")
 
     def prepare(self) -> None:
-        """Bring the clone to HEAD, and its environment up to date."""
-        if not (self.folder / ".git").is_dir():
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            _git(ROOT, "clone", "--quiet", "--no-checkout", str(ROOT), str(self.folder))
-        _git(self.folder, "fetch", "--quiet", str(ROOT), "HEAD")
-        _git(self.folder, "checkout", "--quiet", "--force", "--detach", "FETCH_HEAD")
-        _git(self.folder, "clean", "--quiet", "-fd")
-        self._must("make", "setup")
-        # Here, and not in an environment that pip makes each time: its paths would be new ones,
-        # and everything would be compiled again.
-        missing = [tool for tool in ("cmake", "ninja") if not shutil.which(tool)]
-        self._must(str(self.python), "-m", "pip", "install", "--quiet", *BUILD_TOOLS, *missing)
-        self._must(*self._build)
+        """Bring the clone to HEAD, compile its kernels, and start its server.
 
-    def open(self) -> None:
-        """Start what waits for tests."""
+        Its environment has the packages of this one, but Calipers from the clone.
+        """
+        if not (self.folder / ".git").is_dir():
+            _run(["git", "clone", "--quiet", "--no-checkout", ROOT, self.folder], ROOT)
+        _run(["git", "fetch", "--quiet", str(ROOT), "HEAD"], self.folder)
+        _run(["git", "checkout", "--quiet", "--force", "--detach", "FETCH_HEAD"], self.folder)
+        _run(["git", "clean", "--quiet", "-fd"], self.folder)
+        environment = self.folder / ".venv"
+        venv.create(environment, symlinks=True)
+        paths = {"base": str(environment), "platbase": str(environment)}
+        packages = [path for path in sys.path if path.endswith("site-packages")]
+        listed = "\n".join([str(self.folder / "src"), *packages, ""])
+        Path(sysconfig.get_path("purelib", vars=paths), "clone.pth").write_text(listed, "utf-8")
+        self.build()
+        self._is_built_as_found = True
         self._server = subprocess.Popen(
-            [str(self.python), str(SERVER)],
+            [str(environment / "bin" / "python"), str(SERVER)],
             cwd=self.folder,
-            env={**os.environ, **SETTINGS},
+            # Sources change faster than the clock by which Python tells that bytecode is old.
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log.open("w", encoding="utf-8"),
             text=True,
         )
 
+    def build(self) -> None:
+        """Compile what has changed in the kernels."""
+        objects = self.folder / "build" / "native"
+        if not (objects / "build.ninja").exists():
+            nanobind = f"-Dnanobind_DIR={TOOLS / 'nanobind' / 'cmake'}"
+            python = f"-DPython_EXECUTABLE={sys.executable}"
+            _run(["cmake", "-GNinja", "-S", NATIVE, "-B", objects, nanobind, python], self.folder)
+        _run(["cmake", "--build", objects], self.folder)
+        for module in objects.glob("_native*"):
+            shutil.copy2(module, self.folder / "src" / "calipers" / "kernels")
+
     def close(self) -> None:
-        """End what waits for tests."""
+        """End the server."""
         if self._server is not None:
             self._server.communicate()
 
-    def test(self, files: Sequence[str], timeout: float) -> int | None:
-        """Run some files of tests, up to the first failure; return the exit code of pytest."""
+    def test(self, tests: Sequence[str], timeout: float) -> str:
+        """Run some tests, up to the first failure, and say what that means for a mutant."""
         assert self._server is not None
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        arguments = ["-x", "-q", "--color=no", "-p", "no:cacheprovider", *files]
+        chosen = ["-m", "not slow"] if all(test.endswith(".py") for test in tests) else []
+        arguments = ["-x", "-q", "--color=no", "-p", "no:cacheprovider", *chosen, *tests]
         print(json.dumps([timeout, arguments]), file=self._server.stdin, flush=True)
-        code: int | None = json.loads(self._server.stdout.readline())
-        return code
+        return meaning_of(json.loads(self._server.stdout.readline()))
 
-    def outcome(self, mutant: Mutant, timeout: float) -> str:
+    def outcome(self, mutant: Mutant) -> str:
         """Apply a mutant, run the tests that must notice, and undo it."""
-        if _run(["git", "apply", str(mutant.path)], self.folder).returncode:
-            return UNAPPLIED
+        mutant.apply(self.folder)
         try:
             if mutant.is_native or not self._is_built_as_found:
                 self._is_built_as_found = False
-                if _run(self._build, self.folder).returncode:
-                    return UNBUILT
+                self.build()
                 self._is_built_as_found = not mutant.is_native
-            code = self.test(mutant.tests, timeout)
+            return self.test(mutant.tests, TIMEOUT)
+        except subprocess.CalledProcessError:
+            return UNBUILT
         finally:
-            _git(self.folder, "checkout", "--quiet", "--force", "--", ".")
-        return outcome_of(code)
-
-    @property
-    def _build(self) -> list[str]:
-        """The command that compiles what has changed."""
-        pip = [str(self.python), "-m", "pip", "install", "--quiet", "--no-build-isolation"]
-        return [*pip, "--no-deps", "--editable", "."]
-
-    def _must(self, *command: str) -> None:
-        ended = _run(command, self.folder)
-        if ended.returncode:
-            fail(f"{' '.join(command)} failed in {self.folder}:\n{ended.stdout}")
+            _run(["git", "checkout", "--quiet", "--force", "--", "."], self.folder)
 
 
-def outcome_of(code: int | None) -> str:
-    """Say what the exit code of pytest means; None where it took too long."""
-    if code is None:
-        return TIMED_OUT
-    return {0: SURVIVED, 4: UNTESTED, 5: UNTESTED}.get(code, KILLED)
+def meaning_of(code: int | None) -> str:
+    """Say what the exit code of pytest means for a mutant; None where it took too long."""
+    return {None: TIMED_OUT, 0: SURVIVED, 4: UNTESTED, 5: UNTESTED}.get(code, KILLED)
 
 
-def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **SETTINGS},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-        start_new_session=True,
-    )
+def _run(command: Sequence[str | Path], folder: Path) -> None:
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
-def fail(problem: str) -> NoReturn:
-    """End with a sentence."""
-    print(problem, file=sys.stderr)
-    raise SystemExit(2)
+def judge(clones: Sequence[Clone], mutants: Sequence[Mutant]) -> dict[str, str]:
+    """Return the outcome of each mutant; every clone takes the next until there are none."""
+    outcomes: dict[str, str] = {}
+    # Those that change the kernels together, since what follows must be compiled again.
+    left = deque(sorted(mutants, key=lambda mutant: not mutant.is_native))
 
-
-def _git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *arguments], check=True)
-
-
-def spread(clones: Sequence[Clone], jobs: Sequence[Callable[[Clone], None]]) -> None:
-    """Let every clone take the next job until there are none."""
-    free: queue.SimpleQueue[Clone] = queue.SimpleQueue()
-    for clone in clones:
-        free.put(clone)
-
-    def with_free_clone(job: Callable[[Clone], None]) -> None:
-        clone = free.get()
-        try:
-            job(clone)
-        finally:
-            free.put(clone)
+    def work(clone: Clone) -> None:
+        while left:
+            mutant, start = left.popleft(), time.monotonic()
+            outcomes[mutant.name] = outcome = clone.outcome(mutant)
+            spent, done = time.monotonic() - start, f"{len(outcomes)}/{len(mutants)}"
+            line = f"{done:>7} {spent:6.1f} s  {outcome:<18}  {mutant.name}: {mutant.breaks}"
+            print(line, flush=True)
 
     with ThreadPoolExecutor(len(clones)) as pool:
-        list(pool.map(with_free_clone, jobs))
-
-
-def untouched_times(clones: Sequence[Clone], files: Sequence[str]) -> dict[str, float]:
-    """Return how long each file of tests takes; all must pass without a mutant."""
-    seconds: dict[str, float] = {}
-
-    def job(file: str) -> Callable[[Clone], None]:
-        def time_file(clone: Clone) -> None:
-            start = time.monotonic()
-            if clone.test([file], 3600) != 0:
-                fail(f"{file} fails without any mutant; see {clone.log}.")
-            seconds[file] = time.monotonic() - start
-
-        return time_file
-
-    spread(clones, [job(file) for file in files])
-    return seconds
-
-
-def judged(
-    clones: Sequence[Clone], mutants: Sequence[Mutant], seconds: dict[str, float]
-) -> dict[str, str]:
-    """Return the outcome of each mutant."""
-    outcomes: dict[str, str] = {}
-
-    def expected(mutant: Mutant) -> float:
-        return sum(seconds[file] for file in mutant.tests)
-
-    def job(mutant: Mutant) -> Callable[[Clone], None]:
-        def judge(clone: Clone) -> None:
-            start = time.monotonic()
-            outcomes[mutant.name] = found = clone.outcome(mutant, 120 + 5 * expected(mutant))
-            spent, done = time.monotonic() - start, f"{len(outcomes)}/{len(mutants)}"
-            print(f"{done:>7} {spent:6.1f} s  {found:<18}  {mutant.name}: {mutant.breaks}")
-            sys.stdout.flush()
-
-        return judge
-
-    # Those that change the kernels together, since what follows must be compiled again; then the
-    # long ones, so that no clone waits for the other in the end.
-    order = sorted(mutants, key=lambda mutant: (not mutant.is_native, -expected(mutant)))
-    spread(clones, [job(mutant) for mutant in order])
+        list(pool.map(work, clones))
     return outcomes
+
+
+def check_untouched(clones: Sequence[Clone], mutants: Sequence[Mutant]) -> None:
+    """See that the tests pass without any mutant."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    files = [test for test in tests if test.endswith(".py")]
+    slow = [test for test in tests if test not in files]
+
+    def run(clone: Clone, number: int) -> None:
+        for kind in (files, slow):
+            part = kind[number :: len(clones)]
+            if part and clone.test(part, 3600) != SURVIVED:
+                raise SystemExit(f"Tests fail without any mutant; see {clone.log}.")
+
+    with ThreadPoolExecutor(len(clones)) as pool:
+        list(pool.map(run, clones, range(len(clones))))
+    print("All tests pass without any mutant.", flush=True)
 
 
 def main() -> int:
     """Judge the mutants, and list those that no test noticed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="PATTERN", default="*", help="names, such as 'kernels-*'")
     parser.add_argument("--jobs", metavar="N", type=int, default=2, help="how many clones work")
-    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     given = parser.parse_args()
-    mutants = [Mutant.read(path) for path in sorted(PATCHES.glob("*.patch"))]
-    mutants = [mutant for mutant in mutants if fnmatch.fnmatch(mutant.name, given.only)]
+    mutants = [each for each in read_mutants() if fnmatch.fnmatch(each.name, given.only)]
     if not mutants:
-        fail(f"No mutant in {PATCHES} is called {given.only}.")
-    if given.list:
-        print("\n".join(f"{mutant.name}: {mutant.breaks}" for mutant in mutants))
-        return 0
+        raise SystemExit(f"No mutant in {MUTANTS} is called {given.only}.")
     start = time.monotonic()
-    clones = [Clone(CLONES / str(number)) for number in range(1, given.jobs + 1)]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(TOOLS)]
+    if not (TOOLS / "nanobind").is_dir():
+        _run([*pip, "nanobind"], ROOT)
+    clones = [Clone(BUILD / str(number)) for number in range(1, given.jobs + 1)]
     try:
-        with ThreadPoolExecutor(len(clones)) as pool:
-            list(pool.map(Clone.prepare, clones))
         for clone in clones:
-            clone.open()
-        files = sorted({file for mutant in mutants for file in mutant.tests})
-        print(f"{len(files)} files of tests, without any mutant …", flush=True)
-        seconds = untouched_times(clones, files)
-        print(f"{len(mutants)} mutants …", flush=True)
-        outcomes = judged(clones, mutants, seconds)
+            clone.prepare()
+        problems = [problem for each in mutants if (problem := each.problem(clones[0].folder))]
+        if problems:
+            raise SystemExit("\n".join(problems))
+        check_untouched(clones, mutants)
+        outcomes = judge(clones, mutants)
     finally:
         for clone in clones:
             clone.close()
-    ordered = dict(sorted(outcomes.items()))
-    (CLONES / "outcomes.json").write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
-    noticed = [name for name, found in ordered.items() if found in NOTICED]
+    alive = [each for each in mutants if outcomes[each.name] not in (KILLED, TIMED_OUT)]
     minutes = (time.monotonic() - start) / 60
-    print(f"\n{len(noticed)} of {len(mutants)} mutants killed, in {minutes:.0f} minutes.")
-    for mutant in mutants:
-        if mutant.name not in noticed:
-            print(f"{ordered[mutant.name]}: {mutant.name} ({mutant.breaks})")
-            print(f"    {mutant.path.relative_to(ROOT)} {' '.join(mutant.tests)}")
-    return 0 if len(noticed) == len(mutants) else 1
+    print(f"\n{len(mutants) - len(alive)} of {len(mutants)} killed, in {minutes:.0f} minutes.")
+    for mutant in alive:
+        print(f"{outcomes[mutant.name]}: {mutant.name} ({mutant.breaks}) {' '.join(mutant.tests)}")
+    return 1 if alive else 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from calipers.engine.driver import Solution, StepDriver
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec, tensor_specs
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
+from calipers.runtime.ranks import SingleProcess
 from calipers.steps import IMatrixGatherer, QuantizationModifier
 
 SIZES: dict[str, Any] = {
@@ -145,7 +145,7 @@ def calibrated(
 
 
 def run_of(calibration: Calibration, solution: Solution) -> Run:
-    ranks, bars = Ranks(), Progress(False)
+    ranks, bars = SingleProcess(), Progress(False)
     driver = StepDriver(calibration.model, calibration.measurements, solution, ranks, bars)
     return Run(calibration, driver.solve, ranks, bars, torch.device("cpu"))
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +26,6 @@ settings.register_profile(
     "calipers", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("calipers")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few tests first: these start processes, and would be waited for in the end."""
-    sizes = Counter(item.path for item in items)
-    items.sort(key=lambda item: sizes[item.path])
 
 
 @pytest.fixture(autouse=True)

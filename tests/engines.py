@@ -14,6 +14,8 @@ from calipers.kernels import describe, dispatch
 
 NATIVE_ENGINES = describe().instruction_sets
 ENGINES = ("torch", *NATIVE_ENGINES)
+FAST_ENGINES = ("torch", *NATIVE_ENGINES[-1:])
+"""The reference, and what this machine uses; what older ones would use is for the slow tests."""
 
 native_only = pytest.mark.skipif(not NATIVE_ENGINES, reason="the native kernels are not built")
 
@@ -25,10 +27,19 @@ def with_engines(
 
     :param names: the names of the parameters, with commas between them
     """
-    rows = pairwise(engines, *parameters)
+    rows = [pytest.param(*row, marks=_marks(row[0])) for row in pairwise(engines, *parameters)]
     return pytest.mark.parametrize(
         ("engine", *names.split(", ")), rows, indirect=["engine"], ids=_id_of
     )
+
+
+def each_engine(engines: Sequence[str] = ENGINES) -> list[Any]:
+    """Return versions of the kernels, of which some are for the slow tests."""
+    return [pytest.param(engine, marks=_marks(engine)) for engine in engines]
+
+
+def _marks(engine: str) -> list[pytest.MarkDecorator]:
+    return [] if engine in FAST_ENGINES else [pytest.mark.slow]
 
 
 def _id_of(value: Any) -> str | None:

@@ -37,6 +37,18 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     ]
 
 
+def in_turns(names: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return a row for each of the names, and let the values of others take turns.
+
+    >>> in_turns("abc", [1, 2])
+    [('a', 1), ('b', 2), ('c', 1)]
+    """
+    return [
+        (name, *(values[number % len(values)] for values in others))
+        for number, name in enumerate(names)
+    ]
+
+
 def _all_pairs(sizes: Sequence[int]) -> Iterator[tuple[Choice, Choice]]:
     for one, other in combinations(range(len(sizes)), 2):
         for pair in product(range(sizes[one]), range(sizes[other])):

@@ -22,7 +22,7 @@ import calipers.engine.job
 import calipers.engine.oneshot
 from calipers.calibration import pipelines as running
 from calipers.judging import layers as judging
-from calipers.runtime import ranks
+from calipers.runtime import distributed
 from calipers.steps import solving
 
 SHORT = timedelta(seconds=6)  # somebody is missing
@@ -142,7 +142,7 @@ def killed(*_args: Any, **_kwargs: Any) -> None:
 
 DEATHS: dict[str, tuple[int, Any, str]] = {
     "calibrating the model": (2, running, "call_model"),
-    "exchanging results": (1, ranks, "gather"),
+    "exchanging results": (1, distributed, "gather"),
     "merging statistics": (2, dist, "all_reduce"),
     "connecting": (1, dist, "new_group"),
 }

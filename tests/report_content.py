@@ -13,7 +13,7 @@ from calipers.measurements import MeasurementsInfo
 from calipers.reporting.channels import Channel, ChannelRanges
 from calipers.reporting.content import CheckpointFacts, Content
 from calipers.reporting.details import InputDetail, ObserverRanges, WeightDetail, WeightLimits
-from calipers.reporting.histograms import LogHistogram, Shares
+from calipers.reporting.histograms import LogHistogram
 from calipers.reporting.modules import ModuleFacts, judged
 from calipers.reporting.outside import (
     Evaluated,
@@ -24,7 +24,7 @@ from calipers.reporting.outside import (
     Prediction,
     Sufficiency,
 )
-from calipers.reporting.ranges import ChosenRange
+from calipers.reporting.ranges import ChosenRange, Shares
 
 IDS = torch.randint(VOCABULARY, (32, 128), generator=torch.Generator().manual_seed(3))
 KINDS = (

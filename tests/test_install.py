@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 WITHOUT = "Calipers is built WITHOUT native kernels: they failed to build."
 ASKED = "Calipers is built without native kernels, because of CALIPERS_NATIVE=0."

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "layerwise.py"
 
 

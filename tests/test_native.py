@@ -84,6 +84,7 @@ class TestChoice:
             report()
         assert "or 0 for none" in str(it.value)
 
+    @pytest.mark.slow
     def test_without_the_extension_everything_works_after_one_warning(self) -> None:
         hidden = "import sys; sys.modules['calipers.kernels._native'] = None; "
         result = python(hidden + FIRST_USE + "; extrema(torch.ones(1, 2, 1, 3))")
@@ -111,6 +112,7 @@ class TestChoice:
         assert dispatch.native_for(values.to_sparse()) is None
         assert dispatch.native_for(torch.nn.Parameter(values)) is not None
 
+    @pytest.mark.slow
     def test_a_distributed_tensor_is_observed(self) -> None:
         result = python(DISTRIBUTED)
         assert result.returncode == 0, result.stderr
@@ -167,6 +169,7 @@ print("works", bool(high.isfinite().all()), flush=True)
 
 @native_only
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.slow
 def test_an_interrupted_search_leaves_no_thread_behind() -> None:
     command = [sys.executable, "-c", LONG_SEARCH]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -205,6 +208,7 @@ print(right())
 
 @native_only
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.slow
 def test_threads_wait_for_the_next_call_and_a_forked_process_has_its_own() -> None:
     assert python(THREADS_OF_A_PROCESS).stdout == "True 3\nTrue 4\nTrue\n"
 

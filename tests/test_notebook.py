@@ -16,10 +16,10 @@ from calipers import OneshotResult
 from calipers.calibration.coverage import Coverage
 from calipers.evaluation import CheckpointScores, Estimate, Evaluation, LayerError, Scores
 from calipers.evaluation.bootstrap import Bootstrap
-from calipers.html import html_table, svg_bars, svg_heat_map, svg_histogram
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec, tensor_specs
 from calipers.recipes import Recipe, load_recipe
+from calipers.reporting.html import html_table, svg_bars, svg_heat_map, svg_histogram
 from calipers.steps import IMatrixGatherer, QuantizationModifier
 
 EVIL = "<script>alert('&amp;')</script>"

@@ -13,6 +13,7 @@ from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationScheme, fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from families import build, logits_of, token_ids
+from pairwise import in_turns
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -77,6 +78,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "W8A16 with head": recipe("W8A16", ignore=[]),
 }
 
+DTYPES_IN_TURNS = in_turns([*RECIPES], [FP32, BF16])
+
 GPTQ_RECIPES: dict[str, dict[str, Any]] = {
     "W4A16_ASYM": gptq("W4A16_ASYM"),
     "W8A8 + kv": gptq("W8A8", kv_cache_scheme=KV_CACHE),
@@ -111,22 +114,25 @@ def check_round_trip(result: OneshotResult, original: torch.Tensor) -> PreTraine
     return loaded
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, BF16 if name in DECODED_TO_BF16 else dtype) for name, dtype in DTYPES_IN_TURNS],
+    ids=str,
+)
 def test_every_scheme_on_llama(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = build("llama", dtype)
     original = logits_of(model)
     result = quantized(model, RECIPES[name], tmp_path / "out")
     check_tensors(result)
-    if dtype is BF16 or name not in DECODED_TO_BF16:
-        check_round_trip(result, original)
+    check_round_trip(result, original)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, (FP32, BF16)[number % 2]) for number, name in enumerate(GPTQ_RECIPES)],
-    ids=str,
-)
+@pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4", "MXFP8A16"])
+def test_a_float32_model_in_a_format_that_is_decoded_to_bfloat16(name: str, tmp_path: Path) -> None:
+    check_tensors(quantized(build("llama", FP32), RECIPES[name], tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_turns([*GPTQ_RECIPES], [FP32, BF16]), ids=str)
 def test_error_feedback_in_every_kind_of_format(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -137,8 +143,13 @@ def test_error_feedback_in_every_kind_of_format(
         check_round_trip(result, original)
 
 
-@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A8 static", "FP8", "NVFP4", "kv"])
-@pytest.mark.parametrize("family", ["llama tied", "qwen2", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    in_turns(
+        ["W4A16", "W4A16_ASYM", "W8A8 static", "FP8", "NVFP4", "kv"],
+        ["llama tied", "qwen2", "mistral"],
+    ),
+)
 def test_other_families(family: str, name: str, tmp_path: Path) -> None:
     model = build(family, BF16)
     original = logits_of(model)
@@ -189,8 +200,9 @@ def without_absent(wanted: dict[str, Any], model: PreTrainedModel) -> dict[str, 
     return wanted
 
 
-@pytest.mark.parametrize("name", LOADED_EXPERTS)
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("name", "family"), in_turns(LOADED_EXPERTS, ["mixtral", "qwen2-moe", "qwen3-moe"])
+)
 def test_experts_are_loaded(family: str, name: str, tmp_path: Path) -> None:
     model = build(family, BF16)
     original = logits_of(model)
@@ -201,8 +213,7 @@ def test_experts_are_loaded(family: str, name: str, tmp_path: Path) -> None:
     check_round_trip(result, original)
 
 
-@pytest.mark.parametrize("name", STORED_EXPERTS)
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize(("name", "family"), in_turns(STORED_EXPERTS, ["mixtral", "qwen2-moe"]))
 def test_experts_are_stored(family: str, name: str, tmp_path: Path) -> None:
     model = build(family, BF16)
     wanted = without_absent(experts_recipe(name), model)
@@ -215,9 +226,12 @@ def test_experts_are_stored(family: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["W4A16", "W4A16_ASYM", "W8A8", "W8A8 static asym", "FP8", "FP8_BLOCK", "NVFP4"]
+    ("name", "family"),
+    in_turns(
+        ["W4A16", "W4A16_ASYM", "W8A8", "W8A8 static asym", "FP8", "FP8_BLOCK", "NVFP4"],
+        ["llama", "qwen2"],
+    ),
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_frozen_forward_is_fake_quantization(family: str, name: str) -> None:
     model = build(family)
     original = copy.deepcopy(model)

@@ -125,6 +125,7 @@ def test_an_error_leaves_nothing(model: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_process(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", num_hidden_layers=24)
     out = tmp_path / "out"

@@ -18,11 +18,11 @@ import calipers
 from calipers import Measurements
 from calipers.advice.advise import _recipe_of
 from calipers.advice.candidates import read_candidates
-from calipers.advice.groups import alike_groups, patterns_for
 from calipers.checkpoint.headers import stored_tensors
 from calipers.engine.streaming import SolvedTensors
 from calipers.errors import ConfigurationError, MeasurementsError
 from calipers.solvers.gptq import curvature
+from calipers.topology.names import groups_of_one_scheme, patterns_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 SCHEMES = "W4A16-g32,W8A16-g32,UNQUANTIZED"
@@ -331,7 +331,7 @@ class TestPatterns:
         assert found == chosen
 
     def test_experts_of_a_layer_go_together(self) -> None:
-        groups = alike_groups(self.NAMES)
+        groups = groups_of_one_scheme(self.NAMES)
         assert tuple(n for n in self.NAMES if ".layers.2.mlp." in n) in groups
         assert ("model.layers.12.self_attn.o_proj",) in groups
 

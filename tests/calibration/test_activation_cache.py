@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from calipers import GPTQModifier, oneshot
 from calipers.calibration import sequential
 from calipers.calibration.activation_cache import ActivationCache, Budget, ResumePoints
-from calipers.calibration.residuals import traced
 from calipers.errors import CalipersWarning
+from calipers.topology.tracing import traced
 
 WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 8, "observer": "memoryless_minmax"}
 BATCHES, LAYERS, LINEARS = 3, 2, 7
@@ -31,8 +31,9 @@ def quantized(kind: str, **recipe: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen2_moe"])
-@pytest.mark.parametrize("kv_cache", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "kv_cache"), [("llama", True), ("gemma3", False), ("qwen2_moe", True)]
+)
 def test_results_are_those_without_memory_for_it(
     kind: str, kv_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from calibrating import (
     small,
 )
 from compressed_tensors.quantization import QuantizationArgs
+from pairwise import in_turns
 from torch import Tensor, nn
 
 from calipers.calibration.context import Calibration
@@ -88,9 +89,7 @@ def test_recorded_activations_give_identical_scales(
     shuffled = tuple({n: list(reversed(x)) for n, x in each.items()} for each in recorded)
     for recording, size, side in (
         (recorded, 16, "right"),
-        (recorded, 16, "left"),
         (recorded, 5, "left"),
-        (shuffled, 1, "right"),
         (shuffled, 4, "right"),
     ):
         found = replayed(model, plan, recording, size, side)
@@ -117,8 +116,9 @@ def scales(solution: Solution) -> dict[tuple[str, str], Tensor]:
     return {key: found["scale"] for key, found in solution.qparams.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activations", "dtype"), in_turns(ACTIVATIONS, [torch.float64, torch.float32])
+)
 def test_padding_and_batch_size_change_only_the_last_bits(
     activations: str, dtype: torch.dtype
 ) -> None:
@@ -126,7 +126,7 @@ def test_padding_and_batch_size_change_only_the_last_bits(
     rows = samples(17)
     plan = order_free(activations, WEIGHTS[0], model)
     expected = calibrated(model, plan, run_basic, batches_of(rows, 1))
-    for size, side in ((16, "right"), (16, "left"), (3, "left")):
+    for size, side in ((16, "right"), (3, "left")):
         found = calibrated(model, plan, run_basic, batches_of(rows, size, side))
         assert found.coverage == expected.coverage
         for key, scale in scales(expected).items():

@@ -23,6 +23,7 @@ from calibrating import (
     small,
 )
 from compressed_tensors.quantization import QuantizationStatus
+from pairwise import in_turns
 from torch import Tensor, nn
 
 from calipers import oneshot
@@ -176,8 +177,10 @@ def test_weights_only(kind: str, tmp_path: Path) -> None:
     assert notes["tokens"] == result.coverage.tokens
 
 
-@pytest.mark.parametrize("observer", ["static_minmax", "minmax", "histogram_mse"])
-@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+@pytest.mark.parametrize(
+    ("observer", "pipeline"),
+    in_turns(["static_minmax", "minmax", "histogram_mse"], ["basic", "sequential"]),
+)
 def test_peers(observer: str, pipeline: Any) -> None:
     model, rows = routed("mixtral"), [*rows_without(MARK), torch.tensor([MARK, 1])]
     recipe = RECIPE.replace("dynamic: false", f"dynamic: false, observer: {observer}")

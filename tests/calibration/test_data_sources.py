@@ -313,6 +313,7 @@ def test_a_loader_of_tuples_is_refused() -> None:
         calibration_batches(loader)
 
 
+@pytest.mark.slow
 def test_datasets_and_pyarrow_are_loaded_only_for_their_data() -> None:
     script = (
         "import sys, warnings; warnings.simplefilter('ignore'); "

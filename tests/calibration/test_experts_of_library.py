@@ -18,7 +18,8 @@ from stacks import (
 )
 from torch import nn
 
-from calipers.calibration.experts import fused_experts, unfuse_experts
+from calipers.calibration.experts import unfuse_experts
+from calipers.topology.experts import fused_experts
 
 IN_FLOAT32 = {"OpenAIPrivacyFilterExperts"}  # whatever the dtype of its weights
 UNDECLARED = {"LongcatFlashExperts", "Step3p7Experts"}

@@ -10,8 +10,9 @@ import torch
 from stacks import EXPERTS, REFUSED, Handmade, fused_module, unfused
 from torch import nn
 
-from calipers.calibration.experts import UnfusedExperts, fused_experts, unfuse_experts
+from calipers.calibration.experts import UnfusedExperts, unfuse_experts
 from calipers.errors import FusedExpertsError
+from calipers.topology.experts import fused_experts
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

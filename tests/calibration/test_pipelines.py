@@ -30,6 +30,7 @@ from calibrating import (
 )
 from compressed_tensors.quantization import QuantizationArgs
 from families import build
+from pairwise import in_turns
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -47,12 +48,13 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
-from calipers.calibration.sequential import decoder_layers, run_sequential
+from calipers.calibration.sequential import run_sequential
 from calipers.engine.driver import Solution
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
 from calipers.steps import IMatrixGatherer
+from calipers.topology.layers import decoder_layers
 
 KINDS = ["llama", "qwen2", "mistral", "gemma3", "mixtral", "qwen2_moe"]
 W8A8 = """
@@ -157,8 +159,10 @@ def test_layer_by_layer_is_the_whole_is_by_hand(kind: str) -> None:
     assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("pipeline", [run_basic, run_sequential])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma3", "tuples"])
+@pytest.mark.parametrize(
+    ("kind", "pipeline"),
+    in_turns(["llama", "qwen2", "mistral", "gemma3", "tuples"], [run_basic, run_sequential]),
+)
 def test_the_scales_are_those_by_hand(kind: str, pipeline: Any) -> None:
     model = tuple_model() if kind == "tuples" else small(kind)
     batches = batches_of(samples(7), 3)
@@ -362,8 +366,7 @@ def test_gathered_sums_are_what_a_later_observer_takes() -> None:
         assert torch.equal(mine.weight_scale, other.weight_scale)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
-@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+@pytest.mark.parametrize(("kind", "pipeline"), [("llama", "sequential"), ("mixtral", "basic")])
 def test_bad_activations_leave_nothing_behind(pipeline: Any, kind: str, tmp_path: Path) -> None:
     model = small(kind)
     with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from frozen import freeze, logits_of, mixtral, qwen2_moe, scheme, unfuse
+from pairwise import in_turns
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -45,6 +46,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def kinds_in_turns(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("name", "kind"), in_turns(names, [*MODELS]))
+
+
 def stored_name(kind: str, module: str) -> str:
     block, parts = ORIGINAL[kind]
     path, _, part = module.replace(".mlp.", f".{block}.").rpartition(".")
@@ -52,9 +57,7 @@ def stored_name(kind: str, module: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:transformers:calipers.errors.CalipersWarning")
-@pytest.mark.parametrize(
-    "name", [*LOADABLE, *WEIGHT_ONLY_LOADABLE, *NOT_LOADABLE, "FP8_BLOCK", "NVFP4", "NVFP4A16"]
-)
+@kinds_in_turns(*LOADABLE, *WEIGHT_ONLY_LOADABLE, *NOT_LOADABLE, "FP8_BLOCK", "NVFP4", "NVFP4A16")
 def test_every_expert_is_stored_under_its_original_name(
     kind: str, name: str, tmp_path: Path
 ) -> None:
@@ -81,7 +84,7 @@ def test_every_expert_is_stored_under_its_original_name(
     assert not [key for key in tensors if "gate_up_proj" in key]
 
 
-@pytest.mark.parametrize("name", LOADABLE)
+@kinds_in_turns(*LOADABLE)
 def test_transformers_loads_them(kind: str, name: str, tmp_path: Path) -> None:
     model = frozen(MODELS[kind], name)
     check_loads(model, write_checkpoint(model, tmp_path / "out", recipe=""))
@@ -111,7 +114,7 @@ def test_transformers_loads_them_beside_another_scheme(kind: str, tmp_path: Path
     check_loads(model, path)
 
 
-@pytest.mark.parametrize("name", ["W4A16", "W3A16"])
+@kinds_in_turns("W4A16", "W3A16")
 def test_transformers_loads_them_in_float32(kind: str, name: str, tmp_path: Path) -> None:
     model = frozen(MODELS[kind], name, torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -121,7 +124,7 @@ def test_transformers_loads_them_in_float32(kind: str, name: str, tmp_path: Path
     assert (logits_of(loaded) - before).abs().max() <= 1e-5 * before.abs().max()
 
 
-@pytest.mark.parametrize("name", WEIGHT_ONLY_LOADABLE)
+@kinds_in_turns(*WEIGHT_ONLY_LOADABLE)
 def test_fp8_experts_are_loaded_as_bfloat16(kind: str, name: str, tmp_path: Path) -> None:
     """The inputs of fused experts are not quantized; their weights are those that were stored."""
     model = frozen(MODELS[kind], name)
@@ -137,7 +140,7 @@ def test_fp8_experts_are_loaded_as_bfloat16(kind: str, name: str, tmp_path: Path
             assert torch.allclose(weight, wanted, rtol=2**-7)
 
 
-@pytest.mark.parametrize("name", NOT_LOADABLE)
+@kinds_in_turns(*NOT_LOADABLE)
 def test_what_transformers_cannot_load_is_said(kind: str, name: str, tmp_path: Path) -> None:
     model = frozen(MODELS[kind], name)
     with pytest.warns(CalipersWarning, match=r"transformers cannot load experts .*complete"):
@@ -146,7 +149,7 @@ def test_what_transformers_cannot_load_is_said(kind: str, name: str, tmp_path: P
         AutoModelForCausalLM.from_pretrained(path)
 
 
-@pytest.mark.parametrize("name", ["NVFP4", "NVFP4A16"])
+@kinds_in_turns("NVFP4", "NVFP4A16")
 def test_nvfp4_experts_are_loaded_wrongly(kind: str, name: str, tmp_path: Path) -> None:
     model = frozen(MODELS[kind], name)
     with pytest.warns(CalipersWarning, match="transformers loads NVFP4 experts without their glob"):

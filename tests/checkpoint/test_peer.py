@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from calipers.checkpoint.writer import write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("llmcompressor")
 
 DENSE = [*SCHEMES, "FP8+KV", "MIXED", "ATTENTION"]

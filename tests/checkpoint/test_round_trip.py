@@ -19,6 +19,7 @@ from frozen import (
     qwen2,
     scheme,
 )
+from pairwise import in_turns
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -51,14 +52,10 @@ def check_equal(after: torch.Tensor, before: torch.Tensor) -> None:
     assert error <= EPSILON[after.dtype], error
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_scheme_in_bfloat16(name: str, tmp_path: Path) -> None:
-    check_round_trip(freeze(llama(torch.bfloat16), scheme(name)), tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in BFLOAT16_ONLY])
-def test_scheme_in_float32(name: str, tmp_path: Path) -> None:
-    check_round_trip(freeze(llama(), scheme(name)), tmp_path / "out")
+@pytest.mark.parametrize(("name", "dtype"), in_turns([*SCHEMES], [torch.bfloat16, torch.float32]))
+def test_scheme(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if name in BFLOAT16_ONLY else dtype
+    check_round_trip(freeze(llama(dtype), scheme(name)), tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", BFLOAT16_ONLY)

@@ -33,6 +33,7 @@ def test_text_for_calibration_is_not_that_for_judging(
     assert evaluation == library_pieces("evaluation")
 
 
+@pytest.mark.slow
 def test_six_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "out"
     done = run_here("demo", "--output", str(folder))
@@ -108,6 +109,7 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     assert precious.exists()
 
 
+@pytest.mark.slow
 def test_it_can_be_stopped(tmp_path: Path) -> None:
     with Terminal("demo", cwd=tmp_path) as terminal:
         terminal.read_until("calibrating")

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 
+import pytest
 import torch
 from shell import run, run_here
 
@@ -11,6 +12,7 @@ from calipers import __version__
 from calipers.kernels import describe
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_versions_kernels_and_machine() -> None:
     unset = dict.fromkeys(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
     done = run("doctor", env={"CALIPERS_NATIVE": "0", **unset})
@@ -34,6 +36,7 @@ def test_the_same_as_data() -> None:
     assert 0 < told["memory"]["free"] <= told["memory"]["total"]
 
 
+@pytest.mark.slow
 def test_a_wrong_choice_of_kernels_is_told() -> None:
     done = run("doctor", "--json", env={"CALIPERS_NATIVE": "avx3000"})
     if describe().instruction_set is None:

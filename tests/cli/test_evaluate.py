@@ -98,6 +98,7 @@ def test_packing_and_seed(model: Path, tmp_path: Path) -> None:
     assert len(set(figures)) == 3
 
 
+@pytest.mark.slow
 def test_the_demo_is_judged_on_what_nobody_has_seen() -> None:
     arguments = ("evaluate", "demo", "--data", "demo", "--samples", "24", "--json")
     told = json.loads(run_here(*arguments).stdout)["base"]["perplexity"]["value"]
@@ -145,6 +146,7 @@ def test_a_model_without_a_tokenizer(model: Path, text: Path, tmp_path: Path) ->
     assert done.exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_person_sees_how_far_it_is_and_can_stop_it(
     model: Path, text: Path, outputs: list[str], tmp_path: Path
 ) -> None:

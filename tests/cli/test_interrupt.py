@@ -15,6 +15,8 @@ from families import build, saved
 from shell import PROGRAM, Terminal, environment, hear_interrupts
 from words import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 PATIENCE = 120.0
 W8A16 = ("--scheme", "W8A16", "-o", "out")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import PROBE
-from shell import PROGRAM, environment, run_apart, run_here
+from shell import PROGRAM, environment, run, run_here
 from transformers import AutoModelForCausalLM
 
 from calipers.checkpoint.sizes import size_on_disk
@@ -24,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint_is_written_and_told_of(model: Path, text: Path, place: Path) -> None:
     output = place / "my out"
-    done = run_apart(
+    done = run(
         *("quantize", str(model), *OPTIONS, "--data", str(text), "--samples", "80"),
         *("--dtype", "bfloat16", "-o", str(output)),  # whatever this machine is fast with
     )
@@ -63,6 +63,7 @@ def test_the_same_as_data_and_over_what_is_there(model: Path, text: Path, place:
     assert told["next"].startswith("calipers evaluate ")
 
 
+@pytest.mark.slow
 def test_data_from_standard_input(model: Path, text: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"text": line}) for line in text.read_text().split(".")]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))

@@ -72,6 +72,7 @@ def test_what_is_drawn_can_be_read_without_colours(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("what", "env"), [("m", {"NO_COLOR": "1"}), ("out", {})], ids=str)
+@pytest.mark.slow
 def test_it_fits_into_a_narrow_terminal(what: str, env: dict[str, str], place: Path) -> None:
     with Terminal("show", what, cwd=place, env={"COLUMNS": "80", **env}) as terminal:
         shown = terminal.read_until(None)

@@ -22,21 +22,23 @@ def on_terminal(*arguments: str, cwd: Path, env: dict[str, str]) -> str:
         return terminal.read_until(None)
 
 
+@pytest.mark.slow
 def test_errors_are_red_where_there_are_colours(tmp_path: Path) -> None:
     (tmp_path / "m.pt").touch()
     shown = on_terminal(*WRONG, cwd=tmp_path, env={})
     assert shown.startswith(f"{ESCAPE}1;31mError: {ESCAPE}0mThe weights of 'm.pt' are pickles")
 
 
-@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
-def test_no_colours_where_there_are_none(env: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_no_colours_where_there_are_none(tmp_path: Path) -> None:
     (tmp_path / "m.pt").touch()
-    shown = on_terminal(*WRONG, cwd=tmp_path, env=env)
+    shown = on_terminal(*WRONG, cwd=tmp_path, env={"TERM": "dumb"})
     assert shown.startswith("Error: The weights of 'm.pt' are pickles")
     assert ESCAPE not in shown
 
 
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}], ids=str)
+@pytest.mark.slow
 def test_a_person_sees_how_far_it_is(
     env: dict[str, str], model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -52,6 +54,7 @@ def test_a_person_sees_how_far_it_is(
     assert (re.search(r"\d MB [\d.,]+ MB/s", plain) is not None) == (not env)
 
 
+@pytest.mark.slow
 def test_bars_fit_into_narrow_terminals(model: Path, text: Path, tmp_path: Path) -> None:
     arguments = ("--scheme", "FP8", "--data", str(text), "--samples", "80", "--seq-len", "64")
     env = {"COLUMNS": "80"}
@@ -117,6 +120,7 @@ def test_names_do_not_steer_the_terminal(
         assert json.dumps(EVIL)[1:-1] in json.dumps(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_names_do_not_steer_bars(hostile: Path, text: Path) -> None:
     size = ("--data", str(text), "--samples", "24", "--seq-len", "16")
     arguments = ("evaluate", f"model {EVIL}", EVIL, f"./{EVIL}", *size)

@@ -12,6 +12,8 @@ import pytest
 from fuzzing.inputs import KINDS, Case, make_sound
 from fuzzing.running import run_case, run_cases
 
+pytestmark = pytest.mark.slow
+
 _CASES = 25
 """Of each kind; which they are does not change from run to run."""
 

@@ -17,13 +17,15 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize
 from compressed_tensors.quantization.lifecycle import forward as library
 from families import build, token_ids
+from pairwise import in_turns
 from reference import grid_of
 from torch import Tensor
 
 import calipers
 from calipers.errors import CalipersWarning
 from calipers.judging.costs import ActivationCost
-from calipers.judging.output_errors import Streams, weight_loss
+from calipers.judging.streams import Streams
+from calipers.judging.weights import weight_loss
 from calipers.observers import Observer
 
 OBSERVERS = ("histogram_mse", "percentile", "static_minmax", "minmax")
@@ -113,8 +115,7 @@ def brute(x: Tensor, module: Any) -> ActivationCost:
 # Activations
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("observer", OBSERVERS)
+@pytest.mark.parametrize(("observer", "batch_size"), in_turns(OBSERVERS, [3, 1]))
 def test_costs_of_activations_are_exact(observer: str, batch_size: int) -> None:
     """Also with padding, which is no value."""
     model = massive.massive_llama(torch.bfloat16)
@@ -250,7 +251,7 @@ def test_the_loss_of_a_weight(strategy: str, options: dict[str, Any], width: int
     expected = float((change @ hessian @ change.T).trace())
     for tile in (1 << 20, 500):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("calipers.judging.output_errors._AT_ONCE", tile)
+            patch.setattr("calipers.judging.weights._AT_ONCE", tile)
             loss = weight_loss(weight, args, qparams, streams)
         assert loss.output == pytest.approx(expected, rel=1e-4)
         assert loss.error == pytest.approx(float(change.norm() / weight.double().norm()), rel=1e-4)

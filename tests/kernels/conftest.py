@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engines import ENGINES, engine_in_use
+from engines import each_engine, engine_in_use
 
 
-@pytest.fixture(params=ENGINES, autouse=True)
+@pytest.fixture(params=each_engine(), autouse=True)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     with engine_in_use(request.param):
         yield request.param

@@ -12,6 +12,8 @@ from measuring import assert_same, measure_experts, measure_sensitivity
 
 from calipers import Measurements
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Any]]]:

@@ -159,6 +159,7 @@ def test_a_run_that_was_killed_when_all_was_written(
     assert os.listdir(tmp_path) == ["m"]
 
 
+@pytest.mark.slow
 def test_a_killed_process(tmp_path: Path) -> None:
     """Real processes, a real SIGKILL; whenever it comes, the next one ends well."""
     folder = saved(build("llama tied", torch.bfloat16), tmp_path / "model")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from laws import FOR_INPUTS, assert_same, build
+from pairwise import pairwise
 
 from calipers.observers import Observer
 
@@ -17,9 +18,9 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.filterwarnings("ignore:.*Falls back to plain error")
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", FOR_INPUTS)
+@pytest.mark.parametrize(
+    ("name", "half", "dtype"), pairwise(FOR_INPUTS, HALVES, [*HALVES, torch.float32])
+)
 def test_activations(name: str, half: torch.dtype, dtype: torch.dtype) -> None:
     stream = [torch.randn(6, 32).to(dtype) for _ in range(2)]
     expected = build(name, "input", INT8, stream)

@@ -12,7 +12,7 @@ import torch
 from torch import multiprocessing
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[str, Any]]:
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
     rank_processes.ready_context()

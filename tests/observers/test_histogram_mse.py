@@ -13,6 +13,7 @@ from data import EIGHTEEN, FORMATS, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import assert_same
+from pairwise import pairwise
 from torch import Tensor
 
 from calipers.observers import Observer
@@ -37,9 +38,10 @@ def least(x: Tensor, dtype: torch.dtype, args: QuantizationArgs, norm: float = 2
     return float(brute.all_errors(x, scales, args, norm).min()) if x.any() else 0.0
 
 
-@pytest.mark.parametrize("norm", [2.0, 2.4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fmt", ["int8", "int4", "fp8", "int4_asym"])
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "norm"),
+    pairwise(["int8", "int4", "fp8", "int4_asym"], [torch.bfloat16, torch.float16], [2.0, 2.4]),
+)
 def test_no_scale_is_better_for_all_data(fmt: str, dtype: torch.dtype, norm: float) -> None:
     for kind in EIGHTEEN[:: 4 if "asym" in fmt else 1]:
         batches = [draw(kind, (3, 8), dtype) * size for size in (1.0, 0.5, 0.25)]

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 MEASURE = """
 import resource, torch
 from compressed_tensors.quantization import QuantizationArgs

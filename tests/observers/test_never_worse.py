@@ -19,6 +19,7 @@ from compressed_tensors.quantization.lifecycle import (
     initialize_module_for_quantization,
 )
 from data import DTYPES, FORMATS, nvfp4
+from pairwise import pairwise
 from torch import Tensor
 from weights import MX
 
@@ -178,9 +179,14 @@ def test_stored_is_what_was_chosen() -> None:
         assert torch.equal(stored.double(), qparams["scale"].double()), (dtype, scale_dtype, kind)
 
 
-@pytest.mark.parametrize("importance", ["imatrix", "hessian"])
-@pytest.mark.parametrize("fmt", ["int4", "int4_asym", "fp8"])
-@pytest.mark.parametrize("kind", ["gaussian", "one_outlier", "constant", "two_values"])
+@pytest.mark.parametrize(
+    ("kind", "fmt", "importance"),
+    pairwise(
+        ["gaussian", "one_outlier", "constant", "two_values"],
+        ["int4", "int4_asym", "fp8"],
+        ["imatrix", "hessian"],
+    ),
+)
 def test_under_importance(kind: str, fmt: str, importance: str) -> None:
     args = QuantizationArgs(**FORMATS[fmt], group_size=16)
     weight = draw(kind, torch.float32)
@@ -194,9 +200,10 @@ def test_under_importance(kind: str, fmt: str, importance: str) -> None:
     assert report.chosen <= report.minmax * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", ["int4", "int8_asym", "fp8", "fp8_asym"])
-@pytest.mark.parametrize("norm", [2.0, 2.4])
+@pytest.mark.parametrize(
+    ("norm", "fmt", "dtype"),
+    pairwise([2.0, 2.4], ["int4", "int8_asym", "fp8", "fp8_asym"], DTYPES),
+)
 def test_histograms_too(norm: float, fmt: str, dtype: torch.dtype) -> None:
     args = QuantizationArgs(**FORMATS[fmt])
     for kind in ("gaussian", "positive", "constant", "one_outlier", "near_1e-38", "two_values"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from data import DTYPES, draw, nvfp4
+from pairwise import pairwise
 from torch import Tensor
 from weights import (
     COLUMNS,
@@ -163,10 +164,12 @@ class TestFallback:
 # Little data, or none
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("importance", FIELDS)
 @pytest.mark.parametrize(
-    "args", [INT4, arguments("channel", "int4_asym"), nvfp4(16), SCALES["mxfp4"]], ids=str
+    ("args", "importance", "dtype"),
+    pairwise(
+        [INT4, arguments("channel", "int4_asym"), nvfp4(16), SCALES["mxfp4"]], [*FIELDS], DTYPES
+    ),
+    ids=str,
 )
 class TestScarcity:
     def check(self, linear: Any, observer: Observer) -> None:

@@ -29,9 +29,9 @@ from calipers.checkpoint.description import describe_checkpoint
 from calipers.observers import Observer
 from calipers.planning.collecting import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
-from calipers.reporting.histograms import LogHistogram, Shares, distribution_of
+from calipers.reporting.histograms import LogHistogram, distribution_of
 from calipers.reporting.modules import ModuleFacts, judged
-from calipers.reporting.ranges import OBSERVERS, ranges_by_observers
+from calipers.reporting.ranges import OBSERVERS, range_of, ranges_by_observers
 from calipers.reporting.run import Report
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
@@ -83,8 +83,8 @@ def test_a_checkpoint_without_notes(made: Made, found: Report, tmp_path: Path) -
         assert (one.name, one.verdict) == (other.name, other.verdict)
         if one.verdict == "float":
             continue
-        assert one.weight_error == pytest.approx(other.weight_error, rel=5e-4)
-        assert one.by_weight == pytest.approx(other.by_weight, rel=5e-4)
+        assert one.weight_error == pytest.approx(other.weight_error, rel=1e-6)
+        assert one.by_weight == pytest.approx(other.by_weight, rel=1e-6)
     alone = calipers.report(bare).content
     assert all(row.output_error is None for row in alone.checkpoints[0].modules)
     assert len(alone.missing) == 2
@@ -188,7 +188,7 @@ def test_ranges_are_those_of_observers_that_see_the_tensor(symmetric: bool) -> N
     for statistic in (counts, extrema):
         statistic.update(x)
     (seen,) = counts.distributions()
-    found = ranges_by_observers([counts, extrema], seen, args)
+    found = ranges_by_observers([counts, extrema], seen, args, exact=True)
     assert [each.observer for each in found] == list(OBSERVERS)
     for each in found:
         observer = Observer.load_from_registry(each.observer, base_name="input", args=args)
@@ -214,8 +214,11 @@ def test_histograms_count_every_value() -> None:
 
 def test_values_that_are_cut_off() -> None:
     seen = distribution_of(torch.tensor([1.0, 100.0, -128.25, 128.0, 0.25, 0.0]))
-    shares = Shares.of(seen, INT8, torch.ones(1), torch.zeros(1))
+    one, none = torch.ones(1), torch.zeros(1)
+    shares = range_of("", seen, INT8, one, none, exact=True).shares
     assert (shares.clipped, shares.vanished) == (1 / 6, 1 / 6)
+    # Before it was rounded, −128.25 may have been −128.
+    assert range_of("", seen, INT8, one, none, exact=False).shares.clipped == 0
 
 
 def test_channels_and_weights(made: Made, found: Report) -> None:

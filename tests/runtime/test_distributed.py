@@ -14,7 +14,8 @@ import rank_jobs
 import rank_processes
 import torch
 
-from calipers.runtime.ranks import _SIGNS, Ranks
+from calipers.runtime.distributed import DEFAULT_TIMEOUT, SIGNS, SILENCE
+from calipers.runtime.ranks import SingleProcess
 
 WORLD = 3
 ORDER_FREE = list(rank_jobs.RECIPES)
@@ -61,6 +62,7 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
             assert getattr(mine, output) == near, name
 
 
+@pytest.mark.slow
 class TestResults:
     @pytest.mark.parametrize("pipeline", PIPELINES)
     @pytest.mark.parametrize("name", ORDER_FREE)
@@ -131,6 +133,7 @@ class TestResults:
             assert again["error"] == "CheckpointExistsError"
 
 
+@pytest.mark.slow
 class TestExperts:
     @pytest.mark.parametrize("pipeline", PIPELINES)
     @pytest.mark.parametrize("name", ["FP8", "NVFP4", "W8A8 percentile"])
@@ -171,6 +174,7 @@ class TestExperts:
 
 class TestWork:
     @pytest.mark.parametrize("name", ["NVFP4", "W8A8 static_minmax", "W4A16 optimal"])
+    @pytest.mark.slow
     def test_on_weights_is_split(self, alone: Any, together: list[Any], name: str) -> None:
         everything = of(alone, rank_jobs.solving_in_parts)[name]
         parts = [of(rank, rank_jobs.solving_in_parts)[name] for rank in together]
@@ -184,7 +188,7 @@ class TestWork:
         def parts(costs: list[int]) -> list[list[int]]:
             found = []
             for rank in range(3):
-                ranks = Ranks()
+                ranks = SingleProcess()
                 ranks.rank, ranks.world_size = rank, 3
                 found.append(ranks.my_part(range(len(costs)), costs.__getitem__))
             return found
@@ -194,6 +198,7 @@ class TestWork:
         assert parts([]) == [[], [], []]
 
 
+@pytest.mark.slow
 class TestFailures:
     @pytest.mark.parametrize("stage", rank_failures.FAILURES)
     def test_of_one_end_all(self, failed: list[Any], stage: str) -> None:
@@ -249,6 +254,7 @@ class TestFailures:
 
 class TestDeath:
     @pytest.mark.parametrize("stage", rank_failures.DEATHS)
+    @pytest.mark.slow
     def test_is_noticed_and_the_dead_is_named(self, tmp_path: Path, stage: str) -> None:
         dead, *_ = rank_failures.DEATHS[stage]
         job = partial(rank_failures.dying, stage=stage)
@@ -263,6 +269,7 @@ class TestDeath:
             assert found["unchanged"]
             assert found["output"] == []
 
+    @pytest.mark.slow
     def test_is_noticed_in_a_long_step_without_a_launcher(self, tmp_path: Path) -> None:
         """Processes that were started by hand: nobody tells the others to stop."""
         port = str(rank_processes.free_port())
@@ -283,22 +290,24 @@ class TestDeath:
             assert found["calls"] < rank_failures.MANY
 
     def test_is_noticed_within_a_minute(self) -> None:
-        ranks = Ranks()
-        looks = ranks.silence / _SIGNS  # of the thread that looks, and of the process that asks
-        assert ranks.silence + 2 * looks < timedelta(minutes=1)
-        assert ranks.timeout > ranks.silence  # who has not come yet may be at other work
+        looks = SILENCE / SIGNS  # of the thread that looks, and of the process that asks
+        assert SILENCE + 2 * looks < timedelta(minutes=1)
+        assert DEFAULT_TIMEOUT > SILENCE  # who has not come yet may be at other work
 
+    @pytest.mark.slow
     def test_that_no_test_expects_is_told_with_its_reason(self, tmp_path: Path) -> None:
         told = "(?s)Rank 1 ended with code 3 before its result was written.*why it went"
         with pytest.raises(AssertionError, match=told):
             rank_processes.run(2, tmp_path, [rank_failures.gone_without_result])
 
+    @pytest.mark.slow
     def test_is_not_what_takes_long(self, tmp_path: Path) -> None:
         for rank in rank_processes.run(2, tmp_path, [rank_failures.slow_writer]):
             found = of(rank, rank_failures.slow_writer)
             assert found["error"] is None, found
         assert (tmp_path / "late" / "config.json").exists()
 
+    @pytest.mark.slow
     def test_of_the_one_that_keeps_the_store(self, tmp_path: Path) -> None:
         job = partial(rank_failures.dying, stage="calibrating the model", rank=0)
         dead, *others = rank_processes.run(

@@ -107,6 +107,7 @@ def test_others_that_do_not_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])
+@pytest.mark.slow
 def test_processes_of_any_launcher_do_one_job(count: str, tmp_path: Path) -> None:
     """Two processes that srun might have started: they share the work, and one writes."""
     environments = [

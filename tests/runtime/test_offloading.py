@@ -11,6 +11,7 @@ import torch
 from calibrating import anatomy
 from families import build, logits_of, saved, token_ids
 from measuring import assert_same
+from pairwise import in_turns
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -57,7 +58,6 @@ def all_in_files_of_the_model(folder: Path) -> Any:
 
 
 WAYS = [on_cpu, on_cpu_with_buffers, in_own_files, in_files_of_the_model, all_in_files_of_the_model]
-offloaded = pytest.mark.parametrize("load", WAYS)
 
 
 @pytest.fixture
@@ -65,21 +65,24 @@ def folder(tmp_path: Path) -> Path:
     return saved(build("llama tied"), tmp_path / "model")
 
 
-@offloaded
-def test_they_are_measured_and_left_as_they_were(load: Callable[..., Any], folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("load", "pipeline", "dtype"),
+    in_turns(WAYS, ["basic", "sequential"], ["bfloat16", "float32"]),
+)
+def test_they_are_measured_and_left_as_they_were(
+    load: Callable[..., Any], pipeline: Any, dtype: str, folder: Path
+) -> None:
     plain, model = AutoModelForCausalLM.from_pretrained(folder), load(folder)
     logits, before = logits_of(model), anatomy(model)
     options = {"batch_size": 2, "collect": "hessian", "progress": False}
-    for pipeline in ("basic", "sequential"):
-        wanted = calipers.measure(plain, DATA, pipeline=pipeline, **options)
-        assert_same(calipers.measure(model, DATA, pipeline=pipeline, **options), wanted)
-        assert anatomy(model) == before
-    for dtype in ("bfloat16", "float32"):
-        scores = [
-            calipers.evaluate(each, {"again": each}, DATA, dtype=dtype, progress=False).as_dict()
-            for each in (model, plain)
-        ]
-        assert scores[0] == scores[1]
+    wanted = calipers.measure(plain, DATA, pipeline=pipeline, **options)
+    assert_same(calipers.measure(model, DATA, pipeline=pipeline, **options), wanted)
+    assert anatomy(model) == before
+    scores = [
+        calipers.evaluate(each, {"again": each}, DATA, dtype=dtype, progress=False).as_dict()
+        for each in (model, plain)
+    ]
+    assert scores[0] == scores[1]
     assert anatomy(model) == before
     assert model.get_submodule(Q).weight.is_meta
     assert torch.equal(logits_of(model), logits)

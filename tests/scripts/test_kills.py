@@ -39,6 +39,7 @@ def forbid_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "how", [["old"], ["old", "renames"], []], ids=["exchange", "renames", "new"]
 )
+@pytest.mark.slow
 def test_at_every_call_to_the_file_system(tmp_path: Path, how: list[str]) -> None:
     command = [sys.executable, killing.__file__, str(tmp_path), *how]
     told = subprocess.run(command, capture_output=True, text=True, check=False)

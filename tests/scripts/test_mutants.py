@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,52 +14,56 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import mutants  # noqa: E402
 
-PATCHES = sorted(mutants.PATCHES.glob("*.patch"))
+MUTANTS = mutants.read_mutants()
 
 
-def test_each_breaks_something_in_the_source_and_names_its_tests() -> None:
-    assert len(PATCHES) >= 80
-    for path in PATCHES:
-        mutant = mutants.Mutant.read(path)
-        assert all((ROOT / file).is_file() for file in mutant.tests), path
-        assert mutant.is_native == ("/native/" in path.read_text()), path
-        checked = subprocess.run(
-            ["git", "apply", "--check", "--include=src/*", str(path)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert checked.returncode == 0, f"{path.name} must be made anew: {checked.stderr}"
+def test_each_breaks_one_place_in_the_source_and_names_its_tests() -> None:
+    problems = [problem for mutant in MUTANTS if (problem := mutant.problem(ROOT))]
+    for mutant in MUTANTS:
+        for name in mutant.tests:
+            file, *parts = name.split("::")
+            text = (ROOT / file).read_text("utf-8") if (ROOT / file).is_file() else ""
+            if not text or any(not re.search(rf"(def|class) {part}\b", text) for part in parts):
+                problems.append(f"{mutant.name}: there is no {name}. Name the test that notices.")
+    assert not problems, "\n".join(["Correct tests/mutants/*.yaml:", *problems])
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
-@pytest.mark.parametrize("text", ["", "# Breaks: all\n", "# Tests: a.py\n# Breaks: all\n"])
-def test_a_patch_without_its_header_is_refused(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def mutant(tmp_path: Path) -> mutants.Mutant:
+    (tmp_path / "src").mkdir()
+    text = "def least(x):\n    return min(\n        x\n    )\n\n\ndef most(x):\n    return max(x)\n"
+    (tmp_path / "src" / "a.py").write_text(text)
+    find, less = "min( x )", "max(x)"
+    return mutants.Mutant("a", "the most is the least", "src/a.py", find, less, [], "least")
+
+
+def test_the_place_is_found_however_its_lines_are_broken(
+    mutant: mutants.Mutant, tmp_path: Path
 ) -> None:
-    (tmp_path / "x.patch").write_text(text + "diff --git a/x b/x\n")
-    with pytest.raises(SystemExit):
-        mutants.Mutant.read(tmp_path / "x.patch")
-    assert "must begin with the lines" in capsys.readouterr().err
+    assert mutant.problem(tmp_path) is None
+    mutant.apply(tmp_path)
+    assert (tmp_path / "src" / "a.py").read_text().count("return max(x)\n") == 2
+    problem = mutant.problem(tmp_path) or ""
+    assert "in src/a.py, least this stands 0 times" in problem
+    assert "Find the line that does this now" in problem
 
 
-class Scripted(mutants.Clone):
-    """A clone in which tests end as told."""
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"symbol": "most"}, "It is in src/a.py: correct 'file' and 'symbol'."),
+        ({"file": "src/old.py"}, "It is in src/a.py: correct 'file' and 'symbol'."),
+        ({"symbol": None, "find": "return"}, "Make 'find' longer"),
+    ],
+)
+def test_a_place_that_has_moved_is_looked_for(
+    changes: dict[str, str | None], advice: str, mutant: mutants.Mutant, tmp_path: Path
+) -> None:
+    assert advice in (replace(mutant, **changes).problem(tmp_path) or "")
 
-    def __init__(self, codes: dict[str, int | None]) -> None:
-        super().__init__(Path("nowhere"))
-        self._codes = codes
 
-    def outcome(self, mutant: mutants.Mutant, timeout: float) -> str:
-        assert timeout > 100
-        return mutants.outcome_of(self._codes[mutant.name])
-
-
-def test_what_is_noticed_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    codes = {"fails": 1, "breaks-imports": 2, "crashes": -11, "hangs": None, "passes": 0, "gone": 4}
-    given = [mutants.Mutant(Path(f"{name}.patch"), "all", ("a.py",), False) for name in codes]
-    outcomes = mutants.judged([Scripted(codes), Scripted(codes)], given, {"a.py": 1.0})
-    noticed = {name for name, found in outcomes.items() if found in mutants.NOTICED}
-    assert noticed == {"fails", "breaks-imports", "crashes", "hangs"}
-    assert outcomes["hangs"] == "killed (timed out)"
-    assert outcomes["gone"] == "NO TESTS RUN"
-    assert capsys.readouterr().out.count("\n") == len(codes)
+def test_only_tests_that_fail_have_noticed() -> None:
+    codes = {1: "killed", 2: "killed", -11: "killed", None: "killed (timed out)"}
+    assert {code: mutants.meaning_of(code) for code in codes} == codes
+    assert [mutants.meaning_of(code) for code in (0, 4, 5)] == ["SURVIVED", *2 * ["NO TESTS RUN"]]

@@ -20,16 +20,17 @@ from calipers.advice.candidates import (
     read_schemes,
 )
 from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, front
-from calipers.advice.groups import alike_groups
 from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
 from calipers.engine.quantize import check_complete, skeleton_for
 from calipers.errors import ConfigurationError, Option
-from calipers.html import facts_table, html_table
+from calipers.judging.errors import decibels, format_decibels
 from calipers.measurements import Measurements
+from calipers.notebook import NotebookView
 from calipers.planning.collecting import HESSIAN
 from calipers.recipes import Recipe, load_recipe
 from calipers.runtime.progress import Progress
 from calipers.steps.registry import steps_by_method
+from calipers.topology.names import groups_of_one_scheme
 
 Harm = Literal["loss", "error"]
 
@@ -48,7 +49,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(NotebookView):
     """What to choose.
 
     :param predictions: every module in every scheme
@@ -95,15 +96,22 @@ class Advice:
         }
 
     def __repr__(self) -> str:
-        facts = (f"{key}: {fact}" for key, fact in self._facts().items())
+        facts = (f"{key}: {fact}" for key, fact in self.facts().items())
         return f"Advice({', '.join(facts)})"
 
-    def _repr_html_(self) -> str:
-        worst = sorted((self.chosen or {}).values(), key=lambda each: -_harm_of(each, self.harm))
-        rows = [_row(each) for each in worst]
-        return facts_table(self._facts()) + html_table(rows, "Modules that lose most", most=10)
+    def worst(self) -> list[Prediction]:
+        """Return what was chosen for each module, what loses most first."""
+        return sorted((self.chosen or {}).values(), key=lambda each: -_harm_of(each, self.harm))
 
-    def _facts(self) -> dict[str, object]:
+    def format_harm(self, harm: float) -> str:
+        """Return what a choice loses, with its unit.
+
+        The mean of squared errors is told as the error that all modules would have alike.
+        """
+        return f"{harm:+.4f} nats" if self.harm == "loss" else format_decibels(math.sqrt(harm))
+
+    def facts(self) -> dict[str, object]:
+        """Return what matters most, by its name."""
         facts: dict[str, object] = {"compared": ", ".join(self.uniform)}
         if self.total is not None:
             facts["chosen"] = ", ".join(f"{name} × {n}" for name, n in self.counts().items())
@@ -194,7 +202,7 @@ def _check_size(budget: Budget, trials: Sequence[Trial], with_unquantized: bool)
             *(sum(each[name].size for name in group) for each in shapes),
             sum(shapes[0][name].as_is for name in group) if with_unquantized else math.inf,
         )
-        for group in alike_groups(shapes[0])
+        for group in groups_of_one_scheme(shapes[0])
     )
     weights = sum(each.weights for each in shapes[0].values())
     if least > budget.as_bytes(weights):
@@ -205,7 +213,7 @@ def _advice(
     candidates: Sequence[Candidate], rows: Sequence[Sequence[Prediction]], budget: Budget | None
 ) -> Advice:
     names = [each.module for each in rows[0]]
-    groups = alike_groups(names)
+    groups = groups_of_one_scheme(names)
     harm = _kind_of_harm(rows, budget)
     options = _options(rows, groups, harm)
     weights = sum(each.weights for each in rows[0])
@@ -289,7 +297,7 @@ def _nearest(least: float, budget: Budget, weights: int) -> str:
         return f"{math.ceil(8e4 * least / weights) / 1e4:g}bpw"
     if budget.unit == "bytes":
         return f"{math.ceil(least)} bytes"
-    return f"{least:.4g}nats" if budget.unit == "nats" else f"{10 * math.log10(least):.2f}dB"
+    return f"{least:.4g}nats" if budget.unit == "nats" else f"{decibels(math.sqrt(least)):.2f}dB"
 
 
 def _uniform(options: Options, column: int) -> Chosen:
@@ -318,18 +326,7 @@ def _recipe_of(candidates: Sequence[Candidate], chosen: Mapping[str, int]) -> Re
 
 
 def _plain(each: Prediction) -> dict[str, Any]:
-    decibels = each.decibels if math.isfinite(each.decibels) else None
-    return {**asdict(each), "decibels": decibels, "bits": each.bits}
-
-
-def _row(each: Prediction) -> dict[str, object]:
-    return {
-        "module": each.module,
-        "scheme": each.choice,
-        "error": f"{each.error:.2%}",
-        "dB": f"{each.decibels:.1f}",
-        "loss": "–" if each.loss is None else f"{each.loss:.2g}",
-    }
+    return {**asdict(each), "decibels": each.decibels, "bits": each.bits}
 
 
 __all__ = ["UNQUANTIZED", "Advice", "Point", "advise"]

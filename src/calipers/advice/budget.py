@@ -8,6 +8,7 @@ from typing import Literal
 
 from calipers.checkpoint.shards import parse_size
 from calipers.errors import ConfigurationError, Option
+from calipers.judging.errors import error_of_decibels
 
 Unit = Literal["bpw", "bytes", "nats", "dB"]
 
@@ -56,7 +57,7 @@ class Budget:
 
     def as_harm(self) -> float:
         """Return the limit of what is lost: nats, or a mean of squared relative errors."""
-        return self.amount if self.unit == "nats" else float(10 ** (self.amount / 10))
+        return self.amount if self.unit == "nats" else error_of_decibels(self.amount) ** 2
 
     def __str__(self) -> str:
         if self.unit == "bytes":

@@ -10,7 +10,6 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
 
-from calipers.advice.groups import alike_groups, patterns_for
 from calipers.errors import (
     ConfigurationError,
     Option,
@@ -25,6 +24,7 @@ from calipers.steps import QuantizationModifier
 from calipers.steps.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
 from calipers.steps.registry import steps_by_method
 from calipers.steps.targets import RUNS, check_target, runs_on
+from calipers.topology.names import groups_of_one_scheme, patterns_for
 
 UNQUANTIZED = "UNQUANTIZED"
 SOLVER: Mapping[str, Any] = {"name": "optimal", "importance": "imatrix"}
@@ -80,7 +80,7 @@ class Candidate:
             return self
         assert args.group_size is not None
         found: dict[str, int] = {}
-        for names in alike_groups(columns):
+        for names in groups_of_one_scheme(columns):
             common = math.gcd(*(columns[name] for name in names))
             size = _fitting(common, args.group_size)
             if size != args.group_size:

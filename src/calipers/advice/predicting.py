@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from calipers.advice.candidates import UNQUANTIZED, Candidate
 from calipers.checkpoint.sizes import sizes_of_module
 from calipers.engine.quantize import PreparedModel, prepare_model
-from calipers.judging.costs import ModuleCosts, combined_error
+from calipers.judging.activations import dynamic_error
+from calipers.judging.costs import ModuleCosts
+from calipers.judging.errors import decibels
 from calipers.measurements import Measurements
-from calipers.numerics.formats import Format
-from calipers.numerics.layout import shared_columns
-from calipers.numerics.qparams import quantize_dequantize
 from calipers.planning.specs import COUNTS, ModuleSpec
 from calipers.runtime.progress import Progress
-from calipers.statistics.value_counts import Distribution, ValueCounts
+from calipers.statistics.value_counts import ValueCounts
 from calipers.steps.feedback import CurvatureCache
 
 
@@ -55,9 +52,9 @@ class Prediction:
         return f"{self.scheme} {self.method}".strip()
 
     @property
-    def decibels(self) -> float:
-        """The error of the output in dB; −∞ where there is none."""
-        return 20 * math.log10(self.error) if self.error > 0 else -math.inf
+    def decibels(self) -> float | None:
+        """The error of the output in dB; None where there is none."""
+        return decibels(self.error)
 
     @property
     def bits(self) -> float:
@@ -148,20 +145,17 @@ def _predictions(
 ) -> Iterator[Prediction]:
     candidate, driver = trial.candidate, trial.prepared.driver
     for spec in driver.solution.plan.modules:
-        costs = driver.solution.costs.get(spec.name, ModuleCosts())
-        weight = driver.solution.errors[spec.name] if costs.weight is None else costs.weight
-        by_input = _input_error(spec, costs, seen)
-        error = combined_error(weight, by_input)
-        loss = costs.loss
-        if loss is not None and weight > 0:
-            loss *= (error / weight) ** 2
+        measured = driver.solution.costs.get(spec.name, ModuleCosts())
+        costs = measured.with_estimates(
+            driver.solution.errors[spec.name], _input_error(spec, measured, seen)
+        )
         yield Prediction(
             spec.name,
             candidate.scheme_of(spec.name),
             candidate.solver,
             candidate.method,
-            error,
-            loss,
+            costs.output_error,
+            costs.total_loss,
             trial.shapes[spec.name].size,
             trial.shapes[spec.name].weights,
             seconds.get(spec.name, 0.0),
@@ -174,42 +168,16 @@ def _as_it_is(trial: Trial, other: Prediction) -> Prediction:
     return Prediction(other.module, UNQUANTIZED, "", "", 0.0, loss, size, other.weights, 0.0)
 
 
-# Inputs
-
-
 def _input_error(spec: ModuleSpec, costs: ModuleCosts, seen: Measurements) -> float:
-    """Return the relative error of the output that the quantized input causes."""
+    """Estimate the relative error of the output by the quantized input, as if that were its own."""
     tensor = spec.tensor("input")
     if tensor is None:
         return 0.0
     if tensor.args.dynamic is False:
-        static, known = costs.tensors.get("input"), costs.input_error
-        # Without what went through the module, the error of the input itself is the best guess.
-        return known if known is not None else 0.0 if static is None else static.error
+        static = costs.tensors.get("input")
+        return 0.0 if static is None else static.error
     counts = seen.get(spec.name, "input", COUNTS)
     if not isinstance(counts, ValueCounts) or not counts.num_tokens:
         return 0.0
     (distribution,) = counts.distributions()
     return dynamic_error(distribution, tensor.args, spec.columns or 1)
-
-
-def dynamic_error(seen: Distribution, args: QuantizationArgs, columns: int) -> float:
-    """Estimate the relative error of values whose scale is found while the model runs.
-
-    Of as many independent values as share a scale, the largest is about the one that all but one of
-    them stay below; scales are as if it were always that, and larger values as if they had theirs.
-    """
-    shared = shared_columns(args) or columns
-    x, counts = seen.values.double(), seen.counts.double()
-    ordered, order = x.abs().sort()
-    reached = counts[order].cumsum(0)
-    place = int((reached < (1 - 1 / shared) * float(reached[-1])).sum())
-    largest = ordered[min(place, len(ordered) - 1)]
-    if not float(largest):
-        return 0.0
-    fmt = Format.of(args)
-    usual = x.abs() <= largest
-    scale = largest / fmt.limits[1]
-    error = (quantize_dequantize(x, scale, None, fmt) - x).square()
-    whole = float((x.square() * counts)[usual].sum())
-    return math.sqrt(float((error * counts)[usual].sum()) / whole) if whole else 0.0

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from calipers.calibration.propagation import replace_forward
-from calipers.calibration.residuals import TracedTensor
 from calipers.numerics.tensors import tensor_version
+from calipers.topology.tracing import TracedTensor
 
 Modules = Collection[torch.nn.Module]
 

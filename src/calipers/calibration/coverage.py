@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from calipers.errors import counted, shortened
-from calipers.html import html_table
+from calipers.notebook import NotebookView
+from calipers.topology.names import expert_of
 
 UnseenPolicy = Literal["error", "weights_only", "peers"]
 
 SCARCE = 0.1
 """An expert that sees less than this part of its even share is reported."""
 
-_EXPERT = re.compile(r"^(?P<group>.*experts)\.(?P<index>\d+)\.(?P<rest>.+)$")
-
-
-def expert_family(name: str) -> tuple[str, str] | None:
-    """Return what the siblings of an expert's module have in common; None for other modules.
-
-    >>> expert_family("model.layers.0.mlp.experts.3.up_proj")
-    ('model.layers.0.mlp.experts', 'up_proj')
-    """
-    found = _EXPERT.match(name)
-    return (found["group"], found["rest"]) if found else None
-
 
 @dataclass
-class Coverage:
+class Coverage(NotebookView):
     """Tokens seen by each module that needs data.
 
     :param tokens: module → tokens
@@ -57,16 +45,15 @@ class Coverage:
 
     def siblings(self, name: str) -> list[str]:
         """Return the experts beside one that have seen something."""
-        family = expert_family(name)
-        names = self._families()[family] if family else []
+        expert = expert_of(name)
+        names = self._families()[expert.family] if expert else []
         return [other for other in names if other != name and self.tokens[other]]
 
     def _families(self) -> dict[tuple[str, str], list[str]]:
         families: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name in self.tokens:
-            family = expert_family(name)
-            if family:
-                families[family].append(name)
+            if expert := expert_of(name):
+                families[expert.family].append(name)
         return families
 
     def __repr__(self) -> str:
@@ -77,13 +64,6 @@ class Coverage:
         found = {"unseen": len(self.unseen), "scarce": len(self.scarce)}
         parts = [f"{number} {what}" for what, number in found.items() if number]
         return f"Coverage({', '.join([counted(len(self.tokens), 'module'), amount, *parts])})"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            {"module": name, "tokens": f"{count:,}", "what was done": self.applied.get(name, "")}
-            for name, count in sorted(self.tokens.items(), key=lambda pair: pair[1])
-        ]
-        return html_table(rows, repr(self))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""

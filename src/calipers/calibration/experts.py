@@ -12,19 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from calipers.calibration.masks import routed_tokens, token_mask
-from calipers.calibration.stacks import StackedForm, is_fused
 from calipers.errors import cannot_unfuse
+from calipers.topology.experts import fused_experts
+from calipers.topology.stacks import StackedForm
 
 Gate = Callable[[nn.Module, Tensor], Tensor]
-
-
-def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the modules of a model that keep several experts in one parameter, by name.
-
-    These are the ones that unfuse_experts swaps or refuses; nothing is changed.
-    """
-    modules = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in modules if is_fused(name, module)}
 
 
 def unfuse_experts(model: nn.Module, names: Iterable[str] | None = None) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,64 +39,6 @@ class SolvedWeights:
         finally:
             for module in self._weights:
                 vars(module).pop("weight", None)
-
-
-class Stage(NamedTuple):
-    """Modules of a layer that work side by side.
-
-    :param calls: how often they are called for a batch, in all; None where that differs
-    :param residuals: module → the one whose input is added to its output
-    """
-
-    names: list[str]
-    calls: int | None
-    residuals: dict[str, str] = {}  # noqa: RUF012  a tuple never changes
-
-
-def stages_of(calls: Sequence[tuple[str, int]], names: Sequence[str]) -> list[Stage]:
-    """Put modules in the order of their work; those with the same input stand together.
-
-    So do the same projections of all experts, which do not see each other's results. Modules that
-    were not called come with the last.
-
-    :param calls: module and input of each call, in order
-
-    >>> calls = [("0.q_proj", 1), ("0.k_proj", 1), ("0.experts.0.up_proj", 2),
-    ...          ("0.experts.0.down_proj", 3), ("0.experts.1.up_proj", 4)]
-    >>> names = [*dict(calls), "0.experts.1.down_proj", "0.self_attn"]
-    >>> for stage in stages_of(calls, names):
-    ...     print(*stage.names, stage.calls)
-    0.q_proj 0.k_proj 2
-    0.experts.0.up_proj 0.experts.1.up_proj None
-    0.experts.0.down_proj 0.experts.1.down_proj 0.self_attn None
-    """
-    by_input: dict[int, int] = {}
-    by_kind: dict[str, int] = {}
-    for name, tensor in calls:
-        stage = by_input.get(tensor, by_kind.get(without_expert_number(name)))
-        stage = len(set(by_kind.values())) if stage is None else stage
-        by_input[tensor] = stage
-        by_kind.setdefault(without_expert_number(name), stage)
-    last = max(by_kind.values(), default=0)
-    stages: list[list[str]] = [[] for _ in range(last + 1)]
-    for name in names:
-        stages[by_kind.get(without_expert_number(name), last)].append(name)
-    counts = Counter(name for name, _ in calls)
-    return [Stage(found, _number_of_calls(found, counts)) for found in stages if found]
-
-
-def _number_of_calls(names: Sequence[str], counts: Mapping[str, int]) -> int | None:
-    fixed = all(counts[name] and without_expert_number(name) == name for name in names)
-    return sum(counts[name] for name in names) if fixed else None
-
-
-def without_expert_number(name: str) -> str:
-    """Return what the same projections of all experts have in common.
-
-    >>> without_expert_number("layers.0.mlp.experts.7.down_proj")
-    'layers.0.mlp.experts.*.down_proj'
-    """
-    return re.sub(r"(?<=\.experts\.)\d+", "*", name)
 
 
 @contextmanager

@@ -20,16 +20,18 @@ from calipers.calibration.pipelines import (
     moved,
     onloaded,
 )
-from calipers.calibration.propagation import (
-    SolvedWeights,
-    Stage,
-    stages_of,
-    until_called,
-)
-from calipers.calibration.residuals import TracedTensor, calls_of, residuals_of, traced
-from calipers.errors import ConfigurationError, Option
+from calipers.calibration.propagation import SolvedWeights, until_called
 from calipers.runtime.precision import computing_in
 from calipers.runtime.progress import Add
+from calipers.topology.layers import decoder_layers
+from calipers.topology.tracing import (
+    Stage,
+    TracedTensor,
+    calls_of,
+    residuals_of,
+    stages_of,
+    traced,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -100,31 +102,6 @@ def _last_parts(names: Sequence[str]) -> str:
     'q_proj, k_proj, up_proj'
     """
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-
-
-def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Find the stack of layers that a model consists of: name → layer, in order.
-
-    Where a model has several, as those that see images do, it is the one of its decoder.
-    """
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    everywhere = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module)
-    ]
-    decoder = getattr(model, "get_decoder", lambda: None)()
-    within = set(decoder.modules()) if isinstance(decoder, torch.nn.Module) else set()
-    stacks = [found for found in everywhere if found[1] in within] or everywhere
-    named = [(n, m) for n, m in stacks if all(type(layer).__name__ in classes for layer in m)]
-    if not (named or stacks):
-        raise ConfigurationError(
-            "has no ModuleList of layers, so it cannot be calibrated layer by layer",
-            subject=type(model).__name__,
-            hint="Pass " + Option("pipeline", "basic"),
-        )
-    name, stack = max(named or stacks, key=lambda found: len(found[1]))
-    return {f"{name}.{index}": layer for index, layer in enumerate(stack)}
 
 
 class LayerStack:

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from calipers.checkpoint.compression import module_format, scheme_of
-from calipers.checkpoint.names import expert_names, unfused_experts
+from calipers.checkpoint.names import expert_names
 from calipers.checkpoint.state import own_modules
 from calipers.numerics.layout import strategy_name
+from calipers.topology.experts import unfused_experts
 
 _DECODED_AS_BFLOAT16 = {
     CompressionFormat.nvfp4_pack_quantized,

@@ -8,7 +8,6 @@ whose config asks for more than there is.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,11 +21,11 @@ from compressed_tensors.utils import patch_attr
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.errors import ModelLoadError, counted, damaged_file, shortened
 from calipers.files.safetensors_header import StoredTensor
+from calipers.topology.names import expert_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.*)$")
 _HALVES = {torch.float16, torch.bfloat16}
 _FEW_TENSORS = 1000
 _MANY_TENSORS = 1 << 20
@@ -202,8 +201,8 @@ def _check_experts(
     """
     numbers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in stored:
-        if match := _EXPERT.match(name):
-            numbers[match[1]][match[3]].add(int(match[2]))
+        if expert := expert_of(name):
+            numbers[expert.experts][expert.rest].add(expert.number)
     missing = []
     for experts, tensors in numbers.items():
         every = range(max(max(found) for found in tensors.values()) + 1)
@@ -247,4 +246,4 @@ def _is_parameter_of_expert(key: str) -> bool:
 
     Whoever wrote the checkpoint was warned of it; vLLM reads them.
     """
-    return bool(_EXPERT.match(key)) and key.endswith(("_scale", "_zero_point"))
+    return expert_of(key) is not None and key.endswith(("_scale", "_zero_point"))

@@ -31,8 +31,10 @@ from calipers.checkpoint.groups import group_of
 from calipers.checkpoint.names import expert_names, stored_module_names
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.state import own_modules
-from calipers.checkpoint.ties import says_tied, tied_names
+from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import UnknownModel
+from calipers.topology.names import EXPERTS_PATTERN
+from calipers.topology.ties import says_tied
 
 # What calibration may change, under each of the names that models have for it.
 _PATCHED = (
@@ -47,7 +49,6 @@ _INESSENTIAL = {
 }
 # Typed: the function is not.
 _experts_scheme: Callable[[QuantizationConfig], QuantizationScheme] = get_experts_scheme
-_EXPERTS = r"re:.*\.experts\..*"
 
 
 def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def _point_at_experts(config: QuantizationConfig, keys: set[str]) -> None:
     """Let transformers, which has no modules for experts, know their group by a pattern."""
     groups = [config.config_groups[key] for key in keys]
     if len(groups) == 1 and _experts_scheme(config) is not groups[0]:
-        groups[0].targets = [*groups[0].targets, _EXPERTS]
+        groups[0].targets = [*groups[0].targets, EXPERTS_PATTERN]
 
 
 def _groups_of_modules(

@@ -21,7 +21,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-_PROJECTIONS = ("up_proj", "down_proj")  # and, in most models, a gate_proj
+from calipers.topology.experts import unfused_experts
+from calipers.topology.names import EXPERT_PROJECTIONS
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,9 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
     modules: list[str] = []
     for name, count in unfused_experts(model).items():
         first = len(modules)
-        gated = hasattr(model.get_submodule(f"{name}.0"), "gate_proj")
-        parts = ("gate_proj", *_PROJECTIONS) if gated else _PROJECTIONS
+        first_expert = model.get_submodule(f"{name}.0")
+        parts = [part for part in EXPERT_PROJECTIONS if hasattr(first_expert, part)]
+        gated = len(parts) == len(EXPERT_PROJECTIONS)
         modules += [f"{name}.{i}.{part}" for i in range(count) for part in parts]
         numbers = torch.arange(first, len(modules)).view(count, len(parts), 1)
         up = f"{name}.gate_up_proj" if gated else f"{name}.up_proj"
@@ -124,19 +126,6 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
 def _is_renaming_or_splits(transform: WeightTransform) -> bool:
     wildcards = any("*" in pattern for pattern in transform.source_patterns)
     return isinstance(transform, WeightRenaming) or wildcards
-
-
-def unfused_experts(model: PreTrainedModel) -> dict[str, int]:
-    """Return the modules whose children are experts, with the number of these."""
-    found = {}
-    for name, module in model.named_modules():
-        experts = {key: child for key, child in module.named_children() if key.isdecimal()}
-        if experts and all(
-            key == str(i) and all(hasattr(expert, part) for part in _PROJECTIONS)
-            for i, (key, expert) in enumerate(experts.items())
-        ):
-            found[name] = len(experts)
-    return found
 
 
 def _revert(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from compressed_tensors.quantization.utils import is_module_quantized
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.state import join, offloaded_tensors, owner_of, read_tensor
+from calipers.checkpoint.state import offloaded_tensors, owner_of, read_tensor
+from calipers.topology.ties import declared_ties, says_tied
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -17,7 +17,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     tensors = offloaded_tensors(model)
     return {
         copy: source
-        for copy, source in _declared_ties(model, tensors)
+        for copy, source in declared_ties(model, tensors)
         if source in tensors and _is_tied(model, tensors, copy, source)
     }
 
@@ -25,19 +25,6 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 def unquantized_ties(model: PreTrainedModel, ties: Mapping[str, str]) -> dict[str, str]:
     """Return those of a model's ties that are left: quantized tensors are no longer tied."""
     return {copy: source for copy, source in ties.items() if not _is_quantized(model, copy, source)}
-
-
-def says_tied(model: PreTrainedModel) -> bool:
-    """Whether the config says that embedding and head are one."""
-    return bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
-
-
-def _declared_ties(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for prefix, module in model.named_modules():
-        for copy, source in (getattr(module, "_tied_weights_keys", None) or {}).items():
-            pattern = re.compile(join(re.escape(prefix), copy))
-            for name in filter(pattern.fullmatch, names):
-                yield name, join(prefix, source)
 
 
 def _is_tied(

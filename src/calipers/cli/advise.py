@@ -176,18 +176,10 @@ def _view(
     return Group(*parts)
 
 
-def _harm(found: Advice, value: float) -> str:
-    if found.harm == "loss":
-        return f"{value:+.4f} nats"
-    from math import log10
-
-    return f"{10 * log10(value):.1f} dB" if value > 0 else "–"
-
-
 def _uniform(found: Advice) -> RenderableType:
     made = table("all modules in", "bits per weight", "size", "predicted", numbers=("size",))
     for name, point in found.uniform.items():
-        predicted = _harm(found, point.harm)
+        predicted = found.format_harm(point.harm)
         add_row(made, name, f"{point.bits:.2f}", format_size(point.size), predicted)
     return made
 
@@ -198,7 +190,7 @@ def _front(found: Advice) -> RenderableType:
     steps = min(_STEPS, last + 1)
     for number in dict.fromkeys(round(i * last / max(1, steps - 1)) for i in range(steps)):
         point = found.front[number]
-        add_row(made, f"{point.bits:.2f}", format_size(point.size), _harm(found, point.harm))
+        add_row(made, f"{point.bits:.2f}", format_size(point.size), found.format_harm(point.harm))
     return made
 
 
@@ -213,17 +205,18 @@ def _chosen_text(found: Advice) -> RenderableType:
     size = f"{found.total.bits:.2f} bits per weight, {format_size(found.total.size)}"
     return Text(
         f"Chosen for {found.budget}: {kinds} modules; {size}, predicted "
-        f"{_harm(found, found.total.harm)} (of {listing(found.uniform)}{by}: {proof})."
+        f"{found.format_harm(found.total.harm)} (of {listing(found.uniform)}{by}: {proof})."
     )
 
 
 def _worst(found: Advice) -> RenderableType:
+    from calipers.judging.errors import format_decibels
+
     def harm(each: Prediction) -> float:
         return each.error if each.loss is None else each.loss
 
     made = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
     for each in sorted((found.chosen or {}).values(), key=harm, reverse=True)[:_WORST]:
         loss = "–" if each.loss is None else f"{each.loss:+.5f}"
-        error = f"{each.decibels:.1f} dB" if each.error else "–"
-        add_row(made, each.module, each.choice, error, loss)
+        add_row(made, each.module, each.choice, format_decibels(each.error), loss)
     return made

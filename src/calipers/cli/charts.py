@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from calipers.html import share_of_scale
-
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
@@ -141,6 +139,8 @@ class HeatMap:
     def _style(self, value: float | None) -> str:
         if value is None:
             return "dim"
+        from calipers.reporting.html import share_of_scale
+
         share = share_of_scale(value, self.ends)
         return _HEAT[min(len(_HEAT) - 1, int(share * len(_HEAT)))]
 

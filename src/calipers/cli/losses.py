@@ -29,6 +29,8 @@ def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
+    from calipers.judging.errors import format_decibels
+
     if not losses:
         return []
     shown = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -38,7 +40,9 @@ def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
     shown.add_column(overflow="fold", no_wrap=max(map(len, names)) <= _WHOLE)
     shown.add_column()
     for loss, module in zip(losses, map(Text, names), strict=False):
-        shown.add_row(f"  {decibels(loss)}", f"{loss.error:.2%}", module, Text(_why(loss)))
+        shown.add_row(
+            f"  {format_decibels(loss.error)}", f"{loss.error:.2%}", module, Text(_why(loss))
+        )
     return ["", Text(_title(losses), style="bold"), shown]
 
 
@@ -50,17 +54,6 @@ def _title(losses: Sequence[ModuleLoss]) -> str:
 
 def _why(loss: ModuleLoss) -> str:
     return "the error of the weight itself" if loss.of == "weight" else loss.reason
-
-
-def decibels(loss: ModuleLoss) -> str:
-    """Return an error in dB, where there is one.
-
-    >>> from calipers.judging.losses import ModuleLoss
-    >>> decibels(ModuleLoss("up_proj", "output", 0.1))
-    '−20.0 dB'
-    """
-    found = loss.decibels
-    return "–" if found is None else f"{round(found, 1) + 0.0:.1f} dB".replace("-", "−")
 
 
 def activation_lines(costs: Costs, advice: Sequence[str]) -> list[str]:

@@ -16,9 +16,10 @@ from calipers.judging.costs import ModuleCosts
 from calipers.judging.layers import judge_layer
 from calipers.measurements import Measurements
 from calipers.numerics.qparams import fake_quantize
+from calipers.numerics.tensors import digest_of
 from calipers.planning.plan import Plan
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks, digest_of
+from calipers.runtime.ranks import Ranks
 from calipers.statistics.base import Statistic
 from calipers.steps.feedback import CurvatureCache
 from calipers.steps.layer import Changes, Layer, QParams

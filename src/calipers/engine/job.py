@@ -25,12 +25,13 @@ from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.reader import load_model, load_tokenizer
 from calipers.checkpoint.source import check_apart
 from calipers.errors import ConfigurationError, Option, not_allowed
+from calipers.numerics.tensors import fingerprint
 from calipers.options import MeasureOptions
 from calipers.planning.plan import Plan
 from calipers.runtime.offloading import without_accelerate_hooks
 from calipers.runtime.precision import bytes_of_copies, dtype_choice, forward_dtype
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks, fingerprint
+from calipers.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.data import Batch, Batches
-from calipers.calibration.experts import fused_experts, unfuse_experts
+from calipers.calibration.experts import unfuse_experts
 from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
@@ -54,10 +54,12 @@ from calipers.options import (
 from calipers.planning.collecting import check_collected, collecting_plan
 from calipers.planning.plan import Plan
 from calipers.planning.specs import SENSITIVITY
+from calipers.runtime.joining import joined_ranks
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
 from calipers.statistics.sensitivity import Sensitivity
+from calipers.topology.experts import fused_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,7 +114,7 @@ def measure(
     _check(options)
     check_save_every(save_every)
     collected, tolerance = check_collected(collect), check_until_stable(until_stable)
-    with Ranks(options.calibration.timeout) as ranks:
+    with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
         job.read(model, dataset, collected, output_file, overwrite)

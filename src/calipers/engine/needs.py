@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from calipers.calibration.propagation import without_expert_number
-from calipers.calibration.sequential import decoder_layers
-from calipers.errors import ConfigurationError
-from calipers.observers import FUSED_LAYER_NAMES
 from calipers.planning.plan import Plan, Propagation
 from calipers.planning.specs import ModuleSpec
+from calipers.topology.model import Topology
+from calipers.topology.names import fused_groups, groups_side_by_side
 
 # Bytes for each element of a Hessian, (columns, columns), as solvers/gptq.py works.
 _SUM = 8  # float64
@@ -52,7 +49,7 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
     if plan.propagation == "float":
         most = max(map(hessian_bytes, (*layers, outside)))
         return FeedbackNeeds(plan.propagation, 1, most, hessian_bytes(plan.modules))
-    stages = [_grouped(layer, _stage) for layer in layers]
+    stages = [_stages(layer) for layer in layers]
     streams = 2 if plan.propagation == "both" else 1
     passes = streams * (max(map(len, stages), default=0) + 1)  # the last one goes on to the next
     at_a_time = (*(stage for layer in stages for stage in layer), outside)
@@ -68,6 +65,8 @@ def statistics_bytes(model: PreTrainedModel, plan: Plan) -> int:
     heads = {"q": getattr(config, "num_attention_heads", None) or 1}
     many = getattr(config, "num_key_value_heads", None) or heads["q"]
     heads |= {"k": many, "v": many}
+    inputs = Topology.of(model).shared_inputs(plan.names)
+    sharing = {name: group for group in inputs for name in group}
     sizes: dict[object, int] = {}
     for name, requirements in plan.requirements(with_costs=plan.needs_data):
         module: Any = model.get_submodule(name)
@@ -75,7 +74,7 @@ def statistics_bytes(model: PreTrainedModel, plan: Plan) -> int:
             statistic, base_name = each.create(name), each.base_name
             side = "out_features" if base_name == "output" else "in_features"
             channels = getattr(module, side, None) or 0
-            reader = _input(name) if base_name == "input" else name
+            reader = sharing[name] if base_name == "input" else name
             copies = _OF_HALVES if each.in_halves else 1
             key = reader, base_name, str(statistic.configuration())
             sizes[key] = copies * statistic.expected_bytes(channels, heads.get(base_name, 1))
@@ -86,13 +85,19 @@ def _by_layer(
     model: torch.nn.Module, plan: Plan
 ) -> tuple[list[list[ModuleSpec]], list[ModuleSpec]]:
     """Return the modules of each decoder layer, and those outside of them."""
-    try:
-        prefixes = [f"{name}." for name in decoder_layers(model)]
-    except ConfigurationError:  # it runs as a whole
-        prefixes = []
-    layers = [[m for m in plan.modules if m.name.startswith(prefix)] for prefix in prefixes]
-    inside = {module.name for layer in layers for module in layer}
-    return layers, [module for module in plan.modules if module.name not in inside]
+    topology = Topology.of(model)
+    layers: dict[str, list[ModuleSpec]] = {layer: [] for layer in topology.layers}
+    outside: list[ModuleSpec] = []
+    for module in plan.modules:
+        layer = topology.layer_of(module.name)
+        (outside if layer is None else layers[layer]).append(module)
+    return list(layers.values()), outside
+
+
+def _stages(modules: Iterable[ModuleSpec]) -> list[list[ModuleSpec]]:
+    """Put Linear modules together that are calibrated together, by their names."""
+    linears = {module.name: module for module in modules if module.kind == "linear"}
+    return [[linears[name] for name in group] for group in groups_side_by_side(linears)]
 
 
 def _matrices(module: ModuleSpec) -> int:
@@ -118,34 +123,5 @@ def hessian_bytes(modules: Sequence[ModuleSpec]) -> int:
 
 def grouped_by_input(modules: Iterable[ModuleSpec]) -> list[list[ModuleSpec]]:
     """Put Linear modules together that have the same input, by their names."""
-    return _grouped(modules, _input)
-
-
-def _grouped(
-    modules: Iterable[ModuleSpec], key: Callable[[str], tuple[str, ...]]
-) -> list[list[ModuleSpec]]:
-    groups: dict[tuple[str, ...], list[ModuleSpec]] = defaultdict(list)
-    for module in modules:
-        if module.kind == "linear":
-            groups[key(module.name)].append(module)
-    return list(groups.values())
-
-
-def _input(name: str) -> tuple[str, ...]:
-    """Return what modules with the same input have in common.
-
-    >>> _input("layers.0.mlp.up_proj")
-    ('layers.0.mlp', 'gate_proj', 'up_proj')
-    """
-    parent, _, own = name.rpartition(".")
-    siblings = next((names for names in FUSED_LAYER_NAMES if own in names), (own,))
-    return parent, *siblings
-
-
-def _stage(name: str) -> tuple[str, ...]:
-    """Return what modules have in common that are calibrated together: experts do not part them.
-
-    >>> _stage("layers.0.mlp.experts.7.down_proj")
-    ('layers.0.mlp.experts.*', 'down_proj')
-    """
-    return _input(without_expert_number(name))
+    linears = {module.name: module for module in modules if module.kind == "linear"}
+    return [[linears[name] for name in group] for group in fused_groups(linears)]

@@ -29,9 +29,8 @@ from calipers.engine.job import (
     tensors_without_data,
 )
 from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted
-from calipers.html import facts_table
 from calipers.judging.costs import ModuleCosts, report_costs
-from calipers.judging.losses import losses_as_html
+from calipers.notebook import NotebookView
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,
@@ -44,9 +43,9 @@ from calipers.options import (
 from calipers.planning.plan import Plan
 from calipers.recipes import Recipe, load_changed_recipe
 from calipers.recipes.compiling import plan_for
+from calipers.runtime.joining import joined_ranks
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +56,7 @@ _BATCH_TOKENS = 2048  # of batches of like samples: beyond, larger ones are no f
 
 
 @dataclass(frozen=True)
-class OneshotResult:
+class OneshotResult(NotebookView):
     """What ``oneshot`` did.
 
     :param model: the frozen model: it computes with fake quantization
@@ -90,14 +89,10 @@ class OneshotResult:
         return source_folder(self.model)
 
     def __repr__(self) -> str:
-        return (
-            f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self._facts().items())})"
-        )
+        return f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
 
-    def _repr_html_(self) -> str:
-        return facts_table(self._facts()) + losses_as_html(self.errors, self.costs)
-
-    def _facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, object]:
+        """Return what matters most, by its name."""
         facts = {"model": type(self.model).__name__, "plan": self.plan, "coverage": self.coverage}
         if self.errors:
             facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
@@ -146,7 +141,7 @@ def oneshot(
         output=output,
     )
     _check(options)
-    with Ranks(options.calibration.timeout) as ranks:
+    with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _OneshotJob(options, ranks, Progress.of(wanted))
         parsed = job.read(model, recipe, dataset)

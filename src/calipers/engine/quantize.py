@@ -45,10 +45,9 @@ from calipers.errors import (
     no_meaning,
 )
 from calipers.files.safetensors_header import StoredTensor
-from calipers.html import facts_table
 from calipers.judging.costs import ModuleCosts, report_costs
-from calipers.judging.losses import losses_as_html
 from calipers.measurements import Measurements
+from calipers.notebook import NotebookView
 from calipers.options import (
     ComputeOptions,
     OutputOptions,
@@ -62,7 +61,7 @@ from calipers.recipes import Recipe, load_changed_recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.launch import find_launch
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
+from calipers.runtime.ranks import SingleProcess
 from calipers.steps.feedback import CurvatureCache
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuantizeResult:
+class QuantizeResult(NotebookView):
     """What ``quantize`` did.
 
     :param plan: what was quantized, how, and by which observers
@@ -96,13 +95,11 @@ class QuantizeResult:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        facts = (f"{key}: {fact}" for key, fact in self._facts().items())
+        facts = (f"{key}: {fact}" for key, fact in self.facts().items())
         return f"QuantizeResult({', '.join(facts)})"
 
-    def _repr_html_(self) -> str:
-        return facts_table(self._facts()) + losses_as_html(self.errors, self.costs)
-
-    def _facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, object]:
+        """Return what matters most, by its name."""
         facts: dict[str, object] = {"plan": self.plan}
         if self.errors:
             facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
@@ -231,7 +228,7 @@ def _planned(
         raise _no_measurements(needing)
     known = Measurements() if seen is None else derived_measurements(plan, seen)
     solution = Solution(plan, Coverage(on_unseen))
-    driver = StepDriver(model, known, solution, Ranks(), Progress(False), curvatures)
+    driver = StepDriver(model, known, solution, SingleProcess(), Progress(False), curvatures)
     driver.prepare(tuple(plan.names))
     names = frozenset(offloaded_tensors(model))
     freeze(model, solution.plan, Changes())

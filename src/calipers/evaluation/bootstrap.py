@@ -40,6 +40,10 @@ class Estimate:
         """Whether a number lies in the interval."""
         return self.low <= number <= self.high
 
+    def text(self, form: str) -> str:
+        """Return the figure and, in brackets, its interval."""
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
     def as_dict(self) -> dict[str, float | None]:
         """Return plain data; what is not finite, as bounds from a single sample, is None."""
         return {

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from calipers.calibration.sequential import decoder_layers
+from calipers.judging.errors import token_errors
+from calipers.topology.layers import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,8 +59,10 @@ class LayerComparison:
 
         def compare(number: int, args: Any, kwargs: Any, output: Tensor) -> None:
             again = _hidden(self._other[number].forward(*self._cast(args), **self._cast(kwargs)))
-            errors = [_relative(each, output, mask) for each in (again, self._outputs.pop(number))]
-            self._sums[number] += torch.tensor(errors, dtype=torch.float64)
+            counts = (mask != 0).to(output.device)
+            for place, hidden in enumerate((again, self._outputs.pop(number))):
+                errors = token_errors(hidden.to(output.device)[counts], output[counts])
+                self._sums[number, place] += float(errors.sum())
 
         self._tokens += int((mask != 0).sum())
         with _calling(self._base, compare):
@@ -101,12 +104,3 @@ def _hidden(output: Any) -> Tensor:
     """The hidden states: all that a layer returns, or the first of it."""
     found: Tensor = output if isinstance(output, Tensor) else output[0]
     return found
-
-
-def _relative(found: Tensor, expected: Tensor, mask: Tensor) -> float:
-    """The sum of ‖found − expected‖ / ‖expected‖ over the tokens that count."""
-    counts = (mask != 0).to(expected.device)
-    expected, found = expected[counts].float(), found.to(expected.device)[counts].float()
-    norm = torch.linalg.vector_norm(expected, dim=-1)
-    error = torch.linalg.vector_norm(found - expected, dim=-1)
-    return float(torch.where(error > 0, error / norm, 0.0).double().sum())

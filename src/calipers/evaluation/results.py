@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from calipers.errors import counted
 from calipers.evaluation.bootstrap import Bootstrap, Difference, Estimate, Sums
 from calipers.evaluation.layers import LayerError
-from calipers.evaluation.notebook import as_html, in_one_line
+from calipers.notebook import NotebookView
 
 BASE = ""
 """The name of the float model among those of the checkpoints."""
@@ -84,7 +85,7 @@ class CheckpointScores(Scores):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NotebookView):
     """What an evaluation found.
 
     :param checkpoints: in the order in which they were given; those that are done
@@ -101,10 +102,17 @@ class Evaluation:
     vocabulary: int | None = None
 
     def __repr__(self) -> str:
-        return in_one_line(self)
+        scores = [
+            f"{name} {each.perplexity.value:.4f} ({each.change.text('+.4f')})"
+            for name, each in self.checkpoints.items()
+        ]
+        base = f"perplexity {self.base.perplexity.value:.4f}"
+        return f"Evaluation({'; '.join([self.amount, base, *scores])})"
 
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    @property
+    def amount(self) -> str:
+        """How much was evaluated, in words."""
+        return f"{counted(self.samples, 'sample')}, {self.tokens:,} tokens predicted"
 
     @property
     def is_worse_than_chance(self) -> bool:

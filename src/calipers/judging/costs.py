@@ -6,28 +6,16 @@ is what the weight, or the input, causes by itself while the other stays as it w
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from compressed_tensors.quantization import QuantizationArgs
-from torch import Tensor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from calipers.errors import CalipersWarning, counted, shortened
-from calipers.numerics.formats import Format
-from calipers.numerics.qparams import quantize_dequantize
-from calipers.observers import QParamsDict
-from calipers.statistics.value_counts import Distribution, ValueCounts
-
-LARGEST_SHARE = 0.001
-"""The part of all values, the largest ones, that a typical error leaves out."""
+from calipers.judging.errors import combined_error
 
 COSTLY = 0.2
 """A static activation that loses more than this is warned of."""
-
-_ROUNDED = 2.0**-8  # how far, at most, a float is moved by rounding it to bfloat16
 
 
 @dataclass(frozen=True)
@@ -106,26 +94,27 @@ class ModuleCosts:
         """The error of the output by weight and input together; what is not known counts as 0."""
         return combined_error(self.weight or 0.0, self.input_error or 0.0)
 
-    def shares(self) -> dict[str, str]:
-        """Return the errors of the output in percent, by what causes them.
+    @property
+    def total_loss(self) -> float | None:
+        """What the loss of the model gains by weight and input together.
 
-        >>> ModuleCosts(weight=0.0075).shares()
-        {'weight': '0.75%', 'input': '–', 'typical input': '–'}
+        The loss grows with the energy of the error at the output, whatever that comes from.
         """
-        errors = {"weight": self.weight, "input": self.input, "typical input": self.typical_input}
-        return {name: "–" if e is None else f"{e:.2%}" for name, e in errors.items()}
+        if self.loss is None or not self.weight:
+            return self.loss
+        return self.loss * (self.output_error / self.weight) ** 2
 
+    def with_estimates(self, weight: float, by_input: float) -> ModuleCosts:
+        """Return the costs with estimates in the place of errors that are not known.
 
-def combined_error(by_weight: float, by_input: float) -> float:
-    """Return the relative error of an output, √(by_weight² + by_input²).
-
-    The rounding errors of a weight and of its input are independent, so that the energies of what
-    they do to the output add up. This is the error of a module wherever Calipers names one.
-
-    >>> combined_error(0.03, 0.04)
-    0.05
-    """
-    return math.hypot(by_weight, by_input)
+        :param weight: ‖Q(W) − W‖ / ‖W‖, which the output loses where its inputs are nothing special
+        :param by_input: an estimate of what the output loses by its input
+        """
+        return replace(
+            self,
+            weight=weight if self.weight is None else self.weight,
+            input=by_input if self.input_error is None else self.input,
+        )
 
 
 def costly(costs: Mapping[str, ModuleCosts]) -> dict[tuple[str, str], ActivationCost]:
@@ -152,93 +141,3 @@ def report_costs(costs: Mapping[str, ModuleCosts]) -> None:
             CalipersWarning,
             stacklevel=3,
         )
-
-
-# Activations
-
-
-def activation_cost(
-    seen: ValueCounts, exact: bool, args: QuantizationArgs, qparams: QParamsDict
-) -> ActivationCost | None:
-    """Work out what parameters make of the values that were counted; None if there were none.
-
-    >>> import torch
-    >>> seen = ValueCounts()
-    >>> seen.update(torch.tensor([[1.0, 3.0, 600.0]], dtype=torch.bfloat16))
-    >>> found = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
-    >>> activation_cost(seen, True, QuantizationArgs(num_bits=8), found).largest
-    600.0
-    """
-    scales = qparams["scale"].double().flatten().cpu()
-    zeros = qparams["zero_point"].double().flatten().cpu()
-    pieces = [
-        _piece(distribution, exact, args, scale, zero)
-        for distribution, scale, zero in zip(seen.distributions(), scales, zeros, strict=True)
-        if len(distribution.values)
-    ]
-    if not pieces:
-        return None
-    outermost = max(pieces, key=lambda piece: piece.largest / piece.limit if piece.limit else 0)
-    total = _Piece(*map(math.fsum, zip(*pieces, strict=True)))
-    return ActivationCost(
-        clipped=total.clipped / total.values,
-        error=relative(total.error, total.whole),
-        typical_error=relative(total.typical_error, total.typical),
-        error_in_largest=1 - total.typical_error / total.error if total.error else 0.0,
-        largest=outermost.largest,
-        limit=outermost.limit,
-        exact=exact,
-    )
-
-
-class _Piece(NamedTuple):
-    """What becomes of the values that share a scale: numbers and sums of squares."""
-
-    largest: float
-    limit: float
-    values: float
-    clipped: float
-    error: float
-    whole: float
-    typical_error: float
-    typical: float
-
-
-def _piece(
-    seen: Distribution, exact: bool, args: QuantizationArgs, scale: Tensor, zero: Tensor
-) -> _Piece:
-    fmt = Format.of(args)
-    x, counts = seen.values.double(), seen.counts.double()
-    offset = None if args.symmetric else zero
-    error = (quantize_dequantize(x, scale, offset, fmt) - x).square() * counts
-    whole = x.square() * counts
-    codes = x * (1 if exact else 1 - _ROUNDED) / scale + zero
-    low, high = fmt.limits
-    steps = fmt.values().double().diff()
-    beyond = (codes > high + steps[-1] / 2) | (codes < low - steps[0] / 2)
-    largest = x[x.abs().argmax()]
-    limit = ((high if largest > 0 else low) - zero) * scale
-    usual = x.abs() <= _magnitude_of_most(x.abs(), counts)
-    return _Piece(
-        float(largest.abs()),
-        float(limit.abs()),
-        float(counts.sum()),
-        float(counts[beyond].sum()),
-        float(error.sum()),
-        float(whole.sum()),
-        float(error[usual].sum()),
-        float(whole[usual].sum()),
-    )
-
-
-def _magnitude_of_most(magnitudes: Tensor, counts: Tensor) -> Tensor:
-    """Return the least magnitude that all but the largest thousandth of the values stay within."""
-    ordered, order = magnitudes.sort()
-    reached = counts[order].cumsum(0)
-    enough = math.ceil((1 - LARGEST_SHARE) * float(reached[-1]))
-    return ordered[int((reached < enough).sum())]
-
-
-def relative(error: float, whole: float) -> float:
-    """Return ‖error‖ / ‖whole‖ from sums of squares; 0 where there is nothing to lose."""
-    return math.sqrt(error / whole) if whole else 0.0

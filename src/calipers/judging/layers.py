@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from calipers.judging.costs import ActivationCost, ModuleCosts, activation_cost
-from calipers.judging.output_errors import Streams, module_costs, weight_loss
+from calipers.judging.activations import activation_cost
+from calipers.judging.costs import ActivationCost, ModuleCosts
+from calipers.judging.outputs import module_costs
+from calipers.judging.streams import Streams
+from calipers.judging.weights import weight_loss
 from calipers.measurements import Measurements
 from calipers.planning.specs import (
     COUNTS,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from calipers.html import html_table, svg_heat_map
 from calipers.judging.costs import COSTLY, ActivationCost, ModuleCosts
+from calipers.judging.errors import decibels
 from calipers.measurements.layer_grid import LayerGrid, layer_grid
 
 DECIBELS = (-60.0, 0.0)
 """The ends of a scale of errors in dB."""
-
-_MOST_SHOWN = 10
 
 Cause = Literal["weight", "input", "clipped input", "coarse input"]
 
@@ -38,12 +35,8 @@ class ModuleLoss:
 
     @property
     def decibels(self) -> float | None:
-        """The error in dB: 0 is all, −20 a tenth, −40 a hundredth; None where nothing is lost.
-
-        >>> ModuleLoss("up_proj", "output", 0.1).decibels
-        -20.0
-        """
-        return 20 * math.log10(self.error) if self.error > 0 else None
+        """The error in dB; None where nothing is lost."""
+        return decibels(self.error)
 
     @property
     def reason(self) -> str:
@@ -102,24 +95,3 @@ def loss_grid(errors: Mapping[str, float], costs: Mapping[str, ModuleCosts]) -> 
         module_losses(errors, costs), key=lambda loss: order.get(loss.module, len(order))
     )
     return layer_grid({loss.module: loss.decibels for loss in losses if loss.decibels is not None})
-
-
-def losses_as_html(errors: Mapping[str, float], costs: Mapping[str, ModuleCosts]) -> str:
-    """Return the modules that lose most, and a map of all, for a notebook."""
-    losses = module_losses(errors, costs)
-    if not losses:
-        return ""
-    by_data = any(loss.of == "output" for loss in losses)
-    title = "Modules whose output loses most" if by_data else "Weights that lose most"
-    rows = [
-        {
-            "module": loss.module,
-            "dB": "–" if loss.decibels is None else f"{loss.decibels:.1f}",
-            "error": f"{loss.error:.2%}",
-            "through": loss.reason,
-        }
-        for loss in losses
-    ]
-    grid = loss_grid(errors, costs)
-    heat = svg_heat_map(grid.layers, grid.kinds, grid.values, "error in dB", ends=DECIBELS)
-    return html_table(rows, title, most=_MOST_SHOWN) + heat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,15 @@ from calipers.checkpoint.location import check_location
 from calipers.errors import ConfigurationError, cannot_load
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor
+from calipers.judging.streams import Streams
+from calipers.judging.weights import WeightLoss, stored_weight_loss, weight_loss
 from calipers.kernels.extrema import extrema
-from calipers.kernels.quantize import quantization_errors
 from calipers.linting.dequantizing import StoredWeight, tile_rows
 from calipers.linting.modules import StoredModule
 from calipers.linting.results import Finding
-from calipers.numerics.layout import Layout, has_global_scale, strategy_name
+from calipers.numerics.layout import Layout, has_global_scale
 from calipers.numerics.qparams import safe_qparams
+from calipers.observers import QParamsDict
 
 _TIMES = 3.0
 """So many times the error of scales from extrema is far too much."""
@@ -32,11 +33,11 @@ _ROUNDINGS = 2.0**-8
 _OTHER = "Give the model that the checkpoint was made from."
 
 
-class Loss(NamedTuple):
-    """‖Q(W) − W‖ / ‖W‖ of a weight: as it is stored, and with scales from its extrema."""
+class Comparison(NamedTuple):
+    """What a weight has lost: as it is stored, and with scales from its extrema."""
 
-    error: float
-    usual: float
+    stored: WeightLoss
+    usual: WeightLoss
 
 
 @dataclass(frozen=True)
@@ -88,23 +89,44 @@ class Original:
             if problem:
                 yield Finding("error", "other-model", module.name, problem, _OTHER)
 
-    def loss_of(self, module: StoredModule) -> Loss | None:
+    def compare(self, module: StoredModule) -> Comparison | None:
         """Measure what quantization has done to a weight; None where it cannot be compared."""
-        stored, shape = self.weight(module), module.shape
-        if stored is None or stored.shape != shape or len(stored.shape) != 2:
+        stored = self.weight(module)
+        if stored is None or stored.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return None
-        if stored.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        original = stored.map()
+        loss = stored_loss(module, original)
+        if loss is None:
             return None
-        return _loss(StoredWeight.of(module), stored.map())
+        args, scale = module.weights, module.tensors.get("weight_global_scale")
+        assert args is not None
+        return Comparison(
+            loss, _minmax_loss(original, args, None if scale is None else scale.map())
+        )
 
 
-def check_original(module: StoredModule, loss: Loss) -> Iterator[Finding]:
+def stored_loss(
+    module: StoredModule, original: Tensor, streams: Streams | None = None
+) -> WeightLoss | None:
+    """Compare a weight with the one it was made from; None where their shapes differ.
+
+    :param module: has sound tensors in a format that Calipers knows
+    """
+    if original.shape != module.shape or original.ndim != 2:
+        return None
+    weight = StoredWeight.of(module)
+    pairs = ((original[rows], weight.rows(rows)) for rows in tile_rows(weight))
+    return stored_weight_loss(pairs, streams)
+
+
+def check_original(module: StoredModule, found: Comparison) -> Iterator[Finding]:
     """Find a weight that has lost far more than its format costs."""
-    if loss.error <= _TIMES * loss.usual + _ROUNDINGS:
+    error, usual = found.stored.error, found.usual.error
+    if error <= _TIMES * usual + _ROUNDINGS:
         return
     problem = (
-        f"differs from the original by {loss.error:.1%} of its norm; scales from its extrema "
-        f"would give {loss.usual:.1%}"
+        f"differs from the original by {error:.1%} of its norm; scales from its extrema "
+        f"would give {usual:.1%}"
     )
     hint = (
         "Its codes or scales are damaged or belong to another weight, unless its values were "
@@ -113,38 +135,13 @@ def check_original(module: StoredModule, loss: Loss) -> Iterator[Finding]:
     yield Finding("error", "error-high", module.name, problem, hint)
 
 
-def _loss(weight: StoredWeight, original: Tensor) -> Loss:
-    """Go through the rows of a weight, some at a time."""
-    lost, usual, whole = 0.0, 0.0, 0.0
-    args = weight.args
-    extremes = _extrema_of_all(original) if strategy_name(args) == "tensor" else None
-    for rows in tile_rows(weight):
-        part = original[rows]
-        values = weight.rows(rows).float()
-        as_floats = part.float()
-        whole += float(as_floats.pow(2).sum(dtype=torch.float64))
-        lost += float(values.sub_(as_floats).pow_(2).sum(dtype=torch.float64))
-        usual += _usual_loss(part, args, weight.global_scale, extremes)
-    if not math.isfinite(lost) or not whole:
-        return Loss(math.inf if lost or not math.isfinite(lost) else 0.0, 0.0)
-    return Loss(math.sqrt(lost / whole), math.sqrt(usual / whole))
-
-
-def _extrema_of_all(original: Tensor) -> tuple[Tensor, Tensor]:
-    found = extrema(original[None, None])
-    return found.min_vals, found.max_vals
-
-
-def _usual_loss(
-    part: Tensor,
-    args: QuantizationArgs,
-    global_scale: Tensor | None,
-    extremes: tuple[Tensor, Tensor] | None,
-) -> float:
-    """Return the squared error of some rows whose scales come from their extrema."""
-    pieces = Layout.of("weight", args).pieces(part)
-    low, high = extremes or extrema(pieces)[:2]
-    scale, zero_point = safe_qparams(low, high, args, global_scale)
-    if has_global_scale(args) and global_scale is not None:
-        scale = scale.float() / global_scale.float()
-    return float(quantization_errors(pieces, scale, zero_point, args).sum())
+def _minmax_loss(
+    original: Tensor, args: QuantizationArgs, global_scale: Tensor | None
+) -> WeightLoss:
+    """Return what the weight loses by scales from its extrema."""
+    found = extrema(Layout.of("weight", args).pieces(original))
+    scale, zero_point = safe_qparams(found.min_vals, found.max_vals, args, global_scale)
+    qparams: QParamsDict = {"scale": scale, "zero_point": zero_point, "global_scale": None}
+    if has_global_scale(args):
+        qparams["global_scale"] = global_scale
+    return weight_loss(original, args, qparams)

@@ -52,8 +52,6 @@ class StoredWeight:
         scale, zero_point = found["weight_scale"], found.get("weight_zero_point")
         if form in _MX:
             scale = decompress_mx_scale(scale)
-        elif form in IN_PAIRS:
-            scale = scale.to(torch.bfloat16)
         if args.symmetric:
             zero_point = None
         elif zero_point is not None and zero_point.dtype == torch.int32 and form in IN_WORDS:
@@ -61,7 +59,7 @@ class StoredWeight:
             zero_point = unpack_from_int32(zero_point, args.num_bits, size, packed_dim=0)
         return cls(
             codes.map(),
-            scale,
+            scale.float(),
             zero_point,
             found.get("weight_global_scale"),
             found.get("weight_g_idx"),
@@ -71,15 +69,22 @@ class StoredWeight:
         )
 
     def rows(self, rows: slice) -> Tensor:
-        """Return some rows of the weight, bit by bit as compressed-tensors decompresses them."""
+        """Return some rows of the weight in float32: what codes and scales stand for.
+
+        compressed-tensors computes the same in the dtype of the scales, which rounds the values.
+        """
         values = self._unpacked(self.codes[rows])
         scale, zero_point = (self._of_rows(each, rows) for each in (self.scale, self.zero_point))
         assert scale is not None
         if self.order is not None:
             return _by_order(values, scale, zero_point, self.order)
-        dtype = torch.bfloat16 if self.form in IN_PAIRS else None
         found: Tensor = dequantize(
-            values, scale, zero_point, self.args, dtype=dtype, global_scale=self.global_scale
+            values,
+            scale,
+            zero_point,
+            self.args,
+            dtype=torch.float32,
+            global_scale=self.global_scale,
         )
         return found
 

@@ -104,11 +104,11 @@ def _weight(
     told = replace(told, codes_used=counts.used, codes=counts.available, saturated=counts.saturated)
     if original is None:
         return told
-    loss = original.loss_of(module)
-    if loss is None:
+    compared = original.compare(module)
+    if compared is None:
         return told
-    findings += check_original(module, loss)
-    return replace(told, error=loss.error, usual_error=loss.usual)
+    findings += check_original(module, compared)
+    return replace(told, error=compared.stored.error, usual_error=compared.usual.error)
 
 
 def _counts(module: StoredModule) -> CodeCounts:

@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from calipers.errors import counted
+from calipers.notebook import NotebookView
+
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
@@ -58,7 +61,7 @@ class LintedWeight:
 
 
 @dataclass(frozen=True, repr=False)
-class LintResult:
+class LintResult(NotebookView):
     """All findings of a checkpoint, the worst first, and its quantized weights.
 
     :param against: the model that the weights were compared with
@@ -96,14 +99,9 @@ class LintResult:
         }
 
     def __repr__(self) -> str:
-        from calipers.linting.notebook import in_one_line
-
-        return in_one_line(self)
-
-    def _repr_html_(self) -> str:
-        from calipers.linting.notebook import as_html
-
-        return as_html(self)
+        counts = [counted(count, severity) for severity, count in self.counts.items() if count]
+        weights = counted(len(self.weights), "quantized weight")
+        return f"LintResult({self.checkpoint}: {', '.join(counts) or 'nothing found'}; {weights})"
 
 
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -18,7 +18,7 @@ from calipers.linting.codes import CodeCounts, grid_of, usual_saturation
 from calipers.linting.expected import FLOATS, SIDES
 from calipers.linting.modules import StoredModule
 from calipers.linting.results import Finding, Severity
-from calipers.observers.fusion import FUSED_LAYER_NAMES
+from calipers.topology.names import fused_groups
 
 _AGAIN = "Quantize this module again; look at its weight and at the data of the calibration."
 _LEAST_SATURATED = 0.02
@@ -247,14 +247,12 @@ def _not_finite(name: str, values: Tensor) -> Iterator[Finding]:
 def check_fused(modules: Iterable[StoredModule]) -> Iterator[Finding]:
     """Find layers that run as one matrix and have different global scales."""
     by_name = {module.name: module for module in modules}
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in by_name):
-        for siblings in FUSED_LAYER_NAMES:
-            found = [by_name.get(f"{parent}.{each}".lstrip(".")) for each in siblings]
-            for local in ("weight_global_scale", "input_global_scale"):
-                scales = {m.name: _single(m, local) for m in found if m is not None}
-                known = {name: each for name, each in scales.items() if each is not None}
-                if len(set(known.values())) > 1:
-                    yield _different(parent, local, known)
+    for group in fused_groups(by_name):
+        for local in ("weight_global_scale", "input_global_scale"):
+            scales = {name: _single(by_name[name], local) for name in group}
+            known = {name: scale for name, scale in scales.items() if scale is not None}
+            if len(set(known.values())) > 1:
+                yield _different(group[0].rpartition(".")[0], local, known)
 
 
 def _single(module: StoredModule, local: str) -> float | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+from calipers.topology.names import split_layer, without_numbers
+
 OUTSIDE = "–"
 """Stands for the layer of what is in none."""
 
@@ -43,20 +42,13 @@ def layer_grid(numbers: Mapping[str, float]) -> LayerGrid:
     """
     cells: dict[tuple[str, str], float] = {}
     for name, number in numbers.items():
-        place = _layer_and_kind(name)
+        layer, rest = split_layer(name)
+        place = layer, without_numbers(rest)
         cells[place] = max(number, cells.get(place, number))
     layers = sorted(dict.fromkeys(layer for layer, _ in cells), key=_by_number)
     kinds = list(dict.fromkeys(kind for _, kind in cells))
     values = tuple(tuple(cells.get((layer, kind)) for kind in kinds) for layer in layers)
     return LayerGrid(_row_names(layers), _column_names(kinds), values)
-
-
-def _layer_and_kind(name: str) -> tuple[str, str]:
-    """Return the layer, with its stack, and what comes behind it without numbers."""
-    found = _LAYER.search(name)
-    if found is None:
-        return "", _NUMBER.sub("*", name)
-    return name[: found.end(1)], _NUMBER.sub("*", name[found.end() :])
 
 
 def _by_number(layer: str) -> tuple[bool, str, int]:

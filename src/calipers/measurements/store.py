@@ -11,7 +11,6 @@ from typing_extensions import Self
 
 from calipers.errors import CheckpointExistsError, MergeError, counted
 from calipers.files.output_file import OutputFile, check_output_file, output_file
-from calipers.html import facts_table, html_table, svg_heat_map, svg_histogram
 from calipers.measurements.file_format import (
     decoded,
     digest_of_file,
@@ -31,16 +30,14 @@ from calipers.measurements.sufficiency import (
     sufficiency_of,
 )
 from calipers.measurements.tensors import Place, Statistics, merged, name_of, readers_of
+from calipers.notebook import NotebookView
 from calipers.statistics.base import Statistic
 
 PEAKS = (4.0, 400.0)
 """max|x| ÷ rms at the ends of a scale: noise of four, and what a static int8 range cannot hold."""
 
-_MOST_SHOWN = 12
-_FIGURES = ("min", "max", "rms", "peak")
 
-
-class Measurements:
+class Measurements(NotebookView):
     """What was seen of the tensors of a model.
 
     A tensor may have several statistics, each under the key by which whoever needs it asks. Two
@@ -266,31 +263,6 @@ class Measurements:
             parts += [samples, f"{self.info.tokens:,} tokens"]
             parts += [] if self.info.is_complete else ["not finished"]
         return f"Measurements({', '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        found = self.summary()
-        rows = found.pop("tensors")
-        peaks = LayerGrid(**found.pop("peaks"))
-        extreme = sorted(rows, key=lambda row: -(row["peak"] or 0.0))
-        title = "The most extreme tensors, by the powers of two of their magnitudes"
-        shown = [_shown(row) for row in extreme]
-        plots = [svg_histogram(row["histogram"]) for row in extreme]
-        table = html_table(shown, title, most=_MOST_SHOWN, plots={"magnitudes": plots})
-        heat = svg_heat_map(
-            peaks.layers, peaks.kinds, peaks.values, "max|x| ÷ rms", form=".0f", ends=PEAKS
-        )
-        return facts_table(found, repr(self)) + heat + table
-
-
-def _shown(row: Mapping[str, Any]) -> dict[str, object]:
-    figures = {key: "–" if row[key] is None else f"{row[key]:.4g}" for key in _FIGURES}
-    return {
-        "tensor": row["tensor"],
-        "readers": len(row["readers"]),
-        "tokens": f"{row['tokens']:,}",
-        **figures,
-        "size": f"{row['size']:,}",
-    }
 
 
 def peak_grid(rows: Iterable[Mapping[str, Any]]) -> LayerGrid:

@@ -17,9 +17,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import MeasurementsError, counted, not_allowed
-from calipers.html import html_table
 from calipers.measurements.halves import Halves
 from calipers.measurements.tensors import Statistics
+from calipers.notebook import NotebookView
 from calipers.solvers.exact import least_error
 from calipers.solvers.problem import Counted
 from calipers.statistics.moments import SquareSums
@@ -79,7 +79,7 @@ class TensorSufficiency:
 
 
 @dataclass(frozen=True)
-class Sufficiency:
+class Sufficiency(NotebookView):
     """Whether data sufficed for a model.
 
     :param tensors: each distinct tensor, in the order of the model
@@ -160,22 +160,6 @@ class Sufficiency:
         enough = sum(each.is_sufficient for each in self.tensors)
         of_all = f"{enough} of {counted(len(self.tensors), 'tensor')} within {self.tolerance:.3g}"
         return f"Sufficiency({of_all}, {counted(self.samples, 'sample')})"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            {
-                "tensor": each.tensor,
-                "tokens": each.tokens,
-                **{name: _percent(getattr(each, name)) for name in ("minmax", "mse", "importance")},
-                "sufficient": "yes" if each.is_sufficient else "no",
-            }
-            for each in (*self.worst, *(each for each in self.tensors if each.is_sufficient))
-        ]
-        return html_table(rows, repr(self))
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.2%}"
 
 
 def check_tolerance(tolerance: object, option: str = "tolerance") -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,3 +53,19 @@ def checked_mask(mask: Tensor, value: Tensor, base_name: str, dims: int) -> Tens
             got=f"{tuple(mask.shape)}",
         )
     return mask.to(device=value.device, dtype=torch.bool)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Return a text that differs where the weights of models do, from a few values of each."""
+    digest = digest_of(model.named_parameters())
+    return f"{type(model).__name__} with the fingerprint {digest[:8]}"
+
+
+def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a text that differs where tensors do, from a few values of each."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        values = tensor.detach().flatten()[:: max(1, tensor.numel() // 16)]
+        digest.update(f"{name} {tuple(tensor.shape)} {values.dtype}".encode())
+        digest.update(bytes(values.cpu().contiguous().view(torch.uint8).tolist()))
+    return digest.hexdigest()

@@ -3,7 +3,7 @@
 from calipers.numerics.layout import flatten_for_calibration
 from calipers.observers.base import Observer
 from calipers.observers.definition import QParamsDict
-from calipers.observers.fusion import FUSED_LAYER_NAMES, fuse_weight_observers
+from calipers.observers.fusion import fuse_weight_observers
 from calipers.observers.histogram import (
     EntropyObserver,
     HistogramMSEObserver,
@@ -24,6 +24,7 @@ from calipers.observers.mse import (
 from calipers.observers.optimal import OptimalObserver
 from calipers.observers.spec import ObserverSpec
 from calipers.observers.tokens import get_observer_token_count
+from calipers.topology.names import FUSED_LAYER_NAMES
 
 __all__ = [
     "FUSED_LAYER_NAMES",

@@ -6,14 +6,7 @@ import torch
 
 from calipers.numerics.layout import has_global_scale
 from calipers.observers.base import Observer
-
-FUSED_LAYER_NAMES: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-"""Siblings that inference engines run as one matrix."""
+from calipers.topology.names import FUSED_LAYER_NAMES
 
 
 def fuse_weight_observers(model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from calipers.errors import counted
-from calipers.html import html_table, svg_bars
+from calipers.notebook import NotebookView
 from calipers.observers import QParamsDict
 from calipers.planning.specs import ModuleSpec, Requirement, TensorSpec
 
@@ -90,7 +90,7 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(NotebookView):
     """What a recipe means for one model.
 
     :param modules: what is quantized, in the order of the model
@@ -153,11 +153,6 @@ class Plan:
         if self.measured:
             parts.append(f"inputs of {counted(len(self.measured), 'module')} summed up")
         return f"Plan({', '.join(parts) or 'nothing'})"
-
-    def _repr_html_(self) -> str:
-        kinds = Counter(f"{t.base_name} {t.format}, {t.strategy}" for _, t in self)
-        plot = svg_bars({kind: float(n) for kind, n in kinds.items()}, "tensors", form=",.0f")
-        return html_table(self.rows(), repr(self)) + plot
 
     def table(self) -> str:
         """Return the plan as text, one line a tensor."""

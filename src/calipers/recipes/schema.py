@@ -20,7 +20,7 @@ from calipers.errors import (
     nearest,
 )
 from calipers.files.regular_files import read_whole
-from calipers.html import html_table
+from calipers.notebook import NotebookView
 from calipers.observers.registry import is_file_of_code
 from calipers.planning.plan import Plan
 from calipers.recipes.changing import observe, regroup, round_by
@@ -29,6 +29,7 @@ from calipers.recipes.reading import Document, Path, read_document, refuse_surro
 from calipers.steps import Modifier, QuantizationModifier
 from calipers.steps.choices import check_observer, named_observers, preset_name
 from calipers.steps.registry import STEPS
+from calipers.topology.names import EXPERT_PROJECTIONS
 
 _FOREIGN = (
     "AWQModifier",
@@ -54,7 +55,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(NotebookView):
     """What to do with a model, in order.
 
     >>> recipe = load_recipe("modifiers: {QuantizationModifier: {scheme: W8A8}}")
@@ -131,7 +132,7 @@ class Recipe:
     def aims_at_experts(self, experts: str) -> bool:
         """Whether a modifier means Linear layers that these experts would have, if unfused."""
         layer = torch.nn.Linear(1, 1, device="meta")
-        names = [f"{experts}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        names = [f"{experts}.0.{part}" for part in EXPERT_PROJECTIONS]
         return any(modifier.aims_at(name, layer) for modifier in self.modifiers for name in names)
 
     def __repr__(self) -> str:
@@ -140,14 +141,6 @@ class Recipe:
             for stage in self.stages
         ]
         return f"Recipe({'; '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            {"stage": stage.name, "modifier": modifier.label(), **_settings(modifier)}
-            for stage in self.stages
-            for modifier in stage.modifiers
-        ]
-        return html_table(rows)
 
     def to_yaml(self) -> str:
         """Write the recipe so that :func:`load_recipe` reads it back."""
@@ -368,11 +361,6 @@ def _checked(stages: list[Stage], document: Document) -> Recipe:
             name = f"{stage.name}_{number}"
         named[name] = replace(stage, name=name)
     return Recipe(tuple(named.values()))
-
-
-def _settings(modifier: Modifier) -> dict[str, str]:
-    written = yaml.safe_dump(modifier.to_data(), default_flow_style=True, sort_keys=False)
-    return {"settings": " ".join(written.split())}
 
 
 def _written(modifiers: tuple[Modifier, ...]) -> Any:

@@ -151,7 +151,7 @@ def _checkpoint(
     source: SourceModel | None,
     findings: Iterable[Finding],
 ) -> CheckpointFacts:
-    inputs = measured.by_module()
+    inputs = measured.by_module
     chosen = chosen_ranges(folder, inputs)
     rows = judged(facts_of(folder, measured, source), inputs, chosen)
     limits = {name: weight_limits(folder, name) for name in folder.schemes}

@@ -78,7 +78,9 @@ def _input(seen: MeasuredInput, folders: Sequence[CheckpointFolder]) -> InputDet
     by_format = []
     if seen.values is not None and len(seen.values.values):
         for args in formats.values() or (REFERENCE,):
-            found = ranges_by_observers(seen.statistics.values(), seen.values, args)
+            found = ranges_by_observers(
+                seen.statistics.values(), seen.values, args, exact=seen.exact
+            )
             by_format.append(ObserverRanges(args_label(args), found))
     return InputDetail(
         seen.readers,
@@ -112,7 +114,9 @@ def chosen_ranges(
             continue
         zero = folder.tensor(module, "input_zero_point")
         zero = torch.zeros(1) if zero is None or not zero.numel() else zero
-        found[module] = range_of("this checkpoint", seen.values, args, scale, zero)
+        found[module] = range_of(
+            "this checkpoint", seen.values, args, scale, zero, exact=seen.exact
+        )
     return found
 
 

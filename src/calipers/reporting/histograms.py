@@ -1,16 +1,13 @@
-"""How values are distributed, on a logarithmic axis; which of them a range cuts off or loses."""
+"""How values are distributed, on a logarithmic axis."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.counts import count_values
-from calipers.numerics.formats import Format
-from calipers.numerics.qparams import quantize_dequantize
 from calipers.statistics.value_counts import Distribution
 
 BINS_PER_OCTAVE = 4
@@ -65,37 +62,3 @@ def distribution_of(values: Tensor) -> Distribution:
     found = bins.to(torch.int32).to(torch.int16).view(dtype).float()
     finite = torch.isfinite(found)
     return Distribution(found[finite], table[bins[finite]])
-
-
-class Shares(NamedTuple):
-    """What a format under one scale makes of values.
-
-    :param clipped: the share of values that are cut off: beyond its ends by more than half a step
-    :param vanished: the share of values that are not zero and become zero
-    :param error: √(Σ(q−x)² / Σx²)
-    """
-
-    clipped: float
-    vanished: float
-    error: float
-
-    @classmethod
-    def of(
-        cls, seen: Distribution, args: QuantizationArgs, scale: Tensor, zero_point: Tensor
-    ) -> Shares:
-        """Work them out from the counts of all values."""
-        fmt = Format.of(args)
-        x, counts = seen.values.double(), seen.counts.double()
-        scale, zero = scale.double().flatten()[0].cpu(), zero_point.double().flatten()[0].cpu()
-        rounded = quantize_dequantize(x, scale, None if args.symmetric else zero, fmt)
-        codes, steps = x / scale + zero, fmt.values().double().diff()
-        low, high = fmt.limits
-        beyond = (codes > high + steps[-1] / 2) | (codes < low - steps[0] / 2)
-        vanished = (rounded == 0) & (x != 0)
-        total, energy = float(counts.sum()), float((x.square() * counts).sum())
-        lost = float(((rounded - x).square() * counts).sum())
-        return cls(
-            float(counts[beyond].sum()) / total if total else 0.0,
-            float(counts[vanished].sum()) / total if total else 0.0,
-            (lost / energy) ** 0.5 if energy else 0.0,
-        )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
 from calipers.errors import MeasurementsError, counted, shortened
+from calipers.judging.streams import Streams
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.tensors import Statistics, readers_of
-from calipers.planning.collecting import CHANNEL_EXTREMA
+from calipers.planning.collecting import CHANNEL_EXTREMA, HESSIAN
 from calipers.planning.specs import COUNTS, SQUARES
 from calipers.reporting.channels import ChannelRanges
 from calipers.reporting.checkpoints import CheckpointFolder
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.moments import TokenSquares
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import Distribution, ValueCounts
 
@@ -41,13 +43,12 @@ class Measured:
     """What was measured of a model.
 
     :param inputs: the distinct inputs of modules
-    :param energies: module → E[x²] of each channel of its input
-    :param outputs: module → E‖y‖² of its output, where outputs were collected
+    :param outputs: module → what is known of its output, where outputs were collected
     """
 
     info: MeasurementsInfo | None = None
     inputs: tuple[MeasuredInput, ...] = ()
-    outputs: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, Statistics] = field(default_factory=dict)
 
     @classmethod
     def of(cls, measurements: Measurements) -> Measured:
@@ -58,19 +59,34 @@ class Measured:
             if places[0][1] == "input":
                 inputs.append(_input(tuple(module for module, _ in places), statistics))
         outputs = {
-            module: float(counts.square_sum()) / counts.num_tokens
-            for (module, base_name), known in tensors.items()
-            if base_name == "output" and (counts := _counts(known)) is not None
+            module: statistics
+            for (module, base_name), statistics in tensors.items()
+            if base_name == "output" and _counts(statistics) is not None
         }
         return cls(measurements.info, tuple(inputs), outputs)
 
+    def streams_of(self, module: str, weight: Tensor) -> Streams | None:
+        """Return what went through a module; None where that is not known.
+
+        A Hessian of the input tells what the output was, too.
+        """
+        seen = self.by_module.get(module)
+        if seen is None or (seen.channels and seen.channels.count != weight.shape[-1]):
+            return None
+        hessian, outputs = seen.statistics.get(HESSIAN), TokenSquares()
+        if hessian is not None:
+            return Streams.of(hessian, None, weight)
+        outputs.derive_from(self.outputs.get(module, {}).values())
+        return Streams.of(seen.statistics.get(SQUARES), outputs, weight)
+
+    @cached_property
     def by_module(self) -> dict[str, MeasuredInput]:
-        """Return the input of each module."""
+        """The input of each module."""
         return {module: each for each in self.inputs for module in each.readers}
 
     def check_fits(self, folder: CheckpointFolder) -> None:
         """Refuse measurements of another model than a checkpoint is of."""
-        known = self.by_module()
+        known = self.by_module
         unknown = [module for module in folder.schemes if module not in known]
         wrong = [
             module
@@ -88,14 +104,6 @@ class Measured:
             subject="The measurements",
             hint="Give those of the model that the checkpoint was made from.",
         )
-
-
-def energies_of(seen: MeasuredInput) -> Tensor | None:
-    """Return E[x²] of each channel of an input."""
-    sums = seen.statistics.get(SQUARES)
-    if not isinstance(sums, SquareSums) or not sums.num_tokens:
-        return None
-    return sums._imatrix_sum.double().cpu() / sums.num_tokens
 
 
 def _input(readers: tuple[str, ...], statistics: Statistics) -> MeasuredInput:

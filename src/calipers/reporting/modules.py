@@ -9,12 +9,13 @@ from statistics import median
 from typing import Any, Literal
 
 from calipers.judging.costs import COSTLY, ModuleCosts
+from calipers.judging.outputs import module_costs
 from calipers.reporting.checkpoints import CheckpointFolder, scheme_label
-from calipers.reporting.measured import Measured, MeasuredInput, energies_of
+from calipers.reporting.measured import Measured, MeasuredInput
 from calipers.reporting.names import Position
 from calipers.reporting.outside import number, numbers_of
 from calipers.reporting.ranges import ChosenRange
-from calipers.reporting.source import SourceModel, loss_of, stored_weight
+from calipers.reporting.source import SourceModel, loss_of
 
 Verdict = Literal["hurts", "watch", "fine", "unseen", "unknown", "float"]
 
@@ -68,20 +69,11 @@ class ModuleFacts:
         return ModuleCosts(self.by_weight, self.by_input, self.typical_input)
 
 
-def decibels(error: float | None) -> float | None:
-    """Return a relative error in dB; None where there is none.
-
-    >>> decibels(0.1), decibels(0.0), decibels(None)
-    (-20.0, None, None)
-    """
-    return 20 * math.log10(error) if error else None
-
-
 def facts_of(
     folder: CheckpointFolder, measured: Measured, source: SourceModel | None
 ) -> tuple[ModuleFacts, ...]:
     """Gather what is known of the modules that are quantized, or were measured."""
-    inputs = measured.by_module()
+    inputs = measured.by_module
     names = dict.fromkeys([*folder.schemes, *(name for name in inputs if name in folder.parts)])
     tokens = numbers_of(_object(folder.notes.get("coverage")).get("tokens"))
     found = []
@@ -96,7 +88,7 @@ def facts_of(
             size=size,
             tokens=None if count is None else int(count),
         )
-        found.append(_with_errors(row, folder, measured, seen, source))
+        found.append(_with_errors(row, folder, measured, source))
     return tuple(found)
 
 
@@ -104,7 +96,6 @@ def _with_errors(
     row: ModuleFacts,
     folder: CheckpointFolder,
     measured: Measured,
-    seen: MeasuredInput | None,
     source: SourceModel | None,
 ) -> ModuleFacts:
     """Take errors from the notes of the checkpoint, or work them out."""
@@ -121,16 +112,18 @@ def _with_errors(
     )
     if source is None or (row.weight_error is not None and row.by_weight is not None):
         return row
-    before, after = source.weight(row.name), stored_weight(folder, row.name)
-    if before is None or after is None:
+    original = source.weight(row.name)
+    if original is None:
         return row
-    energies = None if seen is None else energies_of(seen)
-    found = loss_of(before, after, energies, measured.outputs.get(row.name))
-    if found is None:
+    streams = measured.streams_of(row.name, original)
+    loss = loss_of(folder, row.name, original, streams)
+    if loss is None:
         return row
-    known = row.weight_error
-    weight_error = found.weight if known is None else known
-    return replace(row, weight_error=weight_error, by_weight=found.output)
+    return replace(
+        row,
+        weight_error=loss.error if row.weight_error is None else row.weight_error,
+        by_weight=module_costs(original, loss, streams, {}).weight,
+    )
 
 
 def judged(

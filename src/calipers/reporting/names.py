@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.(.+)$")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+from calipers.topology.names import split_layer, without_numbers
 
 
 class Position(NamedTuple):
@@ -26,10 +24,10 @@ class Position(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Position:
         """Read a name."""
-        found = _LAYER.search(name)
-        if found is None:
+        layer, rest = split_layer(name)
+        if not layer:
             return cls(None, name)
-        return cls(int(found[1]), _NUMBER.sub("*", found[2]))
+        return cls(int(layer.rpartition(".")[2]), without_numbers(rest))
 
 
 _ORDER = ("q", "k", "v", "qkv", "o", "out", "gate", "up", "gate_up", "down", "fc1", "fc2")

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from calipers import __version__
 from calipers.errors import ConfigurationError
+from calipers.judging.errors import format_decibels
 from calipers.reporting.content import CheckpointFacts, Content
 from calipers.reporting.data import page_data
-from calipers.reporting.modules import ModuleFacts, decibels
+from calipers.reporting.modules import ModuleFacts
 from calipers.reporting.outside import EvaluatedModel, Finding
 
 PLOTLY = "plotly-cartesian.min.js"
@@ -117,16 +118,6 @@ def format_share(share: float | None) -> str:
     ('12.3 %', '0.001 %', '–')
     """
     return "–" if share is None else f"{100 * share:.3g} %"
-
-
-def format_decibels(error: float | None) -> str:
-    """Return a relative error in dB.
-
-    >>> format_decibels(0.1), format_decibels(0.9999), format_decibels(None)
-    ('−20.0 dB', '0.0 dB', '–')
-    """
-    found = decibels(error)
-    return "–" if found is None else f"{round(found, 1) + 0.0:.1f} dB".replace("-", "−")
 
 
 class _Shown(NamedTuple):

@@ -9,10 +9,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import Tensor
 
 from calipers.errors import CalipersError
+from calipers.judging.activations import RoundedValues
 from calipers.numerics.formats import Format
 from calipers.observers.solving import solve_stream
 from calipers.observers.spec import ObserverSpec
-from calipers.reporting.histograms import Shares
 from calipers.statistics.base import Statistic
 from calipers.statistics.value_counts import Distribution
 
@@ -21,6 +21,19 @@ OBSERVERS = ("static_minmax", "histogram_mse", "percentile", "entropy")
 
 REFERENCE = QuantizationArgs(num_bits=8, strategy="tensor")
 """Where no checkpoint has a static input: what int8 would make of it."""
+
+
+class Shares(NamedTuple):
+    """What a format under one scale makes of values.
+
+    :param clipped: the share of values that are cut off: beyond its ends by more than half a step
+    :param vanished: the share of values that are not zero and become zero
+    :param error: √(Σ(q−x)² / Σx²)
+    """
+
+    clipped: float
+    vanished: float
+    error: float
 
 
 class ChosenRange(NamedTuple):
@@ -39,7 +52,7 @@ class ChosenRange(NamedTuple):
 
 
 def ranges_by_observers(
-    known: Iterable[Statistic], seen: Distribution, args: QuantizationArgs, base_name: str = "input"
+    known: Iterable[Statistic], seen: Distribution, args: QuantizationArgs, *, exact: bool
 ) -> tuple[ChosenRange, ...]:
     """Let observers choose a range for what was measured; those that cannot are left out."""
     found = []
@@ -48,7 +61,7 @@ def ranges_by_observers(
         plain = args.model_copy(update={"observer": None, "observer_kwargs": {}, "dynamic": False})
         try:
             spec = ObserverSpec.resolve(
-                base_name, plain.model_copy(update={"observer": name}), allow_code=False
+                "input", plain.model_copy(update={"observer": name}), allow_code=False
             )
             assert spec is not None
             seen_by = {key: create("") for key, create in spec.statistics.items()}
@@ -59,20 +72,36 @@ def ranges_by_observers(
                 continue
         except CalipersError:  # not for this format, or for these values
             continue
-        found.append(range_of(name, seen, args, qparams["scale"], qparams["zero_point"]))
+        scale, zero_point = qparams["scale"], qparams["zero_point"]
+        found.append(range_of(name, seen, args, scale, zero_point, exact=exact))
     return tuple(found)
 
 
 def range_of(
-    observer: str, seen: Distribution, args: QuantizationArgs, scale: Tensor, zero_point: Tensor
+    observer: str,
+    seen: Distribution,
+    args: QuantizationArgs,
+    scale: Tensor,
+    zero_point: Tensor,
+    *,
+    exact: bool,
 ) -> ChosenRange:
-    """Return the range that a scale stands for, and what becomes of values in it."""
+    """Return the range that a scale stands for, and what becomes of values in it.
+
+    :param exact: whether values were counted as they are, not rounded
+    """
     fmt = Format.of(args)
     step, zero = float(scale.flatten()[0]), float(zero_point.flatten()[0])
     low, high = ((end - zero) * step for end in fmt.limits)
     values = fmt.values()
     smallest = float(values[values > 0].min())
-    shares = Shares.of(seen, args, scale, zero_point)
+    ends = (part.flatten()[0].cpu() for part in (scale, zero_point))
+    rounded = RoundedValues.of(seen, args, *ends, exact=exact)
+    shares = Shares(
+        rounded.share(rounded.clipped),
+        rounded.share((rounded.rounded == 0) & (rounded.values != 0)),
+        rounded.error,
+    )
     return ChosenRange(observer, low, high, abs(step) * smallest, shares)
 
 

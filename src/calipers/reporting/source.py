@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressed_tensors.compressors import BaseCompressor
 from torch import Tensor
 
 from calipers.checkpoint.headers import stored_tensors
@@ -17,8 +16,11 @@ from calipers.checkpoint.state import offloaded_tensors
 from calipers.checkpoint.stored_weights import StoredWeights
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
-from calipers.errors import CalipersError, MeasurementsError, damaged_file, library_errors
-from calipers.kernels.moments import sum_of_squares
+from calipers.errors import MeasurementsError, damaged_file
+from calipers.judging.streams import Streams
+from calipers.judging.weights import WeightLoss, stored_weight_loss
+from calipers.linting.against import stored_loss
+from calipers.linting.codes import grid_of
 from calipers.measurements import Measurements
 from calipers.reporting.checkpoints import CheckpointFolder
 
@@ -72,57 +74,18 @@ class SourceModel:
         )
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What a weight lost, found by comparing it with the one it was made from.
-
-    :param weight: ‖Q(W) − W‖ / ‖W‖
-    :param output: the relative error of the output, if E[x²] of its input is known. Errors of
-        channels count as independent of each other
-    """
-
-    weight: float
-    output: float | None = None
-
-
-def stored_weight(folder: CheckpointFolder, module: str) -> Tensor | None:
-    """Return the weight of a module as whoever loads the checkpoint computes with it."""
-    scheme, parts = folder.schemes.get(module), folder.parts.get(module, {})
-    if scheme is None or scheme.weights is None:
-        return folder.tensor(module, "weight")
-    if not folder.is_sound(module):
-        return None
-    form = scheme.format or folder.form
-    state = {local: tensor.read() for local, tensor in parts.items()}
-    try:
-        with library_errors(lambda words: damaged_file(folder.folder, f"'{module}': {words}")):
-            compressor = BaseCompressor.get_value_from_registry(str(getattr(form, "value", form)))
-            found: Tensor | None = compressor.decompress(state, scheme).get("weight")
-            return found
-    except CalipersError:  # a format that only others read
-        return None
-
-
 def loss_of(
-    before: Tensor, after: Tensor, energies: Tensor | None, output: float | None
-) -> Loss | None:
-    """Compare a weight with what became of it; None where they have different shapes.
-
-    :param energies: E[x²] of each channel of the input
-    :param output: E‖y‖² of the output; estimated from the weight where it was not measured
-
-    >>> import torch
-    >>> before, after = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 4.5]])
-    >>> loss_of(before, after, torch.tensor([4.0, 4.0]).double(), None)
-    Loss(weight=0.1, output=0.1)
-    """
-    if before.shape != after.shape or before.ndim != 2:
+    folder: CheckpointFolder, module: str, original: Tensor, streams: Streams | None
+) -> WeightLoss | None:
+    """Compare the weight of a module with what became of it; None where that cannot be done."""
+    found = folder.modules.get(module)
+    if found is None:
         return None
-    lost = sum_of_squares(after.float() - before.float()).cpu().double()
-    kept = sum_of_squares(before).cpu().double()
-    whole = float(kept.sum())
-    weight = math.sqrt(float(lost.sum()) / whole) if whole else 0.0
-    if energies is None or len(energies) != len(lost):
-        return Loss(weight)
-    energy = float((kept * energies).sum()) if output is None else output
-    return Loss(weight, math.sqrt(float((lost * energies).sum()) / energy) if energy else 0.0)
+    if found.weights is None:  # only its input is quantized
+        kept = folder.tensor(module, "weight")
+        if kept is None or kept.shape != original.shape:
+            return None
+        return stored_weight_loss([(original, kept)], streams)
+    if not folder.is_sound(module) or grid_of(found.weights) is None:
+        return None
+    return stored_loss(found, original, streams)

@@ -10,7 +10,6 @@ from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from calipers.calibration.sequential import decoder_layers
 from calipers.errors import RecipeError
 from calipers.planning.plan import Propagation, StepPlan
 from calipers.planning.specs import ModuleSpec, TensorSpec
@@ -20,6 +19,8 @@ from calipers.steps.feedback import Feedback, solve_with_feedback
 from calipers.steps.layer import Changes, Layer
 from calipers.steps.quantization import QuantizationModifier
 from calipers.steps.solving import solve_activations
+from calipers.topology.layers import decoder_layers
+from calipers.topology.names import expert_of
 
 _PASSED_OVER = ("batched_quantization", "sequential_update")
 _REMOVED = ("group", "dynamic", True)
@@ -89,8 +90,9 @@ class GPTQModifier(QuantizationModifier):
     def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
         """Say which modules of a model this modifier quantizes, and what it needs for that."""
         planned = super().plan(model, step)
-        paired = _inside_layers(model) if self.error_propagation == "both" else ""
-        modules = tuple(self._with_hessian(module, paired) for module in planned.modules)
+        layers = decoder_layers(model) if self.error_propagation == "both" else ()
+        prefixes = tuple(f"{layer}." for layer in layers)
+        modules = tuple(self._with_hessian(module, prefixes) for module in planned.modules)
         return replace(planned, modules=modules, propagation=self.error_propagation)
 
     def solve(self, layer: Layer) -> Changes:
@@ -114,11 +116,11 @@ class GPTQModifier(QuantizationModifier):
             return ObserverChoice(name="optimal", options={"importance": "hessian"})
         return super()._default_choice(base_name, options)
 
-    def _with_hessian(self, module: ModuleSpec, layers: str) -> ModuleSpec:
+    def _with_hessian(self, module: ModuleSpec, layers: tuple[str, ...]) -> ModuleSpec:
         """Let the inputs of a weight be gathered; experts see other tokens in each run."""
         if module.columns is None:
             return module
-        can_pair = layers and module.name.startswith(layers) and ".experts." not in module.name
+        can_pair = module.name.startswith(layers) and expert_of(module.name) is None
         gathered = PairedHessian() if can_pair else FullHessian()
         tensors = tuple(_gathering(tensor, gathered) for tensor in module.tensors)
         return replace(module, tensors=tensors)
@@ -126,9 +128,3 @@ class GPTQModifier(QuantizationModifier):
 
 def _gathering(tensor: TensorSpec, gathered: FullHessian) -> TensorSpec:
     return replace(tensor, gathered=gathered) if tensor.base_name == "weight" else tensor
-
-
-def _inside_layers(model: torch.nn.Module) -> str:
-    """Return what the names of all modules in the layers of a model begin with."""
-    first = next(iter(decoder_layers(model)))
-    return first.rpartition(".")[0] + "."

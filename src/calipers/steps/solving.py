@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -11,12 +10,13 @@ from torch import Tensor
 from calipers.kernels.memory import Freed
 from calipers.kernels.threads import in_threads
 from calipers.numerics.layout import has_global_scale
-from calipers.observers import FUSED_LAYER_NAMES, QParamsDict, solving
+from calipers.observers import QParamsDict, solving
 from calipers.observers.solving import Weight, solve_stream
 from calipers.observers.spec import COUNTS, RANGE
 from calipers.planning.specs import IMPORTANCE, ModuleSpec
 from calipers.statistics.base import Statistic
 from calipers.steps.layer import Layer
+from calipers.topology import names as topology
 
 _SMALL = 1 << 20  # numbers of weights that are solved beside others
 Solved = dict[tuple[str, str], QParamsDict]
@@ -98,20 +98,14 @@ def _weight(layer: Layer, module: ModuleSpec, value: Tensor, inputs: Statistic |
 
 def fused_groups(modules: Sequence[ModuleSpec]) -> list[Group]:
     """Put modules together whose weights share a global scale; others stand alone."""
-    siblings: dict[str, dict[str, ModuleSpec]] = defaultdict(dict)
-    quantized = {module: spec for module in modules if (spec := module.tensor("weight"))}
-    for module, spec in quantized.items():
-        parent, _, name = module.name.rpartition(".")
-        if has_global_scale(spec.args):
-            siblings[parent][name] = module
-    group_of: dict[str, Group] = {}
-    for found in siblings.values():
-        for names in FUSED_LAYER_NAMES:
-            if all(name in found for name in names):
-                group = tuple(module for name, module in found.items() if name in names)
-                group_of |= {module.name: group for module in group}
-    groups = [group_of.get(module.name, (module,)) for module in quantized]
-    return list(dict.fromkeys(groups))
+    quantized = {module.name: spec for module in modules if (spec := module.tensor("weight"))}
+    sharing = {name for name, spec in quantized.items() if has_global_scale(spec.args)}
+    together = {
+        name: group for group in topology.fused_groups(sharing, complete=True) for name in group
+    }
+    by_name = {module.name: module for module in modules}
+    groups = dict.fromkeys(together.get(name, (name,)) for name in quantized)
+    return [tuple(by_name[name] for name in group) for group in groups]
 
 
 def counted_groups(layer: Layer, groups: list[Group], what: str) -> Iterator[Group]:

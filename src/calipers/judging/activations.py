@@ -1,0 +1,184 @@
+"""What quantization makes of an activation, from the count of every value that was seen."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from calipers.judging.costs import ActivationCost
+from calipers.judging.errors import relative_error
+from calipers.numerics.formats import Format
+from calipers.numerics.layout import shared_columns
+from calipers.numerics.qparams import quantize_dequantize
+from calipers.observers import QParamsDict
+from calipers.statistics.value_counts import Distribution, ValueCounts
+
+LARGEST_SHARE = 0.001
+"""The part of all values, the largest ones, that a typical error leaves out.
+
+Massive activations of language models are a few channels of a few tokens, far less than a
+thousandth of the values, and can carry nearly all of Σx². An error relative to that is small
+whatever becomes of the other values."""
+
+_ROUNDED = 2.0**-8  # how far, at most, a float is moved by rounding it to bfloat16
+
+
+class RoundedValues(NamedTuple):
+    """Values that share a scale, as they were seen and as they become, in float64.
+
+    :param counts: how often each value occurred
+    :param clipped: which lie beyond the last code by more than half a step. Those within are
+        rounded to it, and lose no more than values between two codes
+    """
+
+    values: Tensor
+    counts: Tensor
+    rounded: Tensor
+    clipped: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        seen: Distribution,
+        args: QuantizationArgs,
+        scale: Tensor,
+        zero_point: Tensor,
+        *,
+        exact: bool = True,
+    ) -> RoundedValues:
+        """Round values.
+
+        :param scale: a single one, as its zero point
+        :param exact: whether values were counted as they are. Those of float32 were rounded to
+            bfloat16 first, and count as clipped only if they were so before that
+        """
+        fmt = Format.of(args)
+        x, scale, zero = (part.double() for part in (seen.values, scale, zero_point))
+        codes = x * (1 if exact else 1 - _ROUNDED) / scale + zero
+        low, high = fmt.limits
+        steps = fmt.values().double().diff()
+        return cls(
+            x,
+            seen.counts.double(),
+            quantize_dequantize(x, scale, None if args.symmetric else zero, fmt),
+            (codes > high + steps[-1] / 2) | (codes < low - steps[0] / 2),
+        )
+
+    @property
+    def lost(self) -> Tensor:
+        """Σ(q−x)² over the occurrences of each value."""
+        return (self.rounded - self.values).square() * self.counts
+
+    @property
+    def whole(self) -> Tensor:
+        """Σx² over the occurrences of each value."""
+        return self.values.square() * self.counts
+
+    @property
+    def error(self) -> float:
+        """√(Σ(q−x)² / Σx²)."""
+        return relative_error(float(self.lost.sum()), float(self.whole.sum()))
+
+    def share(self, chosen: Tensor) -> float:
+        """Return the share of all occurrences that are of chosen values."""
+        total = float(self.counts.sum())
+        return float(self.counts[chosen].sum()) / total if total else 0.0
+
+
+def activation_cost(
+    seen: ValueCounts, exact: bool, args: QuantizationArgs, qparams: QParamsDict
+) -> ActivationCost | None:
+    """Work out what parameters make of the values that were counted; None if there were none.
+
+    >>> import torch
+    >>> seen = ValueCounts()
+    >>> seen.update(torch.tensor([[1.0, 3.0, 600.0]], dtype=torch.bfloat16))
+    >>> qparams = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
+    >>> activation_cost(seen, True, QuantizationArgs(num_bits=8), qparams).largest
+    600.0
+    """
+    scales = qparams["scale"].double().flatten().cpu()
+    zeros = qparams["zero_point"].double().flatten().cpu()
+    pieces = [
+        _sums(distribution, exact, args, scale, zero)
+        for distribution, scale, zero in zip(seen.distributions(), scales, zeros, strict=True)
+        if len(distribution.values)
+    ]
+    if not pieces:
+        return None
+    outermost = max(pieces, key=lambda piece: piece.largest / piece.limit if piece.limit else 0)
+    total = _Sums(*map(math.fsum, zip(*pieces, strict=True)))
+    return ActivationCost(
+        clipped=total.clipped / total.values,
+        error=relative_error(total.lost, total.whole),
+        typical_error=relative_error(total.typical_lost, total.typical_whole),
+        error_in_largest=1 - total.typical_lost / total.lost if total.lost else 0.0,
+        largest=outermost.largest,
+        limit=outermost.limit,
+        exact=exact,
+    )
+
+
+class _Sums(NamedTuple):
+    """What becomes of the values that share a scale: numbers and sums of squares."""
+
+    largest: float
+    limit: float
+    values: float
+    clipped: float
+    lost: float
+    whole: float
+    typical_lost: float
+    typical_whole: float
+
+
+def _sums(
+    seen: Distribution, exact: bool, args: QuantizationArgs, scale: Tensor, zero: Tensor
+) -> _Sums:
+    rounded = RoundedValues.of(seen, args, scale, zero, exact=exact)
+    x, counts, lost, whole = rounded.values, rounded.counts, rounded.lost, rounded.whole
+    low, high = Format.of(args).limits
+    largest = x[x.abs().argmax()]
+    limit = ((high if largest > 0 else low) - zero) * scale
+    typical = x.abs() <= _magnitude_below_which(1 - LARGEST_SHARE, x.abs(), counts)
+    return _Sums(
+        float(largest.abs()),
+        float(limit.abs()),
+        float(counts.sum()),
+        float(counts[rounded.clipped].sum()),
+        float(lost.sum()),
+        float(whole.sum()),
+        float(lost[typical].sum()),
+        float(whole[typical].sum()),
+    )
+
+
+def _magnitude_below_which(share: float, magnitudes: Tensor, counts: Tensor) -> Tensor:
+    """Return the least magnitude that a share of the values, rounded up, stay within."""
+    ordered, order = magnitudes.sort()
+    reached = counts[order].cumsum(0)
+    enough = math.ceil(share * float(reached[-1]))
+    return ordered[int((reached < enough).sum())]
+
+
+def dynamic_error(seen: Distribution, args: QuantizationArgs, columns: int) -> float:
+    """Estimate the relative error of values whose scale is found while the model runs.
+
+    Of as many independent values as share a scale, the largest is about the one that all but one of
+    them stay below; scales are as if it were always that, and larger values as if they had theirs.
+    """
+    shared = shared_columns(args) or columns
+    x, counts = seen.values.double(), seen.counts.double()
+    ordered, order = x.abs().sort()
+    reached = counts[order].cumsum(0)
+    place = int((reached < (1 - 1 / shared) * float(reached[-1])).sum())
+    largest = ordered[min(place, len(ordered) - 1)]
+    if not float(largest):
+        return 0.0
+    scale = largest / Format.of(args).limits[1]
+    rounded = RoundedValues.of(seen, args, scale, scale.new_zeros(()))
+    usual = x.abs() <= largest
+    return relative_error(float(rounded.lost[usual].sum()), float(rounded.whole[usual].sum()))

@@ -1,0 +1,252 @@
+"""The ranks of ``torch.distributed``: how all of them learn when one fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from typing_extensions import Self
+
+from calipers.errors import CalipersError, RankError, Text, first_line, text_of
+from calipers.runtime.heartbeat import Heartbeat
+from calipers.runtime.ranks import Ranks
+from calipers.runtime.termination import TerminationHandler, my_address
+from calipers.statistics.base import Statistic
+from calipers.statistics.communication import gather
+from calipers.statistics.sync import sync_statistics
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""How long others are waited for that have not been heard of yet."""
+
+SILENCE = timedelta(seconds=40)
+"""How long a process may give no sign of life; with the pauses between looks, within a minute."""
+
+SIGNS = 10
+"""How many signs of life a process gives while others would wait for one."""
+
+_jobs = itertools.count()  # all processes count alike
+
+
+class DistributedRanks(Ranks):
+    """The processes of ``torch.distributed``, from entering a ``with`` to leaving it.
+
+    They meet in the store of their process group, where each notes that it is there, and the first
+    one that fails notes why. So every process can tell who failed and who is missing.
+
+    :param timeout: how long a process that gives no sign of life is waited for; by default
+        ``SILENCE``, or ``DEFAULT_TIMEOUT`` if it has not come yet
+    :param owns_group: whether the default process group is destroyed in the end
+    """
+
+    def __init__(self, timeout: timedelta | None = None, *, owns_group: bool = False) -> None:
+        self.silence, self.timeout = timeout or SILENCE, timeout or DEFAULT_TIMEOUT
+        self._interval = self.silence / SIGNS
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._owns_group = owns_group
+        self._groups: list[Any] = []
+        self._heartbeat: Heartbeat | None = None
+        self._steps, self._step = 0, "starting"
+        self._termination = TerminationHandler()
+
+    def __enter__(self) -> Self:
+        try:
+            self._termination.install()
+            self._connect()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception):
+            # If it was between two steps, the others learn it at the end of the next.
+            self._steps += 1
+            with suppress(RuntimeError):
+                self._arrive("preparing the next step", error)
+        if error is not None:
+            self._destroy_groups()  # who waits in one for this process hears of it at once
+        if self._owns_group and (error is None or isinstance(error, Exception)):
+            self._part()
+        self._leave(error)
+
+    def _part(self) -> None:
+        """Let all hear how it ended: without torchrun the store goes with the first process."""
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0 and not dist.is_torchelastic_launched():
+                alive = set(range(self.world_size)).difference(self._lost())
+                self._wait_for([f"left/{rank}" for rank in alive], self.silence)
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._disconnect()
+        self._termination.remove()
+        told = self._termination.told
+        if told is not None and error is not None:
+            raise _was_told_to_stop(self.rank, self._step, told.gone) from error
+
+    def _connect(self) -> None:
+        world: Any = dist.group.WORLD
+        self._store = PrefixStore(f"calipers/{next(_jobs)}", world.get_group_store())
+        self._heartbeat = Heartbeat(self._store, self.rank, self.world_size, self._interval)
+        self._heartbeat.start()
+        with self.step("starting"):
+            pass
+        # Whoever hangs because another is gone has noticed before anybody else stops waiting.
+        patience = self.timeout / 2
+        with self.step("connecting", together=True):
+            self._groups.append(dist.new_group(backend="gloo", timeout=patience))
+            if dist.get_backend() != "gloo":
+                self._groups.append(dist.new_group(timeout=patience))
+        self._termination.others = self.share(my_address())
+
+    def _disconnect(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._destroy_groups()
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
+
+    def _destroy_groups(self) -> None:
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    # Steps
+
+    @contextmanager
+    def step(self, what: str, *, together: bool = False) -> Iterator[None]:
+        """Run the block and wait for the others; raise where it failed for one of them."""
+        self._steps, self._step = self._steps + 1, what
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        missing = self._meet(what, failure)
+        if failure is not None and (not together or isinstance(failure, CalipersError)):
+            raise failure
+        if missing:
+            raise self._does_not_answer(missing) from failure
+        self.check()
+        if failure is not None:
+            raise failure
+
+    def check(self) -> None:
+        """Raise if another process has failed or died."""
+        self._termination.check()
+        key = f"{self._steps}/failure"
+        if self._store.check([key]):
+            told = json.loads(self._store.get(key))
+            if told["rank"] != self.rank:
+                raise RankError(
+                    f"failed while {told['step']}, so this process stops too",
+                    subject=f"Rank {told['rank']}",
+                    hint=Text.from_data(told["error"]),
+                )
+        lost = self._lost()
+        if lost:
+            raise self._does_not_answer(lost)
+
+    def _meet(self, what: str, failure: Exception | None) -> list[int]:
+        """Tell the others how it went, wait for them, and return who will not come."""
+        try:
+            # What this process has only heard of, the others hear of themselves.
+            self._arrive(what, None if isinstance(failure, RankError) else failure)
+            return self._await([f"{self._steps}/{rank}" for rank in range(self.world_size)])
+        except RuntimeError as error:
+            raise RankError(
+                f"The store of the process group cannot be reached after {what}: "
+                f"{first_line(str(error))}",
+                hint="It is kept by torchrun or, without it, by rank 0: look at the output of "
+                "that process",
+            ) from failure or error
+
+    def _await(self, keys: list[str]) -> list[int]:
+        """Wait for the keys of all; return those that neither come nor give a sign of life.
+
+        Who lives is waited for, however long it takes.
+
+        :param keys: what each process leaves in the store, by its number
+        """
+        while True:
+            self._wait_for(keys, self._interval)
+            missing = {rank for rank, key in enumerate(keys) if not self._store.check([key])}
+            lost = [rank for rank in self._lost() if rank in missing]
+            if lost or not missing:
+                return lost
+
+    def _wait_for(self, keys: list[str], longest: timedelta) -> None:
+        """Wait for keys; the store's own wait would not heed signals meanwhile."""
+        pause, end = 0.001, time.monotonic() + longest.total_seconds()
+        while not self._store.check(keys) and time.monotonic() < end:
+            self._termination.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _lost(self) -> list[int]:
+        """Return who has given no sign of life for too long."""
+        heard = [] if self._heartbeat is None else list(self._heartbeat.silence)
+        return [rank for rank, silence in enumerate(heard) if silence > self._patience(rank)]
+
+    def _patience(self, rank: int) -> float:
+        """Return how many seconds a process may be silent; one that is yet to come, longer."""
+        has_come = self._heartbeat is not None and self._heartbeat.signs[rank] is not None
+        return (self.silence if has_come else self.timeout).total_seconds()
+
+    def _does_not_answer(self, ranks: Sequence[int]) -> RankError:
+        return _does_not_answer(self._step, self._patience(ranks[0]), ranks)
+
+    def _arrive(self, what: str, failure: Exception | None) -> None:
+        if failure is not None:
+            error = (f"{type(failure).__name__}: " + text_of(failure)).to_data()
+            told = json.dumps({"rank": self.rank, "step": what, "error": error}, default=str)
+            self._store.compare_set(f"{self._steps}/failure", "", told)
+        self._store.set(f"{self._steps}/{self.rank}", "here")
+
+    def share(self, mine: T) -> list[T]:
+        """Gather what each process gives."""
+        with self.step("exchanging results", together=True):
+            return gather(mine, self._groups[0])
+
+    def merge(self, statistics: Sequence[Statistic]) -> None:
+        """Reduce the statistics over all processes."""
+        if statistics:
+            with self.step("merging statistics", together=True):
+                for work in sync_statistics(statistics, self._groups[-1]):
+                    work.wait()
+
+
+def _does_not_answer(step: str, seconds: float, ranks: Sequence[int]) -> RankError:
+    names = ", ".join(f"rank {rank}" for rank in ranks)
+    return RankError(
+        f"did not finish {step} and gave no sign of life for {seconds:g} s, so this process stops "
+        "too",
+        subject=f"{names[0].upper()}{names[1:]}",
+        hint="Look at the output of that rank: it died, or its machine cannot be reached",
+    )
+
+
+def _was_told_to_stop(rank: int, step: str, gone: Mapping[int, str]) -> RankError:
+    """Say that it was, as launchers do with all others when one has died."""
+    told = f"was told to stop (SIGTERM) while {step}"
+    hint = (
+        "Launchers do that when another process of the job has ended, or the job is cancelled. "
+        "Look at what the launcher says"
+    )
+    if gone:
+        who = " and ".join(f"rank {other} ({where})" for other, where in gone.items())
+        told += (
+            f", and {who} {'is' if len(gone) == 1 else 'are'} gone: it crashed or was killed, "
+            "perhaps for want of memory"
+        )
+        hint = "Look at its output"
+    return RankError(told, subject=f"Rank {rank}", hint=f"{hint}. Nothing half-written is left")
