@@ -195,7 +195,7 @@ class SolvedTensors:
 
     def _has_hessians(self) -> bool:
         tensors = (tensor for module in self._modules.values() for tensor in module.tensors)
-        return any("hessian" in tensor.importance.name for tensor in tensors)
+        return any(tensor.importance.uses_products for tensor in tensors)
 
     def _changes(self, states: dict[str, State]) -> Changes:
         """Give modules their values, and solve them together."""

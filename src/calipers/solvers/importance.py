@@ -56,6 +56,10 @@ class Importance:
     nonfinite: NonFinite = "raise"
     name: ClassVar[str] = "none"
     kind: ClassVar[type[Statistic] | None] = None
+    uses_products: ClassVar[bool] = False
+    """Whether errors count by products of channels: solving multiplies large matrices."""
+    uses_quantized_inputs: ClassVar[bool] = False
+    """Whether inputs are needed as they become when layers before are quantized."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -110,6 +114,7 @@ class HessianImportance(Importance):
 
     name: ClassVar[str] = "hessian"
     kind: ClassVar[type[Statistic] | None] = BlockHessians
+    uses_products: ClassVar[bool] = True
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:
         """Return empty sums of x xᵀ, in blocks that fit the pieces."""
@@ -140,6 +145,7 @@ class FullHessian(Importance):
 
     name: ClassVar[str] = "full_hessian"
     kind: ClassVar[type[Statistic] | None] = BlockHessians
+    uses_products: ClassVar[bool] = True
 
     @property
     def published(self) -> tuple[str, ...]:
@@ -157,6 +163,7 @@ class PairedHessian(FullHessian):
 
     name: ClassVar[str] = "paired_hessian"
     kind: ClassVar[type[Statistic] | None] = PairedHessians
+    uses_quantized_inputs: ClassVar[bool] = True
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
         """Return empty sums of all."""
