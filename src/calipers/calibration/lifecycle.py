@@ -38,13 +38,13 @@ from compressed_tensors.quantization import (
 from torch import Tensor
 
 from calipers.calibration.attention import expose_states
-from calipers.calibration.masks import mask_for
 from calipers.errors import ConfigurationError, no_statistics
 from calipers.numerics.tensors import first_tensor
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.spec import ObserverSpec
 from calipers.planning.plan import Changes, Plan, QParams
 from calipers.planning.specs import ModuleSpec, args_for
+from calipers.statistics.masks import mask_for
 
 OBSERVED = ("weight", "input", "output", "q", "k", "v")
 """What a module may have an observer for."""

@@ -279,21 +279,23 @@ def _summary(
     output: Path,
     ignored: list[str] | None,
 ) -> Summary:
-    from calipers.checkpoint.sizes import bits_per_weight, size_on_disk
+    from calipers.checkpoint.quantized import QuantizedCheckpoint
+    from calipers.checkpoint.sizes import size_on_disk
     from calipers.judging.losses import module_losses
 
     notes = json.loads((output / "calipers.json").read_text(encoding="utf-8"))
+    rows = tuple(result.plan.rows())
     return Summary(
         model=model,
         output=str(output),
         before=None if result.source is None else size_on_disk(result.source),
         after=size_on_disk(output),
-        bits_per_weight=bits_per_weight(output),
+        bits_per_weight=QuantizedCheckpoint.open(output).bits_per_weight if rows else None,
         seconds=seconds,
         pipeline=notes["pipeline"],
         samples=notes["samples"],
         tokens=notes["tokens"],
-        quantized=tuple(result.plan.rows()),
+        quantized=rows,
         worst=tuple(module_losses(result.errors, result.costs)[:SHOWN]),
         errors=dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
         costs=dict(result.costs),

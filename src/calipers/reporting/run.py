@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from calipers.advice import Advice
 from calipers.checkpoint.location import check_location
+from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import (
     CalipersError,
     ConfigurationError,
@@ -17,18 +19,14 @@ from calipers.errors import (
 )
 from calipers.files.output_file import check_output_file, output_file
 from calipers.kernels.threads import kernels_only
-from calipers.linting import lint
+from calipers.linting import Finding
+from calipers.linting.lint import lint_checkpoint
 from calipers.measurements import Measurements
-from calipers.reporting.checkpoints import CheckpointFolder
 from calipers.reporting.content import Content, gather
 from calipers.reporting.measured import Measured
 from calipers.reporting.outside import (
-    Evaluated,
-    Finding,
-    FindingLike,
     Prediction,
     Sufficiency,
-    SufficiencyLike,
     read_advice,
     read_evaluation,
 )
@@ -75,8 +73,8 @@ def report(
     source: PathLike | None = None,
     evaluation: PathLike | None = None,
     advice: Advice | PathLike | Sequence[Prediction] | None = None,
-    findings: Mapping[str, Iterable[FindingLike]] | None = None,
-    sufficiency: Iterable[SufficiencyLike] | None = None,
+    findings: Mapping[str, Sequence[Finding]] | None = None,
+    sufficiency: Iterable[Sufficiency] | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -95,25 +93,33 @@ def report(
     :param sufficiency: whether enough data was seen of tensors; None: what measurements tell
     :param overwrite: whether a file that is there may be replaced
     """
-    folders = _paths(checkpoints)
+    if isinstance(checkpoints, (str, os.PathLike)):
+        checkpoints = [checkpoints]
+    folders = [os.fspath(each) for each in checkpoints]
+    if not folders:
+        raise ConfigurationError("There is no checkpoint to report on", hint="Give one or more.")
     target = None
     if output_file is not None:
         inputs: dict[str, object] = {f"checkpoint {path}": path for path in folders}
         inputs |= {"measurements": measurements, "source": source}
         inputs |= {"evaluation": evaluation, "advice": advice}
         target = check_output_file(output_file, overwrite, inputs)
-    model, missing = _source(source, folders, trust_remote_code)
-    seen = _seen(measurements)
-    read = _read_folders(folders)
+    opened = _opened(folders)
+    model, missing = _source(source, opened[0], trust_remote_code)
+    seen = measurements
+    if seen is not None and not isinstance(seen, Measurements):
+        seen = Measurements.load(seen)
     with kernels_only():
+        if findings is None:
+            findings = {each.name: lint_checkpoint(each).findings for each in opened}
         content = gather(
-            read,
+            opened,
             _measured(seen, model, missing),
             model,
-            evaluation=_evaluation(evaluation),
+            evaluation=None if evaluation is None else read_evaluation(Path(evaluation)),
             predictions=_predictions(advice),
             sufficiency=_sufficiency(sufficiency, seen),
-            findings=_findings(findings, read),
+            findings=findings,
             missing=missing,
         )
     made = Report(content)
@@ -122,27 +128,22 @@ def report(
     return Report(content, made.save(target, overwrite=overwrite))
 
 
-def _paths(checkpoints: PathLike | Sequence[PathLike]) -> list[str]:
-    given = [checkpoints] if isinstance(checkpoints, (str, os.PathLike)) else list(checkpoints)
-    if not given:
-        raise ConfigurationError("There is no checkpoint to report on", hint="Give one or more.")
-    return [os.fspath(each) for each in given]
-
-
-def _read_folders(paths: Sequence[str]) -> list[CheckpointFolder]:
-    """Read checkpoints; those of equal names are told apart by their numbers."""
-    found: list[CheckpointFolder] = []
+def _opened(paths: Sequence[str]) -> list[QuantizedCheckpoint]:
+    """Open checkpoints; those of equal names are told apart by their numbers."""
+    counts: Counter[str] = Counter()
+    found = []
     for path in paths:
-        folder = CheckpointFolder.read(path)
-        alike = sum(each.folder.resolve().name == folder.name for each in found)
-        found.append(replace(folder, name=f"{folder.name} ({alike + 1})") if alike else folder)
+        name = os.path.basename(os.path.realpath(path))
+        counts[name] += 1
+        told = name if counts[name] == 1 else f"{name} ({counts[name]})"
+        found.append(QuantizedCheckpoint.open(path, name=told))
     return found
 
 
 def _source(
-    source: PathLike | None, folders: Sequence[str], trust_remote_code: bool
+    source: PathLike | None, checkpoint: QuantizedCheckpoint, trust_remote_code: bool
 ) -> tuple[SourceModel | None, list[str]]:
-    """Open the source, or say why it is not shown."""
+    """Open the source, by default the one that a config names, or say why it is not shown."""
     if source is not None:
         if not os.path.exists(source):
             check_location(os.fspath(source))
@@ -152,8 +153,8 @@ def _source(
                 hint="Give the folder of the model that the checkpoints were made from.",
             )
         return SourceModel.open(source, trust_remote_code=trust_remote_code), []
-    named = _named_source(folders[0])
-    if named is not None:
+    named = checkpoint.config.get("_name_or_path")
+    if isinstance(named, str) and named and (Path(named) / "config.json").is_file():
         try:
             return SourceModel.open(named), []
         except CalipersError:
@@ -161,37 +162,12 @@ def _source(
     return None, ["Distributions of weights, since the source model is not at hand"]
 
 
-def _named_source(folder: str) -> str | None:
-    """Return the folder that the config of a checkpoint says it came from, if it is at hand."""
-    from calipers.files.json_files import read_json_object
-
-    config = Path(folder) / "config.json"
-    named = read_json_object(config).get("_name_or_path") if config.is_file() else None
-    is_there = isinstance(named, str) and bool(named) and (Path(named) / "config.json").is_file()
-    return str(named) if is_there else None
-
-
-def _seen(given: Measurements | PathLike | None) -> Measurements | None:
-    if given is None or isinstance(given, Measurements):
-        return given
-    return Measurements.load(given)
-
-
-def _findings(
-    given: Mapping[str, Iterable[FindingLike]] | None, folders: Sequence[CheckpointFolder]
-) -> dict[str, list[Finding]]:
-    """Return what was found wrong with each checkpoint; look for it where nobody has."""
-    found: Mapping[str, Iterable[FindingLike]]
-    found = {each.name: lint(each.folder).findings for each in folders} if given is None else given
-    return {name: [Finding.of(each) for each in of_one] for name, of_one in found.items()}
-
-
 def _sufficiency(
-    given: Iterable[SufficiencyLike] | None, seen: Measurements | None
+    given: Iterable[Sufficiency] | None, seen: Measurements | None
 ) -> list[Sufficiency]:
     """Return whether enough data was seen of each tensor, as far as halves of it tell."""
     if given is not None:
-        return [Sufficiency.of(each) for each in given]
+        return list(given)
     if seen is None or not seen.has_halves:
         return []
     found = seen.sufficiency()
@@ -222,10 +198,6 @@ def _measured(
             "--collect outputs): they are estimated from weights and inputs"
         )
     return measured
-
-
-def _evaluation(file: PathLike | None) -> Evaluated | None:
-    return None if file is None else read_evaluation(Path(file))
 
 
 def _predictions(
