@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar
-
-from typing_extensions import Self
+from typing import Any
 
 from calipers.errors import ConfigurationError, UnknownObserverError, code_not_allowed
-from calipers.observers.compatibility import construct
 from calipers.registry import Registry, standardize
-
-C = TypeVar("C", bound=type)
 
 _BUILT_IN = {
     "entropy": "histogram:EntropyObserver",
@@ -57,64 +51,8 @@ def is_file_of_code(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-class Registered:
-    """Lets a base class know its subclasses by name; ``registry`` is its own."""
-
-    registry: ClassVar[Registry[Any]]
-
-    @classmethod
-    def register(
-        cls, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> Callable[[C], C]:
-        """Return a decorator that makes a subclass known by a name."""
-        return cls.registry.register(name, alias)
-
-    @classmethod
-    def register_value(
-        cls, value: type, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> None:
-        """Make a subclass known by a name."""
-        cls.registry.add(value, name, alias)
-
-    @classmethod
-    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Self]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``.
-
-        :param allow_code: whether such a file may run; pass False for a name that comes from data
-        """
-        found: type[Self]
-        if isinstance(name, str) and is_file_of_code(name):
-            found = _class_in_file(name, cls.registry.base or object, allow_code)
-        else:
-            found = cls.registry.get(name)
-        return found
-
-    @classmethod
-    def load_from_registry(
-        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
-    ) -> Self:
-        """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
-        found = cls.get_value_from_registry(name, allow_code=allow_code)
-        built: Self = construct(found, constructor_kwargs)
-        return built
-
-    @classmethod
-    def registered_names(cls) -> list[str]:
-        """Return the names of all subclasses, sorted."""
-        return sorted(cls.registry.names())
-
-    @classmethod
-    def registered_aliases(cls) -> list[str]:
-        """Return the other names they go by, sorted."""
-        return sorted(cls.registry.aliases())
-
-    @classmethod
-    def registered_name(cls) -> str:
-        """Return the name of this class; of one that is not registered, that of its definition."""
-        return cls.registry.name_of(cls) or cls.__name__
-
-
-def _class_in_file(name: str, base: type, allow_code: bool) -> Any:
+def class_in_file(name: str, base: type, allow_code: bool) -> Any:
+    """Return a class of a file of code, which runs where that is allowed, or has run before."""
     path, _, class_name = name.rpartition(":")
     if not Path(path).is_file():
         raise ConfigurationError(f"There is no file '{path}' to load '{class_name}' from")

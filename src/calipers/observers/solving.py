@@ -23,7 +23,7 @@ from calipers.solvers.problem import Counted, Problem
 from calipers.statistics.base import Statistic
 from calipers.statistics.locking import full_precision
 from calipers.statistics.observation import Observation, observation_of
-from calipers.statistics.ranges import KnownRange, LastRange
+from calipers.statistics.ranges import LastRange
 from calipers.statistics.value_counts import ValueCounts
 
 # Weights
@@ -185,11 +185,10 @@ def _solved_stream(
     if isinstance(ranged, Observer):
         return ranged.get_qparams() if ranged.has_statistics else None
     ends = ranged.range() if isinstance(ranged, LastRange) else None
-    if ends is None or isinstance(ranged, KnownRange):
+    if ends is None or definition is None or definition.from_counts is None:
         return ends
-    if definition is None or definition.from_counts is None:
-        return ends
-    assert isinstance(counts, ValueCounts)
+    if not isinstance(counts, ValueCounts) or not counts.fields():
+        return ends  # the range was found elsewhere, as that of the peers of an unseen expert
     label = spec.label(module_name)
     with full_precision():
         check_countable(*ends, ends[0].dtype, label)

@@ -110,9 +110,17 @@ class ObserverSpec:
 
     @property
     def definition(self) -> Definition | None:
-        """The parts of the observer; None for a class of somebody else, which is shown tensors."""
+        """The parts of the observer; None for a class of somebody else, which is shown tensors.
+
+        So are classes of ours for tensors that they can take, but are not made for: weights whose
+        values would be counted, and activations under importance.
+        """
         found: Definition | None = vars(self.kind).get("definition")
-        return None if found and found.is_of_weights and self.base_name != "weight" else found
+        if found is None:
+            return None
+        is_weight = self.base_name == "weight"
+        is_other_tensor = found.from_counts if is_weight else found.is_of_weights
+        return None if is_other_tensor else found
 
     def label(self, module_name: str = "") -> str:
         """Return what messages call the observer of a tensor."""

@@ -112,10 +112,6 @@ class LastRange(Statistic):
         return low.to(dtype), high.to(dtype)
 
 
-class KnownRange(LastRange):
-    """A range that was found in another way, from which parameters are made as they are."""
-
-
 class Extrema(LastRange):
     """The extrema of all tensors.
 

@@ -16,7 +16,7 @@ from calipers.observers.solving import range_of_stream
 from calipers.observers.spec import COUNTS, RANGE
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
 from calipers.runtime.ranks import Ranks
-from calipers.statistics.ranges import KnownRange
+from calipers.statistics.ranges import LastRange
 
 _ALL_EXPERTS = "show all tokens to all experts (" + Option("calibrate_all_experts", True) + ")"
 _WEIGHTS_ONLY = Option("on_unseen", "weights_only")
@@ -112,10 +112,10 @@ def _ranges(
     return [each for theirs in ranks.share(mine) for each in theirs]
 
 
-def _united_range(ranges: list[SeenRange]) -> KnownRange:
+def _united_range(ranges: list[SeenRange]) -> LastRange:
     """Return the largest of some ranges."""
     lows, highs, likes = zip(*ranges, strict=True)
-    united = KnownRange()
+    united = LastRange()
     united.absorb(
         min_vals=reduce(torch.minimum, lows),
         max_vals=reduce(torch.maximum, highs),
