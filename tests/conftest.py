@@ -32,9 +32,9 @@ settings.load_profile("calipers")
 def _registry() -> Iterator[None]:
     """Observers that a test registers are gone afterwards: others list all there are."""
     registry = Observer.registry
-    classes, aliases = dict(registry._classes), dict(registry._aliases)
+    sources, aliases = dict(registry._sources), dict(registry._aliases)
     yield
-    registry._classes, registry._aliases = classes, aliases
+    registry._sources, registry._aliases = sources, aliases
 
 
 @pytest.fixture(autouse=True)

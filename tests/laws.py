@@ -16,6 +16,8 @@ from torch import Tensor
 
 from calipers.errors import MergeError
 from calipers.observers import Observer
+from calipers.observers.solving import Weight, solve_stream, solve_weights
+from calipers.observers.spec import ObserverSpec
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians, PairedHessians
 from calipers.statistics.moments import SquareSums, TokenSquares
@@ -234,7 +236,34 @@ def args_stay_untouched(name: str, base_name: str, args: QuantizationArgs, strea
     assert args.model_dump_json() == before
 
 
+def parts_say_the_same(name: str, base_name: str, args: QuantizationArgs, stream: Stream) -> None:
+    """The statistics and solvers that an engine uses find what the observer finds, to the bit."""
+    chosen = {"observer": name, "observer_kwargs": PROMISES[name].options}
+    resolve = ObserverSpec.resolve
+    spec = resolve(base_name, args.model_copy(update=chosen), allow_code=True)
+    assert spec is not None
+    observer = spec.build()
+    if base_name == "weight":
+        (found,) = solve_weights([Weight(spec, stream[-1], None, "")])
+        expected = observer(stream[-1]).get_qparams()
+    else:
+        statistics = {key: make("") for key, make in spec.statistics.items()}
+        for tensor in stream:
+            observer(tensor)
+            for statistic in statistics.values():
+                statistic.update(tensor)
+        solved = solve_stream(spec, statistics)
+        assert solved is not None
+        found, expected = solved, observer.get_qparams()
+    for ours, theirs in zip(found.values(), expected.values(), strict=True):
+        assert (ours is None) == (theirs is None)
+        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours.float(), theirs.float())
+
+
 LAWS: tuple[Law, ...] = (
+    parts_say_the_same,
     merge_equals_replay,
     merging_with_nothing_changes_nothing,
     nothing_is_shared,

@@ -19,6 +19,7 @@ MOST_LINES = 80
 # A package, or a file beside the packages, imports only from those above it.
 ORDER = (
     "errors",
+    "registry",
     "notebook",
     "files",
     "numerics",

@@ -28,7 +28,7 @@ def test_a_misspelt_scheme(model: Path, tmp_path: Path) -> None:
 
 def test_a_misspelt_observer(model: Path, tmp_path: Path) -> None:
     arguments = ("quantize", model, *W4A16, "--observer", "optimall", "-o", "out")
-    text = "--observer: Unknown observer 'optimall'. Did you mean 'optimal'?"
+    text = "--observer: unknown observer 'optimall'. Did you mean 'optimal'?"
     refused(arguments, text, cwd=tmp_path)
 
 

@@ -65,7 +65,8 @@ def test_every_option_that_messages_name_can_be_typed() -> None:
 
 def test_every_option_that_can_be_typed_exists() -> None:
     commands: Any = typer.main.get_command(app)
-    parameters = [each for command in commands.commands.values() for each in command.params]
+    named = [commands.get_command(None, name) for name in commands.list_commands(None)]
+    parameters = [each for command in named for each in command.params]
     known = {flag for each in parameters for flag in (*each.opts, *each.secondary_opts)}
     assert set(FLAGS.values()) - known == set()
     switches = {flag for each in parameters for flag in each.secondary_opts}

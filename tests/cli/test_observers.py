@@ -104,7 +104,7 @@ def test_what_they_watch_and_whether_they_merge(name: str, watches: list[str], m
 def test_a_misspelt_name_gets_the_nearest() -> None:
     done = run("observers", "histogram_msee")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Unknown observer 'histogram_msee'. Did you mean 'histogram_mse'?" in done.stderr
+    assert "unknown observer 'histogram_msee'. Did you mean 'histogram_mse'?" in done.stderr
     assert "Traceback" not in done.stderr
 
 

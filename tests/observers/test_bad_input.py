@@ -24,14 +24,14 @@ class TestBadInput:
         with pytest.raises(errors.UnknownObserverError) as caught:
             build("minmaxx", args=INT4)
         assert str(caught.value) == (
-            "Unknown observer 'minmaxx'. Did you mean 'minmax'? Allowed: "
+            "unknown observer 'minmaxx'. Did you mean 'minmax'? Allowed: "
             f"{', '.join(Observer.registered_names())}. "
             "A class of your own is given as 'path/to/file.py:Class'."
         )
         assert isinstance(caught.value, KeyError)
 
     def test_no_observer(self) -> None:
-        with pytest.raises(errors.UnknownObserverError, match="Unknown observer 'None'"):
+        with pytest.raises(errors.UnknownObserverError, match="unknown observer 'None'"):
             build(QuantizationArgs().observer, args=INT4)
 
     def test_errors_of_the_layout_name_the_observer(self) -> None:

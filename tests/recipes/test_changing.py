@@ -121,7 +121,7 @@ def test_a_group_size_is_a_number(size: Any) -> None:
 
 
 def test_words_that_mean_no_observer() -> None:
-    with pytest.raises(RecipeError, match=r"^weight_observer: Unknown observer 'optimall'\. Did"):
+    with pytest.raises(RecipeError, match=r"^weight_observer: unknown observer 'optimall'\. Did"):
         load_recipe("W4A16").changed(weight_observer="optimall")
     with pytest.raises(RecipeError, match=r"^activation_observer: .*Unknown option 'gird'"):
         load_recipe("FP8").changed(activation_observer={"name": "mse", "gird": 3})

@@ -264,7 +264,7 @@ class TestErrors:
             ("quantization_modifiers", "modifires", 2, "'modifires' in 'quantization_stage'. Did "),
             ("QuantizationModifier", "QuantisationModifier", 3, "mean 'QuantizationModifier'?"),
             ("      weights", "      wieghts", 4, "'wieghts' in QuantizationModifier. Did you"),
-            ("mse", "mes", 5, "Unknown observer 'mes'. Did you mean 'mse'?"),
+            ("mse", "mes", 5, "unknown observer 'mes'. Did you mean 'mse'?"),
             ("grid", "gird", 10, "Unknown option 'gird' for observer 'mse'. Did you mean 'grid'?"),
             ("num_bits: 4", "num_bits: four", 12, "num_bits must be a valid integer"),
             ("type: int", "type: it", 13, "unknown type 'it'. Did you mean 'int'? Allowed: int, f"),

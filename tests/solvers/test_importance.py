@@ -15,7 +15,6 @@ from calipers.errors import ImportanceError
 from calipers.numerics.layout import Layout
 from calipers.observers import MemorylessMSEObserver, Observer
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
-from calipers.solvers import importance
 from calipers.solvers.importance import IMPORTANCES, Importance, Weighed, Weights, importance_named
 from calipers.statistics.base import Reduction, Statistic
 
@@ -70,7 +69,8 @@ class PeakObserver(MemorylessMSEObserver):
 
 @pytest.fixture(autouse=True)
 def _in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importance, "IMPORTANCES", {**IMPORTANCES, "peaks": PeakImportance})
+    monkeypatch.setattr(IMPORTANCES, "_sources", dict(IMPORTANCES._sources))
+    IMPORTANCES.add(PeakImportance, "peaks")
 
 
 def gathered(linear: torch.nn.Linear, x: Tensor) -> Observer:
@@ -113,7 +113,7 @@ def test_it_merges_is_saved_and_refuses() -> None:
         PeakObserver("weight", ARGS, strict=True)(torch.ones(4, 16))
 
 
-@pytest.mark.parametrize("name", IMPORTANCES)
+@pytest.mark.parametrize("name", IMPORTANCES.names())
 def test_each_owns_its_statistic(name: str) -> None:
     found = importance_named(name, "ignore")
     assert (found.name, found.nonfinite) == (name, "ignore")

@@ -334,7 +334,7 @@ class TestContradictions:
             ({"weights": {"strategy": "group"}}, "requires group_size"),
             ({"input_activations": {"strategy": "channel"}}, "channel strategy is not supported"),
             ({"input_activations": {"strategy": "token"}}, "Cannot perform static token"),
-            ({"scheme": "FP8", "weight_observer": "mes"}, "Unknown observer 'mes'. Did you mean"),
+            ({"scheme": "FP8", "weight_observer": "mes"}, "unknown observer 'mes'. Did you mean"),
             ({"scheme": "FP8", "weight_observer": {"grid": 3}}, "mapping with the key 'name'"),
             (
                 {"scheme": "FP8", "weight_observer": {"name": "mse", "gird": 3}},

@@ -30,8 +30,8 @@ from calipers.notebook import NotebookView
 from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.collecting import HESSIAN
 from calipers.recipes import Recipe, load_recipe
-from calipers.recipes.changing import METHODS
 from calipers.runtime.progress import Progress
+from calipers.steps.registry import steps_by_method
 from calipers.topology.names import groups_of_one_scheme
 
 Harm = Literal["loss", "error"]
@@ -316,7 +316,8 @@ def _recipe_of(candidates: Sequence[Candidate], chosen: Mapping[str, int]) -> Re
         names = [name for name, each in chosen.items() if each == column]
         if names and candidate.recipe is not None:
             groups.setdefault(candidate.method, {}).update(candidate.config_groups(names))
-    made = [METHODS[method](config_groups=each) for method, each in groups.items()]
+    steps = steps_by_method()
+    made = [steps[method](config_groups=each) for method, each in groups.items()]
     # What was predicted, and what quantize can do with the same measurements.
     return load_recipe(made).on_float_inputs() if made else None
 

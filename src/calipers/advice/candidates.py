@@ -20,9 +20,9 @@ from calipers.errors import (
 )
 from calipers.planning.schemes import has_free_groups, regrouped
 from calipers.recipes import Recipe, load_changed_recipe, load_recipe
-from calipers.recipes.changing import METHODS
 from calipers.steps import QuantizationModifier
 from calipers.steps.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
+from calipers.steps.registry import steps_by_method
 from calipers.steps.targets import RUNS, check_target, runs_on
 from calipers.topology.names import groups_of_one_scheme, patterns_for
 
@@ -88,7 +88,7 @@ class Candidate:
         if not found:
             return self
         made = replace(self, group_sizes=found)
-        modifier = METHODS[self.method](config_groups=made.config_groups(columns))
+        modifier = steps_by_method()[self.method](config_groups=made.config_groups(columns))
         return replace(made, recipe=load_recipe(modifier))
 
 
@@ -169,9 +169,10 @@ def read_methods(methods: str | Iterable[str]) -> tuple[str, ...]:
     """
     words = methods.split(",") if isinstance(methods, str) else methods
     names = tuple(dict.fromkeys(str(word).strip() for word in words))
+    known = steps_by_method()
     for name in names or ("",):
-        if name not in METHODS:
-            raise not_allowed("method", name, METHODS)
+        if name not in known:
+            raise not_allowed("method", name, known)
     return names
 
 

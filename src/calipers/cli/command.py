@@ -52,14 +52,16 @@ Command = Callable[..., CommandOutput]
 _as_json: ContextVar[bool] = ContextVar("as_json", default=False)
 
 
-def add_to(app: typer.Typer, command: Command) -> None:
+def add_to(app: typer.Typer, command: Command, name: str = "") -> None:
     """Make a function a command; the last paragraph of its docstring is an example.
 
     The function returns a :class:`CommandOutput`. Here it gets ``--json`` and ``--debug``, its
     output is printed, and an error becomes a sentence and an exit code.
     """
     text, _, example = inspect.cleandoc(command.__doc__ or "").rpartition("\n\nExample: ")
-    app.command(command.__name__, help=text, epilog=f"\b\nExample:\n  {example}")(_wrapped(command))
+    app.command(name or command.__name__, help=text, epilog=f"\b\nExample:\n  {example}")(
+        _wrapped(command)
+    )
 
 
 def _wrapped(command: Command) -> Callable[..., None]:

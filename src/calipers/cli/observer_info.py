@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from calipers.observers import Observer
 from calipers.observers.options import ObserverOptions
+from calipers.registry import Registry
 
 _TENSORS = {
     "weight": "weights",
@@ -50,7 +51,7 @@ class ObserverInfo:
         name = observer.registered_name()
         return cls(
             name=name,
-            aliases=tuple(observer.registry.aliases_of(observer)),
+            aliases=tuple(alias for alias, of in observer.registry.aliases().items() if of == name),
             does=inspect.cleandoc(observer.__doc__ or "").partition("\n")[0].replace("``", "`"),
             remembers=observer.remembers,
             when=observer.when,
@@ -96,6 +97,9 @@ def _type(field: FieldInfo) -> str:
     """Return the type of an option in words, with what is allowed."""
     if get_origin(field.annotation) is Literal:
         return " or ".join(map(str, get_args(field.annotation)))
+    known = next((each for each in field.metadata if isinstance(each, Registry)), None)
+    if known is not None:
+        return " or ".join(known.names())
     name: str = getattr(field.annotation, "__name__", str(field.annotation))
     demands = filter(None, map(_demand, field.metadata))
     return ", ".join([name, *demands])

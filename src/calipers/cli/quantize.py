@@ -239,14 +239,10 @@ def _same_samples(chosen: DataOptions) -> list[str]:
 
 
 def _look(output: str) -> dict[str, str]:
-    """Return the commands that show more of a checkpoint, of those that there are."""
-    from calipers.cli.app import app
-
-    known = {command.name for command in app.registered_commands}
+    """Return the commands that show more of a checkpoint."""
     return {
         why: shlex.join(["calipers", name, output, *options])
         for name, (why, *options) in _ABOUT_CHECKPOINTS.items()
-        if name in known
     }
 
 

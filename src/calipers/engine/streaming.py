@@ -192,7 +192,7 @@ class SolvedTensors:
     def _solving(self) -> Iterator[None]:
         """Leave the threads to kernels, unless large matrices are multiplied, which torch does."""
         tensors = (tensor for module in self._modules.values() for tensor in module.tensors)
-        has_matrices = any(tensor.importance.is_matrix for tensor in tensors)
+        has_matrices = any(tensor.importance.uses_products for tensor in tensors)
         with torch.no_grad(), nullcontext() if has_matrices else kernels_only():
             yield
 

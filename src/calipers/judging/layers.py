@@ -15,11 +15,9 @@ from calipers.judging.outputs import module_costs
 from calipers.judging.streams import Streams
 from calipers.judging.weights import weight_loss
 from calipers.measurements import Measurements
-from calipers.observers import Observer
 from calipers.planning.specs import (
     COUNTS,
     IMPORTANCE,
-    OBSERVER,
     SENSITIVITY,
     SQUARES,
     ModuleSpec,
@@ -103,9 +101,7 @@ def _judge_weights(
 
 def _counts(measurements: Measurements, name: str, base_name: str) -> ValueCounts | None:
     """Return how often each value of a tensor occurred, if anything was counted."""
-    observer = measurements.get(name, base_name, OBSERVER)
-    counts = observer.counts if isinstance(observer, Observer) else None
-    found = counts or measurements.get(name, base_name, COUNTS)
+    found = measurements.get(name, base_name, COUNTS)
     return found if isinstance(found, ValueCounts) and found.fields() else None
 
 

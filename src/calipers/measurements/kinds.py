@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.errors import CalipersError
 from calipers.kernels.counts import BINS
+from calipers.registry import Registry
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians
-from calipers.statistics.moments import NonFinite, SquareSums
-from calipers.statistics.ranges import Extrema
-from calipers.statistics.sensitivity import Sensitivity
-from calipers.statistics.value_counts import TABLES, ValueCounts
+from calipers.statistics.moments import NonFinite
+from calipers.statistics.value_counts import TABLES
 
-
-def _extrema(base_name: str, nonfinite: str, **cut: Any) -> Extrema:
-    return Extrema(base_name, QuantizationArgs(num_bits=8, **cut), nonfinite=nonfinite)
-
-
-_KINDS: Mapping[str, Callable[..., Statistic]] = {
-    "BlockHessians": BlockHessians,
-    "Extrema": _extrema,
-    "Sensitivity": Sensitivity,
-    "SquareSums": SquareSums,
-    "ValueCounts": ValueCounts,
-}
+STATISTICS: Registry[type[Statistic]] = Registry(
+    "statistic",
+    "calipers.statistics",
+    {
+        "BlockHessians": "calipers.statistics.hessian:BlockHessians",
+        "Extrema": "calipers.statistics.ranges:Extrema",
+        "Sensitivity": "calipers.statistics.sensitivity:Sensitivity",
+        "SquareSums": "calipers.statistics.moments:SquareSums",
+        "ValueCounts": "calipers.statistics.value_counts:ValueCounts",
+    },
+    base=Statistic,
+)
+"""The statistics that a file can have, by the names of their classes."""
 
 
 def statistic_of(configuration: Mapping[str, Any]) -> Statistic:
@@ -40,11 +39,14 @@ def statistic_of(configuration: Mapping[str, Any]) -> Statistic:
     """
     options = dict(configuration)
     kind = options.pop("class", None)
-    if kind not in _KINDS:
+    if kind not in STATISTICS:
         raise ValueError(f"there is no statistic {kind!r}")
     if not (options.get("nonfinite", "keep") in get_args(NonFinite) and _is_width(options)):
         raise ValueError(f"there is no {kind} of {options}")
-    made = _KINDS[kind](**options)
+    try:
+        made = STATISTICS.get(str(kind)).from_configuration(options)
+    except (CalipersError, KeyError, TypeError) as error:
+        raise ValueError(f"there is no {kind} of {options}: {error}") from error
     if _given(made.configuration()) != _given(configuration):
         raise ValueError(f"there is no {kind} of {options}")
     return made
@@ -64,15 +66,15 @@ def problem_with(statistic: Statistic, fields: Mapping[str, Tensor]) -> str | No
     """Say why a statistic cannot have such fields, if it cannot; none are those of no data."""
     if not fields:
         return None
-    optional = TABLES if isinstance(statistic, ValueCounts) else {}
-    missing = [name for name in statistic.declared() if name not in {*fields, *optional}]
-    if missing or (optional and not optional.keys() & fields.keys()):
-        return f"it lacks {', '.join(missing or optional)}"
+    required = [name for name in statistic.declared() if name not in TABLES]
+    missing = [name for name in required if name not in fields]
+    if missing:
+        return f"it lacks {', '.join(missing)}"
     for name, value in fields.items():
         problem = _problem_with_field(name, value)
         if problem:
             return f"{name} {problem}"
-    return _problem_with_all(statistic, fields)
+    return statistic.problem_with(fields)
 
 
 def _problem_with_field(name: str, value: Tensor) -> str | None:
@@ -95,22 +97,6 @@ def _is_finite(value: Tensor) -> bool:
     """Whether all values are finite; unlike torch.isfinite, without copies of a large Hessian."""
     ends = value.aminmax() if value.numel() else ()
     return all(bool(torch.isfinite(end)) for end in ends)
-
-
-def _problem_with_all(statistic: Statistic, fields: Mapping[str, Tensor]) -> str | None:
-    if isinstance(statistic, Extrema):
-        low, high = fields["min_vals"], fields["max_vals"]
-        if low.shape != high.shape or bool((low > high).any()):
-            return "min_vals must be as many as max_vals, and none above its maximum"
-    if isinstance(statistic, (SquareSums, Sensitivity)):
-        name = next(iter(statistic.declared()))
-        if fields[name].ndim != 1 or bool((fields[name] < 0).any()):
-            return f"{name} must be one number for each channel, not below zero"
-    if isinstance(statistic, BlockHessians):
-        sums, width = fields["_hessian_sum"], statistic.configuration()["width"]
-        if sums.ndim != 3 or sums.shape[1:] != (width, width):
-            return f"_hessian_sum must be of shape (blocks, {width}, {width})"
-    return None
 
 
 def problem_with_table(packed: Tensor, shape: tuple[int, ...]) -> str | None:

@@ -1,10 +1,8 @@
-"""Observers: objects that watch tensors and find scale, zero point and global scale.
-
-The classes register themselves by name when this package is imported.
-"""
+"""Observers: objects that watch tensors and find scale, zero point and global scale."""
 
 from calipers.numerics.layout import flatten_for_calibration
-from calipers.observers.base import Observer, QParamsDict
+from calipers.observers.base import Observer
+from calipers.observers.definition import QParamsDict
 from calipers.observers.fusion import fuse_weight_observers
 from calipers.observers.histogram import (
     EntropyObserver,

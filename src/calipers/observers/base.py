@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from compressed_tensors import InternalModule
@@ -16,47 +16,47 @@ from torch import distributed as dist
 from typing_extensions import Self
 
 from calipers.errors import (
-    CalipersWarning,
-    ImportanceError,
+    ConfigurationError,
     NoStatisticsError,
+    UnsuitableError,
     listing,
     no_statistics,
-    text_of,
+    not_finite,
 )
+from calipers.kernels.extrema import extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, has_global_scale, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
-from calipers.observers.compatibility import OlderGenerations, base_name_and_args
-from calipers.observers.declaration import ObserverDeclaration
-from calipers.observers.inputs import InputGathering
-from calipers.observers.options import ObserverOptions
-from calipers.observers.pieces import ObservedPieces
-from calipers.observers.registry import Registry
+from calipers.observers.compatibility import (
+    ALIASES,
+    base_name_and_args,
+    calculate_by_piece,
+    construct,
+    declared_by,
+)
+from calipers.observers.definition import Definition, QParamsDict, absmax, weights_or_none
+from calipers.observers.inputs import InputHook, published
+from calipers.observers.options import ObserverOptions, parse_options
+from calipers.observers.pieces import is_in_pieces
+from calipers.observers.registry import class_in_file, is_file_of_code, observer_registry
+from calipers.registry import Registry
 from calipers.solvers.exact import Solutions
-from calipers.solvers.importance import Weighed, Weights
+from calipers.solvers.importance import Importance, Weighed, Weights, importance_named
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import Lock, guarded
-from calipers.statistics.observation import observation_of
+from calipers.statistics.module import StatisticModule
+from calipers.statistics.observation import Observation, observation_of
 from calipers.statistics.ranges import Extrema, LastRange
 from calipers.statistics.sync import sync_statistics
 from calipers.statistics.value_counts import ValueCounts
 
+C = TypeVar("C", bound=type)
 
-class QParamsDict(TypedDict):
-    """The parameters a tensor is quantized with."""
-
-    scale: Tensor
-    zero_point: Tensor
-    global_scale: Tensor | None
+_RESULTS = ("_scale", "_zero_point")
+"""What an observer of the first generation keeps."""
 
 
-class Observer(
-    ObserverDeclaration,
-    OlderGenerations,
-    ObservedPieces,
-    InputGathering,
-    InternalModule,  # type: ignore[misc]
-):
+class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     """Watches tensors and works out the parameters to quantize them with.
 
     A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
@@ -76,14 +76,29 @@ class Observer(
     tensor([[1., 2.]])
     """
 
-    registry: ClassVar[Registry[Observer]]
+    registry: ClassVar[Registry[type[Observer]]]
     parts = ("range_statistic", "counts", "inputs")
+
+    Options: ClassVar[type[ObserverOptions] | None] = None
+    Range: ClassVar[type[LastRange]] = LastRange
+    definition: ClassVar[Definition | None] = None
+    """What the class is without objects; a subclass that has none of its own is shown tensors."""
+    counts_values: ClassVar[bool] = False
+    gathers_inputs: ClassVar[bool] = False
+    chooses_global_scale: ClassVar[bool] = False
+    """Whether it finds, by its ``solutions``, a better global scale than the usual one."""
+    remembers: ClassVar[str] = ""
+    when: ClassVar[str] = ""
 
     options: ObserverOptions
     module_name: str = ""
     range_statistic: LastRange
     counts: ValueCounts | None = None
     """The counts of an observer that counts values."""
+    inputs: Statistic | None = None
+    """What is known of the inputs of the module of a weight, if errors are weighed by it."""
+    weighing: Importance
+    """How errors count."""
 
     min_vals: Tensor
     max_vals: Tensor
@@ -92,6 +107,10 @@ class Observer(
     observed_like: Tensor
 
     _has_warned = False
+    _observation: Observation | None = None  # what it is being shown
+    _hook: InputHook | None = None
+    _scale: Tensor  # of the first generation
+    _zero_point: Tensor
 
     def __init__(
         self,
@@ -120,7 +139,144 @@ class Observer(
         """Return what is kept of a tensor, and how two of them become one."""
         return {**cls.Range.all_reductions(), **cls.all_reductions()}
 
+    # By name
+
+    @classmethod
+    def register(
+        cls, name: str | None = None, alias: str | Iterable[str] | None = None
+    ) -> Callable[[C], C]:
+        """Return a decorator that makes a subclass known by a name."""
+        return cls.registry.register(name, alias)
+
+    @classmethod
+    def register_value(
+        cls, value: type, name: str | None = None, alias: str | Iterable[str] | None = None
+    ) -> None:
+        """Make a subclass known by a name."""
+        cls.registry.add(value, name, alias)
+
+    @classmethod
+    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Self]:
+        """Return the class of that name, or the one in ``path/to/file.py:Class``.
+
+        :param allow_code: whether such a file may run; pass False for a name that comes from data
+        """
+        found: type[Self]
+        if isinstance(name, str) and is_file_of_code(name):
+            found = class_in_file(name, cls.registry.base or object, allow_code)
+        else:
+            found = cls.registry.get(name)
+        return found
+
+    @classmethod
+    def load_from_registry(
+        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
+    ) -> Self:
+        """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
+        found = cls.get_value_from_registry(name, allow_code=allow_code)
+        built: Self = construct(found, constructor_kwargs)
+        return built
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        """Return the names of all subclasses, sorted."""
+        return sorted(cls.registry.names())
+
+    @classmethod
+    def registered_aliases(cls) -> list[str]:
+        """Return the other names they go by, sorted."""
+        return sorted(cls.registry.aliases())
+
+    @classmethod
+    def registered_name(cls) -> str:
+        """Return the name of this class; of one that is not registered, that of its definition."""
+        return cls.registry.name_of(cls) or cls.__name__
+
+    # Declared
+
+    @classmethod
+    def checked_options(
+        cls, base_name: str, args: QuantizationArgs, given: Mapping[str, Any]
+    ) -> ObserverOptions:
+        """Return the options; refuse them, or a tensor that the observer is not made for."""
+        fmt = Format.of(args)  # refuses what does not exist
+        options = cls.parse_options(given)
+        cls.check(base_name, args, options, fmt)
+        return options
+
+    @classmethod
+    def parse_options(cls, given: Mapping[str, Any]) -> ObserverOptions:
+        """Return the options that were given; a class that declares none takes any."""
+        if cls.Options is not None:
+            return parse_options(cls.Options, given, cls.registered_name())
+        known = {key: value for key, value in given.items() if key in ObserverOptions.model_fields}
+        return parse_options(ObserverOptions, known, cls.registered_name())
+
+    @classmethod
+    def check(
+        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
+    ) -> None:
+        """Refuse what the observer is not made for, by an ``UnsuitableError``."""
+
+    @classmethod
+    def suits(cls, base_name: str, args: QuantizationArgs) -> bool:
+        """Whether the observer is made for such a tensor, with its options as they are at first."""
+        if cls.gathers_inputs and base_name != "weight":
+            return False
+        try:
+            cls.checked_options(base_name, args, {})
+        except UnsuitableError:
+            return False
+        return True
+
+    @classmethod
+    def keeps_extrema(cls) -> bool:
+        """Whether what it keeps of a tensor are its extrema, or the counts of its values as well.
+
+        Where a subclass takes tensors in by a way of its own, nobody can tell.
+        """
+        return False
+
+    @classmethod
+    def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
+        """Return how errors count under some options."""
+        name = cls.importance_name(options) if base_name == "weight" else "none"
+        return importance_named(name, options.nonfinite)
+
+    @classmethod
+    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
+        """Return the name of the importance by which the errors of a weight are counted."""
+        return "none"
+
+    @classmethod
+    def label_of(cls, base_name: str, module_name: str = "") -> str:
+        """Return how messages call an observer of this class."""
+        of = f" of {module_name}" if module_name else ""
+        return f"Observer '{cls.registered_name()}' ({base_name}{of})"
+
     # Its statistics
+
+    @classmethod
+    def all_reductions(cls) -> dict[str, Reduction]:
+        """Collect the fields that classes declare; the first generation keeps its results, too."""
+        results = {} if cls.writes_update() else dict.fromkeys(_RESULTS, Reduction.LAST)
+        return declared_by(cls) | results
+
+    @classmethod
+    def writes_update(cls) -> bool:
+        """Whether a class is of the current generation: it writes its own update."""
+        return cls.update_statistics_from_observed is not Observer.update_statistics_from_observed
+
+    def option_named(self, name: str) -> str | None:
+        """Return the option that an attribute stands for; None where it stands for none."""
+        options, option = self.__dict__.get("options"), ALIASES.get(name, name)
+        return option if options is not None and option in type(options).model_fields else None
+
+    def set_option(self, name: str, value: Any) -> None:
+        """Change an option, which is checked."""
+        given = {**self.options.model_dump(), name: value}
+        self.__dict__["options"] = parse_options(type(self.options), given, self.registered_name())
+        self.apply_options()
 
     def _add_counts(self) -> None:
         if self.counts_values:
@@ -170,6 +326,50 @@ class Observer(
             self.__dict__["_observation"] = None
         self._absorb(seen.marks())
         return self
+
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """Set ``min_vals`` and ``max_vals`` from a canonical view. Subclasses write this.
+
+        :param observed: shape ``(observations, *qparam_shape, group)``
+        """
+        low, high = self.extrema(observed)
+        global_scale = None
+        if has_global_scale(self.args):
+            global_scale = global_scale_of(absmax(low, high))
+        scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
+        self.absorb(min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point)
+
+    def calculate_qparams(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point. What a subclass of the first generation writes instead."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__} must implement update_statistics_from_observed(observed), "
+            "or calculate_qparams(observed) as in the first generation of the API."
+        )
+
+    def extrema(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest value of each piece.
+
+        Within ``update_statistics_from_observed`` they are already at hand.
+        """
+        if self._observation is not None and observed is self._observation.observed:
+            found = self._observation.extrema
+        else:
+            found = extrema(observed.unsqueeze(-2))
+            if found.nonfinite:
+                raise not_finite(self.label(), found.nonfinite, observed.numel(), observed.shape)
+        return found.min_vals, found.max_vals
+
+    def pieces(self, observed: Tensor) -> Tensor:
+        """Return what kernels take: the tensor being observed, or a canonical view, in pieces."""
+        if self._observation is not None and observed is self._observation.observed:
+            return self._observation.pieces
+        return observed.unsqueeze(-2)
+
+    def _takes_pieces(self) -> bool:
+        """Whether the update is marked itself, and the methods it asks are our own."""
+        own = type(self)
+        ours = own.extrema is Observer.extrema and own.pieces is Observer.pieces
+        return ours and is_in_pieces(own.update_statistics_from_observed)
 
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, as every statistic does: see ``forward``."""
@@ -226,9 +426,21 @@ class Observer(
         """Work out the parameters from what was observed; changes nothing."""
         low, high = self.get_range()
         global_scale = self.get_global_scale()
-        found = self.calculated_qparams(global_scale is not None and bool(self._fused_observers))
-        scale, zero_point = found or qparams_of(low, high, self.args, global_scale, self.label())
+        if self.writes_update():
+            scale, zero_point = qparams_of(low, high, self.args, global_scale, self.label())
+        elif global_scale is not None and self._fused_observers:
+            raise ConfigurationError(
+                f"{self.label()} works out its scale alone (calculate_qparams) and cannot "
+                "share a global_scale. Implement update_statistics_from_observed instead."
+            )
+        else:
+            scale, zero_point = self._scale.clone(), self._zero_point.clone()
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Unpack into scale and zero point, as the first generation did."""
+        qparams = self.get_qparams()
+        return iter((qparams["scale"], qparams["zero_point"]))
 
     @torch.no_grad()
     @guarded
@@ -244,10 +456,10 @@ class Observer(
                 subject=self.label(),
                 hint="Call each of them on its tensor before get_qparams() on any",
             )
-        absmax = _absmax(*self.get_range())
+        largest = absmax(*self.get_range())
         for other in self._fused_observers:
-            absmax = torch.maximum(absmax, _absmax(*other.get_range()).to(absmax.device))
-        return global_scale_of(absmax, self.label())
+            largest = torch.maximum(largest, absmax(*other.get_range()).to(largest.device))
+        return global_scale_of(largest, self.label())
 
     def solutions(self) -> Solutions:
         """Return the best parameters under any global scale, where the class chooses among them."""
@@ -284,7 +496,66 @@ class Observer(
         """The others that share its global scale."""
         return frozenset(self._fused_observers)
 
-    # Importance
+    # Inputs and importance
+
+    def weigh_by(self, weighing: Importance) -> None:
+        """Take note of how errors count; what is known stays, if it is still what is asked for."""
+        self.weighing = weighing
+        before, inputs = self.inputs, weighing.statistic(None, self.args)
+        if inputs is before:  # there are none
+            return
+        self.inputs = inputs
+        if before is not None and inputs is not None and before.declared() == inputs.declared():
+            inputs.owner = before.owner
+            inputs.copy_from(before)
+
+    @guarded
+    def attach(self, module: torch.nn.Module) -> None:
+        """Take over the sums of inputs that were left on a module, or start summing them.
+
+        Nothing happens where the observer has no use for them, or there are no ``in_features``.
+        """
+        if self.inputs is None or self.take_over(module) or not hasattr(module, "in_features"):
+            return
+        self.begin_inputs(module.in_features)
+        self.inputs.owner = self.label()
+        self._remove_hook()
+        self._hook = InputHook(self, module)
+
+    @guarded
+    def detach(self, module: torch.nn.Module) -> None:
+        """Stop summing, and leave the sums on ``module``."""
+        hook = self._hook
+        if hook is not None and hook.is_on(module):
+            self._remove_hook()
+            hook.publish(module)
+
+    @guarded
+    def take_over(self, module: torch.nn.Module) -> bool:
+        """Take the sums that another observer left on ``module``, if it did."""
+        left = published(module, self.weighing.fields)
+        if left is None:
+            return False
+        for name, value in left.items():
+            setattr(self, name, value)
+            delattr(module, name)
+        return True
+
+    @guarded
+    def begin_inputs(self, columns: Any) -> None:
+        """Begin to sum up inputs of so many channels, unless there are sums already."""
+        if self.inputs is None or self.inputs.fields():
+            return
+        inputs = self.weighing.statistic(columns, self.args)
+        if inputs is not None:
+            self.inputs = inputs
+            inputs.owner = self.label()
+            inputs.update(torch.zeros(0, columns))  # sums of zero
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
         """Return what the errors of the weight that is being observed are weighed by.
@@ -294,17 +565,12 @@ class Observer(
 
         :param least: the least that a column counts, where the mean is 1
         """
-        try:
-            return self.possible_weights(pieces, least)
-        except ImportanceError as error:
-            if getattr(self.options, "strict", False):
-                error.add_hint("With strict=False it would fall back to plain error")
-                raise
-            if not self._has_warned:
-                self.fall_back_silently()
-                error.add_hint("Falls back to plain error")
-                warnings.warn(CalipersWarning(text_of(error)), stacklevel=3)
-            return Weights()
+        weights, self._has_warned = weights_or_none(
+            partial(self.possible_weights, pieces, least),
+            is_strict=getattr(self.options, "strict", False),
+            is_told=self._has_warned,
+        )
+        return weights
 
     def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
         """Return what errors are weighed by; raise where that cannot be."""
@@ -353,8 +619,4 @@ class Observer(
         return f"{self.base_name}, {fmt.name} per {cut}, {settings}"
 
 
-Observer.registry = Registry(Observer)
-
-
-def _absmax(min_vals: Tensor, max_vals: Tensor) -> Tensor:
-    return torch.maximum(-min_vals.min(), max_vals.max())
+Observer.registry = observer_registry(Observer)

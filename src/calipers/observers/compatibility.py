@@ -1,27 +1,26 @@
 """What is here only for observers of older generations of the API.
 
 Their constructors take other keywords, or the arguments first. They write ``calculate_qparams``,
-declare their fields in an ``_act_sync_dict``, begin them as None, and unpack into their results.
+declare their fields in an ``_act_sync_dict``, and unpack into their results.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import ConfigurationError
-from calipers.numerics.layout import check_base_name, has_global_scale
-from calipers.numerics.qparams import global_scale_of
+from calipers.numerics.layout import check_base_name
 from calipers.statistics.base import Reduction
 
 if TYPE_CHECKING:
-    from calipers.observers.base import QParamsDict
+    pass
 
 Calculate = Callable[..., tuple[Tensor, Tensor]]
 
@@ -29,86 +28,14 @@ ALIASES = {"avg_constant": "averaging_constant"}
 """Other names of options, as attributes of an observer."""
 
 
-class OlderGenerations:
-    """The part of an observer that older code asks for, or writes."""
-
-    _act_sync_dict: ClassVar[Mapping[str, Any]]
-    args: QuantizationArgs
-    _scale: Tensor
-    _zero_point: Tensor
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Unpack into scale and zero point."""
-        qparams: QParamsDict = self.get_qparams()  # type: ignore[attr-defined]
-        return iter((qparams["scale"], qparams["zero_point"]))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Remember which fields begin as None: they do so again after a reset."""
-        if value is None and name in self.__dict__.get("_all_declared", ()):
-            self.__dict__.setdefault("_none_at_first", set()).add(name)
-        super().__setattr__(name, value)
-
-    def reset(self) -> None:
-        """Forget everything; fields that a subclass began as None are None again."""
-        super().reset()  # type: ignore[misc]
-        for name in self.__dict__.get("_none_at_first", ()):
-            setattr(self, name, None)
-
-    @classmethod
-    def all_reductions(cls) -> dict[str, Reduction]:
-        """Collect the fields that classes declare, in either way, the nearest winning.
-
-        A class of the first generation keeps its results, too.
-        """
-        collected: dict[str, Reduction] = {}
-        for base in reversed(cls.__mro__):
-            collected.update(base.__dict__.get("reductions", {}))
-            for name, reduce_op in base.__dict__.get("_act_sync_dict", {}).items():
-                collected[name] = Reduction.of(reduce_op)
-        if not cls.writes_update():
-            collected |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
-        return collected
-
-    @classmethod
-    def writes_update(cls) -> bool:
-        """Whether a class is of the current generation: it writes its own update."""
-        update: Any = cls.update_statistics_from_observed
-        return update is not OlderGenerations.update_statistics_from_observed
-
-    def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Set ``min_vals`` and ``max_vals`` from a canonical view. Subclasses write this.
-
-        :param observed: shape ``(observations, *qparam_shape, group)``
-        """
-        low, high = self.extrema(observed)  # type: ignore[attr-defined]
-        global_scale = None
-        if has_global_scale(self.args):
-            global_scale = global_scale_of(torch.maximum(-low.min(), high.max()))
-        scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
-        self.absorb(  # type: ignore[attr-defined]
-            min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point
-        )
-
-    def calculate_qparams(self, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and zero point. What a subclass of the first generation writes instead."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__} must implement update_statistics_from_observed(observed), "
-            "or calculate_qparams(observed) as in the first generation of the API."
-        )
-
-    def calculated_qparams(self, is_shared: bool) -> tuple[Tensor, Tensor] | None:
-        """Return what ``calculate_qparams`` found; None for an observer that does not write it.
-
-        :param is_shared: whether the global scale is that of other observers too
-        """
-        if self.writes_update():
-            return None
-        if is_shared:
-            raise ConfigurationError(
-                f"{self.label()} works out its scale alone (calculate_qparams) and cannot "  # type: ignore[attr-defined]
-                "share a global_scale. Implement update_statistics_from_observed instead."
-            )
-        return self._scale.clone(), self._zero_point.clone()
+def declared_by(cls: type) -> dict[str, Reduction]:
+    """Collect the fields that a class and its bases declare, in either way, the nearest winning."""
+    collected: dict[str, Reduction] = {}
+    for base in reversed(cls.__mro__):
+        collected.update(base.__dict__.get("reductions", {}))
+        for name, reduce_op in base.__dict__.get("_act_sync_dict", {}).items():
+            collected[name] = Reduction.of(reduce_op)
+    return collected
 
 
 def base_name_and_args(

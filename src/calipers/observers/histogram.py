@@ -19,7 +19,8 @@ from calipers.errors import (
 )
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import strategy_name
-from calipers.observers.base import Observer, QParamsDict
+from calipers.observers.base import Observer
+from calipers.observers.definition import Definition, QParamsDict, Range
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
 from calipers.observers.pieces import in_pieces
 from calipers.solvers.distribution import entropy, percentile
@@ -29,10 +30,54 @@ from calipers.statistics.locking import guarded
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 
+
+def counted_range(seen: Counted, options: ObserverOptions, label: str) -> Range:  # noqa: ARG001
+    """Return the extrema."""
+    return seen.low, seen.high
+
+
+def least_error_qparams(seen: Counted, options: HistogramMSEOptions, label: str) -> QParamsDict:
+    """Return the scale and zero point with the least error over all values."""
+    scale, zero_point = least_error(seen, options.norm, label)
+    return {"scale": scale, "zero_point": zero_point, "global_scale": None}
+
+
+def covered_range(qparams: QParamsDict, args: QuantizationArgs, shape: torch.Size) -> Range:
+    """Return the range that the codes cover."""
+    low, high = Format.of(args).limits
+    scale = qparams["scale"].float()
+    zero_point = qparams["zero_point"].to(scale)
+    ends = ((end - zero_point) * scale for end in (low, high))
+    lows, highs = (end.reshape(shape).to(qparams["scale"]) for end in ends)
+    return lows, highs
+
+
+def percentile_range(seen: Counted, options: PercentileOptions, label: str) -> Range:  # noqa: ARG001
+    """Return the range that keeps the asked share of the values of each piece."""
+    return percentile(seen, options.percentile)
+
+
+def entropy_range(seen: Counted, options: EntropyOptions, label: str) -> Range:  # noqa: ARG001
+    """Return the range of least divergence of each piece."""
+    return entropy(seen, options.bins)
+
+
+def check_countable(
+    low: Tensor, high: Tensor, dtype: torch.dtype, label: str, end: str = ""
+) -> None:
+    """Refuse values that would be infinite where they are counted; ``end`` ends the message."""
+    if dtype != torch.float16 and _overflows(low, high):
+        raise TensorValueError(
+            f"was given values from {float(low.min()):g} to {float(high.max()):g} "
+            f"({dtype}). They are counted as bfloat16, which ends at ±3.38953e+38{end}",
+            subject=label,
+            hint="Scale the tensor down, or use 'static_minmax'",
+        )
+
+
 _COUNTED = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
 
-@Observer.register("value_counts")
 class ValueCountsObserver(Observer):
     """Counts every value, per tensor or per head; its own range are the extrema of all data.
 
@@ -52,6 +97,7 @@ class ValueCountsObserver(Observer):
     Range = Extrema
     counts_values = True
     counts: ValueCounts
+    definition = Definition(Extrema, from_counts=counted_range)
 
     @classmethod
     def check(
@@ -72,14 +118,7 @@ class ValueCountsObserver(Observer):
         """Count the values, and reduce their exact extrema."""
         low, high = self.extrema(observed)
         pieces = self.pieces(observed)
-        if pieces.dtype != torch.float16 and _overflows(low, high):
-            raise TensorValueError(
-                f"was given values from {float(low.min()):g} to {float(high.max()):g} "
-                f"({pieces.dtype}). They are counted as bfloat16, which ends at ±3.38953e+38. "
-                "Nothing was recorded",
-                subject=self.label(),
-                hint="Scale the tensor down, or use 'static_minmax'",
-            )
+        check_countable(low, high, pieces.dtype, self.label(), ". Nothing was recorded")
         self.absorb(min_vals=low, max_vals=high)
         self.counts.count(pieces, self._observation.tokens if self._observation else 0)
 
@@ -130,7 +169,6 @@ class HistogramMSEOptions(ObserverOptions):
     norm: Norm = Field(default=2.0, description="exponent of the error")
 
 
-@Observer.register("histogram_mse")
 class HistogramMSEObserver(ValueCountsObserver):
     """Takes, of all scales (and zero points) that can be stored, the best for all data at once.
 
@@ -143,24 +181,18 @@ class HistogramMSEObserver(ValueCountsObserver):
     when = "activations and KV cache: the best of all storable scales for all data at once"
     Options = HistogramMSEOptions
     options: HistogramMSEOptions
+    definition = Definition(Extrema, from_counts=least_error_qparams)
 
     @torch.no_grad()
     @guarded
     def get_qparams(self) -> QParamsDict:
         """Work out the parameters from what was observed; changes nothing."""
-        scale, zero_point = least_error(self._counted(), self.options.norm, self.label())
-        return {"scale": scale, "zero_point": zero_point, "global_scale": None}
+        return least_error_qparams(self._counted(), self.options, self.label())
 
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range that the codes cover."""
-        low, high = Format.of(self.args).limits
-        qparams = self.get_qparams()
-        scale = qparams["scale"].float()
-        zero_point = qparams["zero_point"].to(scale)
-        ends = ((end - zero_point) * scale for end in (low, high))
-        lows, highs = (end.reshape(self.min_vals.shape).to(qparams["scale"]) for end in ends)
-        return lows, highs
+        return covered_range(self.get_qparams(), self.args, self.min_vals.shape)
 
 
 class PercentileOptions(ObserverOptions):
@@ -169,7 +201,6 @@ class PercentileOptions(ObserverOptions):
     percentile: Percentile = Field(default=99.99, description="share of all values to keep, in %")
 
 
-@Observer.register("percentile")
 class PercentileObserver(ValueCountsObserver):
     """Leaves out the outermost values: at most 100 − ``percentile`` percent of all that were seen.
 
@@ -186,11 +217,12 @@ class PercentileObserver(ValueCountsObserver):
     )
     Options = PercentileOptions
     options: PercentileOptions
+    definition = Definition(Extrema, from_counts=percentile_range)
 
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range that keeps the asked share of the values of each piece."""
-        return percentile(self._counted(), self.options.percentile)
+        return percentile_range(self._counted(), self.options, self.label())
 
 
 class EntropyOptions(ObserverOptions):
@@ -199,7 +231,6 @@ class EntropyOptions(ObserverOptions):
     bins: Bins = Field(default=2048, description="bins of the whole range")
 
 
-@Observer.register("entropy")
 class EntropyObserver(ValueCountsObserver):
     """Takes the range whose quantized distribution diverges least from that of the values.
 
@@ -210,6 +241,7 @@ class EntropyObserver(ValueCountsObserver):
     when = "for comparison: it clips too much for language models"
     Options = EntropyOptions
     options: EntropyOptions
+    definition = Definition(Extrema, from_counts=entropy_range)
 
     @classmethod
     def check(
@@ -227,7 +259,7 @@ class EntropyObserver(ValueCountsObserver):
     @guarded
     def get_range(self) -> tuple[Tensor, Tensor]:
         """Return the range of least divergence of each piece."""
-        return entropy(self._counted(), self.options.bins)
+        return entropy_range(self._counted(), self.options, self.label())
 
 
 def _overflows(low: Tensor, high: Tensor) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from compressed_tensors.quantization import QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import Tensor
 
 from calipers.errors import ImportanceUnsupportedError
 from calipers.numerics.layout import strategy_name
-from calipers.observers.base import Observer
-from calipers.observers.mse import MemorylessMSEObserver
+from calipers.observers.definition import Definition
+from calipers.observers.mse import MemorylessMSEObserver, searched_range
 from calipers.observers.options import (
     Expand,
     Grid,
@@ -46,7 +46,21 @@ class IMatrixOptions(SearchOptions, ImportanceOptions):
         return self.patience or None
 
 
-@Observer.register("imatrix_mse")
+def check_importance(base_name: str, args: QuantizationArgs, label: str) -> None:
+    """Refuse importance for anything but weights whose pieces are of one row."""
+    if base_name != "weight" or args.strategy not in _SUPPORTED:
+        raise ImportanceUnsupportedError(
+            f"importance has no meaning for '{base_name}' with strategy "
+            f"'{strategy_name(args)}' (only for weights: channel, group, tensor_group)",
+            where=label,
+        )
+
+
+_DEFINITION = Definition(
+    search=searched_range, check_importance=check_importance, is_of_weights=True
+)
+
+
 class IMatrixMSEObserver(MemorylessMSEObserver):
     """Weighs the error of each weight by E[x²] of its input channel.
 
@@ -59,6 +73,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     gathers_inputs = True
     Options = IMatrixOptions
     options: IMatrixOptions
+    definition = _DEFINITION
 
     @classmethod
     def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
@@ -67,12 +82,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
     def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
         """Return E[x²] of each column over its mean; refuse pieces of more than one row."""
-        if self.base_name != "weight" or self.args.strategy not in _SUPPORTED:
-            raise ImportanceUnsupportedError(
-                f"importance has no meaning for '{self.base_name}' with strategy "
-                f"'{strategy_name(self.args)}' (only for weights: channel, group, tensor_group)",
-                where=self.label(),
-            )
+        check_importance(self.base_name, self.args, self.label())
         return super().possible_weights(pieces, least)
 
 
@@ -86,10 +96,10 @@ class ExpandedIMatrixOptions(IMatrixOptions):
     expand: Expand = 1.8
 
 
-@Observer.register("nvfp4_expanded_imatrix")
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """Weighs errors by E[x²], and tries wider ranges too, as ``nvfp4_expanded_mse`` does."""
 
     remembers = "best of wider and narrower ranges under importance, Σx² and tokens"
     when = "weights in NVFP4, as llm-compressor does it"
     Options = ExpandedIMatrixOptions
+    definition = _DEFINITION

@@ -1,96 +1,34 @@
-"""What an observer of a weight knows of the inputs of its module, and how it comes to know it."""
+"""How an observer of a weight comes to know the inputs of its module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch.utils.hooks import RemovableHandle
 
 from calipers.numerics.tensors import first_tensor
 from calipers.solvers.importance import Importance
 from calipers.statistics.base import Statistic
-from calipers.statistics.locking import guarded
-from calipers.statistics.module import StatisticModule
+from calipers.statistics.locking import Lock
 
 
-class InputGathering(StatisticModule):
-    """An observer that may gather what is known of the inputs of the module of a weight."""
+class GathersInputs(Protocol):
+    """What a hook shows inputs to: statistics of them, and how errors count under them."""
 
-    args: QuantizationArgs
-    inputs: Statistic | None = None
-    """What is known of them, if errors are weighed by it."""
+    inputs: Statistic | None
     weighing: Importance
-    """How errors count."""
 
-    _hook: InputHook | None = None
-
-    def weigh_by(self, weighing: Importance) -> None:
-        """Take note of how errors count; what is known stays, if it is still what is asked for."""
-        self.weighing = weighing
-        before, inputs = self.inputs, weighing.statistic(None, self.args)
-        if inputs is before:  # there are none
-            return
-        self.inputs = inputs
-        if before is not None and inputs is not None and before.declared() == inputs.declared():
-            inputs.owner = before.owner
-            inputs.copy_from(before)
-
-    @guarded
-    def attach(self, module: torch.nn.Module) -> None:
-        """Take over the sums of inputs that were left on a module, or start summing them.
-
-        Nothing happens where the observer has no use for them, or there are no ``in_features``.
-        """
-        if self.inputs is None or self.take_over(module) or not hasattr(module, "in_features"):
-            return
-        self.begin_inputs(module.in_features)
-        self.inputs.owner = self.label()
-        self._remove_hook()
-        self._hook = InputHook(self, module)
-
-    @guarded
-    def detach(self, module: torch.nn.Module) -> None:
-        """Stop summing, and leave the sums on ``module``."""
-        hook = self._hook
-        if hook is not None and hook.is_on(module):
-            self._remove_hook()
-            hook.publish(module)
-
-    @guarded
-    def take_over(self, module: torch.nn.Module) -> bool:
-        """Take the sums that another observer left on ``module``, if it did."""
-        left = published(module, self.weighing.fields)
-        if left is None:
-            return False
-        for name, value in left.items():
-            setattr(self, name, value)
-            delattr(module, name)
-        return True
-
-    @guarded
-    def begin_inputs(self, columns: Any) -> None:
-        """Begin to sum up inputs of so many channels, unless there are sums already."""
-        if self.inputs is None or self.inputs.fields():
-            return
-        inputs = self.weighing.statistic(columns, self.args)
-        if inputs is not None:
-            self.inputs = inputs
-            inputs.owner = self.label()
-            inputs.update(torch.zeros(0, columns))  # sums of zero
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    @property
+    def lock(self) -> Lock:
+        """The lock to hold while statistics are read or written."""
 
 
 class InputHook:
     """Shows the inputs of a module to an observer, and publishes what it knows on the module."""
 
-    def __init__(self, observer: InputGathering, module: Any) -> None:
+    def __init__(self, observer: GathersInputs, module: Any) -> None:
         self.observer = observer
         self._handle: RemovableHandle = module.register_forward_pre_hook(self.see, with_kwargs=True)
         self.publish(module)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from calipers.observers.base import Observer
+from calipers.observers.definition import Definition
 from calipers.observers.options import MovingAverageOptions, ObserverOptions
 from calipers.observers.pieces import in_pieces
 from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
 
 
-@Observer.register("memoryless_minmax")
 class MemorylessMinMaxObserver(Observer):
     """Takes the extrema of the last tensor. The default for weights."""
 
@@ -18,6 +18,7 @@ class MemorylessMinMaxObserver(Observer):
     when = "weights, fast"
     Options = ObserverOptions
     Range = LastRange
+    definition = Definition()
 
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
@@ -26,13 +27,13 @@ class MemorylessMinMaxObserver(Observer):
         self._absorb({"min_vals": low, "max_vals": high})
 
 
-@Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """Takes the extrema of all tensors. The default for static activations."""
 
     remembers = "extrema of all tensors"
     when = "static activations"
     Range = Extrema
+    definition = Definition(Extrema)
 
     @classmethod
     def keeps_extrema(cls) -> bool:
@@ -41,7 +42,6 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
         return cls.update_statistics_from_observed is own
 
 
-@Observer.register("minmax")
 class MinMaxObserver(MemorylessMinMaxObserver):
     """Takes a moving average of the extrema of each tensor."""
 
@@ -49,3 +49,4 @@ class MinMaxObserver(MemorylessMinMaxObserver):
     when = "static activations whose extremes differ from batch to batch; it clips rare spikes"
     Options = MovingAverageOptions
     Range = MovingAverage
+    definition = Definition(MovingAverage)

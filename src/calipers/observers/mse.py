@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from calipers.observers.base import Observer
+from calipers.observers.definition import Definition
 from calipers.observers.options import (
     Expand,
     Grid,
@@ -19,7 +20,11 @@ from calipers.solvers.problem import Problem
 from calipers.statistics.ranges import MovingAverage
 
 
-@Observer.register("memoryless_mse")
+def searched_range(problem: Problem, options: SearchOptions) -> tuple[Tensor, Tensor]:
+    """Return the best of the shrunk ranges of one tensor."""
+    return best_range(problem._replace(norm=options.norm), options.tried)
+
+
 class MemorylessMSEObserver(Observer):
     """Takes the best of the shrunk ranges of the last tensor."""
 
@@ -27,6 +32,7 @@ class MemorylessMSEObserver(Observer):
     when = "weights"
     Options = SearchOptions
     options: SearchOptions
+    definition = Definition(search=searched_range)
 
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
@@ -34,12 +40,11 @@ class MemorylessMSEObserver(Observer):
         low, high = self.extrema(observed)
         pieces = self.pieces(observed)
         weights = self.weights(pieces)
-        problem = Problem(pieces, low, high, self.args, self.options.norm, weights)
-        low, high = best_range(problem, self.options.tried)
+        problem = Problem(pieces, low, high, self.args, weights=weights)
+        low, high = searched_range(problem, self.options)
         self.absorb(min_vals=low, max_vals=high)
 
 
-@Observer.register("mse")
 class MovingAverageMSEObserver(MemorylessMSEObserver):
     """Takes a moving average of the best ranges of each tensor."""
 
@@ -47,6 +52,7 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
     when = "activations"
     Options = MovingAverageSearchOptions
     Range = MovingAverage
+    definition = Definition(MovingAverage, searched_range)
 
 
 class ExpandedSearchOptions(SearchOptions):
@@ -58,7 +64,6 @@ class ExpandedSearchOptions(SearchOptions):
     expand: Expand = 1.8
 
 
-@Observer.register("nvfp4_expanded_mse", alias="fouroversix")
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     """Tries wider ranges too: fp4 is so coarse that its largest code may be better left unused.
 
@@ -69,3 +74,4 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     remembers = "best of wider and narrower ranges"
     when = "weights in NVFP4"
     Options = ExpandedSearchOptions
+    definition = Definition(search=searched_range)

@@ -11,9 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from calipers.errors import UnsuitableError, no_statistics, weight_gone
+from calipers.kernels.extrema import Extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import has_global_scale
-from calipers.observers.base import Observer, QParamsDict
+from calipers.observers.base import Observer
+from calipers.observers.definition import Definition, QParamsDict
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
 from calipers.observers.pieces import in_pieces
 from calipers.solvers.exact import Solutions
@@ -54,7 +56,24 @@ class ErrorReport(NamedTuple):
     chosen: float
 
 
-@Observer.register("optimal")
+def optimal_problem(
+    seen: Extrema, pieces: Tensor, args: QuantizationArgs, options: OptimalOptions, weights: Weights
+) -> Problem:
+    """Return what is asked of a weight; pieces without any finite value are pieces of zeros."""
+    low, high = seen.min_vals, seen.max_vals
+    if seen.missing is not None:
+        low, high = low.masked_fill(seen.missing, 0), high.masked_fill(seen.missing, 0)
+    return Problem(
+        pieces.detach(),
+        low,
+        high,
+        args,
+        weights=weights,
+        signed=options.signed_scale,
+        shortlist=options.shortlist if weights.hessian is not None else 1,
+    )
+
+
 class OptimalObserver(Observer):
     """Takes, of all scales that can be stored, the one with the least Σ w·(q−x)².
 
@@ -80,6 +99,7 @@ class OptimalObserver(Observer):
     chooses_global_scale = True
     Options = OptimalOptions
     options: OptimalOptions
+    definition = Definition(optimum=optimal_problem, least_importance=LEAST_IMPORTANCE)
     reductions: ClassVar[Mapping[str, Reduction]] = {
         "_scale": Reduction.LAST,
         "_zero_point": Reduction.LAST,
@@ -123,25 +143,14 @@ class OptimalObserver(Observer):
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         """Find the optimum; one that depends on fused observers is found when asked for."""
-        low, high = self.extrema(observed)
-        pieces = self.pieces(observed)
         missing = self._observation.extrema.missing if self._observation else None
-        if missing is not None:  # pieces without any finite value are pieces of zeros
-            low, high = low.masked_fill(missing, 0), high.masked_fill(missing, 0)
+        seen = Extrema(*self.extrema(observed), 0, missing)
+        pieces = self.pieces(observed)
         weights = self.weights(pieces, LEAST_IMPORTANCE)
+        problem = optimal_problem(seen, pieces, self.args, self.options, weights)
         self._forget_results()
-        self._solutions = Solutions(
-            Problem(
-                pieces.detach(),
-                low,
-                high,
-                self.args,
-                weights=weights,
-                signed=self.options.signed_scale,
-                shortlist=self.options.shortlist if weights.hessian is not None else 1,
-            )
-        )
-        self.absorb(min_vals=low, max_vals=high)
+        self._solutions = Solutions(problem)
+        self.absorb(min_vals=problem.low, max_vals=problem.high)
         if self._shares_global_scale:
             return
         global_scale = self._best_global_scale()

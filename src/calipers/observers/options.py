@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from calipers.errors import ConfigurationError, nearest
-from calipers.observers.compatibility import ALIASES
 from calipers.solvers.grid_search import SearchedParts
 
 Options = TypeVar("Options", bound="ObserverOptions")
@@ -115,37 +114,6 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> 
     except ValidationError as error:
         problems = "; ".join(map(_problem, error.errors()))
         raise ConfigurationError(problems, where=f"Observer '{owner}'") from None
-
-
-class OptionAttributes:
-    """Lets the options of an object be read and set as its attributes; setting checks again."""
-
-    options: ObserverOptions
-
-    @classmethod
-    def registered_name(cls) -> str:
-        """Return how messages call the owner of the options."""
-        return cls.__name__
-
-    def apply_options(self) -> None:
-        """Take note that options have changed."""
-
-    def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options")
-        option = ALIASES.get(name, name)
-        if options is not None and option in type(options).model_fields:
-            return getattr(options, option)
-        return super().__getattr__(name)  # type: ignore[misc]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        options = self.__dict__.get("options")
-        option = ALIASES.get(name, name)
-        if options is None or option not in type(options).model_fields:
-            super().__setattr__(name, value)
-            return
-        given = {**options.model_dump(), option: value}
-        self.__dict__["options"] = parse_options(type(options), given, self.registered_name())
-        self.apply_options()
 
 
 def _problem(error: Any) -> str:

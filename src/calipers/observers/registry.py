@@ -1,30 +1,45 @@
-"""Classes by name: case, ``_``, ``-`` and spaces do not matter; files with a class are loaded."""
+"""The names of observers: those built in, those of packages, and classes in files."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
 
-from typing_extensions import Self
+from calipers.errors import ConfigurationError, UnknownObserverError, code_not_allowed
+from calipers.registry import Registry, standardize
 
-from calipers.errors import ConfigurationError, UnknownObserverError, code_not_allowed, nearest
-from calipers.observers.compatibility import construct
+_BUILT_IN = {
+    "entropy": "histogram:EntropyObserver",
+    "histogram_mse": "histogram:HistogramMSEObserver",
+    "imatrix_mse": "imatrix:IMatrixMSEObserver",
+    "memoryless_minmax": "minmax:MemorylessMinMaxObserver",
+    "memoryless_mse": "mse:MemorylessMSEObserver",
+    "minmax": "minmax:MinMaxObserver",
+    "mse": "mse:MovingAverageMSEObserver",
+    "nvfp4_expanded_imatrix": "imatrix:NVFP4ExpandedIMatrixObserver",
+    "nvfp4_expanded_mse": "mse:NVFP4ExpandedMSEObserver",
+    "optimal": "optimal:OptimalObserver",
+    "percentile": "histogram:PercentileObserver",
+    "static_minmax": "minmax:StaticMinMaxObserver",
+    "value_counts": "histogram:ValueCountsObserver",
+}
 
-T = TypeVar("T")
-C = TypeVar("C", bound=type)
 
-
-def standardize(name: str) -> str:
-    """Return the form under which a name is kept.
-
-    >>> standardize("Static-MinMax")
-    'static_minmax'
-    """
-    return name.strip().lower().replace("-", "_").replace(" ", "_")
+def observer_registry(base: type) -> Registry[Any]:
+    """Return the registry of the subclasses of a base class, with those that are built in."""
+    return Registry(
+        "observer",
+        "calipers.observers",
+        {name: f"calipers.observers.{place}" for name, place in _BUILT_IN.items()},
+        aliases={"fouroversix": "nvfp4_expanded_mse"},
+        base=base,
+        spelling=standardize,
+        error=UnknownObserverError,
+        hint="A class of your own is given as 'path/to/file.py:Class'",
+    )
 
 
 def is_file_of_code(name: str) -> bool:
@@ -36,148 +51,18 @@ def is_file_of_code(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-class Registry(Generic[T]):
-    """The subclasses of ``base`` that can be named in a recipe."""
-
-    def __init__(self, base: type[T]) -> None:
-        self._base = base
-        self._classes: dict[str, type[T]] = {}
-        self._aliases: dict[str, str] = {}
-
-    def register(self, name: str | None, alias: str | Iterable[str] | None) -> Callable[[C], C]:
-        """Return a decorator that registers a class under a name and its aliases."""
-
-        def decorate(cls: C) -> C:
-            self.add(cls, name, alias)
-            return cls
-
-        return decorate
-
-    def add(self, cls: type[T], name: str | None, alias: str | Iterable[str] | None) -> None:
-        """Register a class; a name that stands for another class is refused."""
-        if not isinstance(cls, type) or not issubclass(cls, self._base):
-            raise ConfigurationError(f"{cls!r} is not a subclass of {self._base.__name__}")
-        key = standardize(name or cls.__name__)
-        aliases = [alias] if isinstance(alias, str) else list(alias or ())
-        for word in (key, *map(standardize, aliases)):
-            present = self._classes.get(self._aliases.get(word, word))
-            if present is not None and _identity(present) != _identity(cls):
-                raise ConfigurationError(
-                    f"already stands for {present.__module__}.{present.__qualname__}",
-                    subject=f"The name '{word}'",
-                    hint=f"Choose another one for {cls.__qualname__}",
-                )
-        self._classes[key] = cls
-        self._aliases.update((standardize(word), key) for word in aliases)
-
-    def names(self) -> list[str]:
-        """Return the registered names, sorted."""
-        return sorted(self._classes)
-
-    def aliases(self) -> list[str]:
-        """Return the other names they go by, sorted."""
-        return sorted(self._aliases)
-
-    def aliases_of(self, cls: type) -> list[str]:
-        """Return the other names of a class, sorted."""
-        return [alias for alias in self.aliases() if self._classes[self._aliases[alias]] is cls]
-
-    def find(self, name: str, *, allow_code: bool) -> type[T]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``.
-
-        :param allow_code: whether such a file may run; without it, the class is found only if its
-            file was allowed to run before
-        """
-        if not isinstance(name, str):
-            raise self._unknown(str(name))
-        if is_file_of_code(name):
-            path, _, class_name = name.rpartition(":")
-            return self._load(Path(path), class_name, allow_code)
-        key = standardize(name)
-        key = self._aliases.get(key, key)
-        if key not in self._classes:
-            raise self._unknown(name)
-        return self._classes[key]
-
-    def name_of(self, cls: type) -> str:
-        """Return the name of a class, or of the class itself if it is not registered."""
-        return next((key for key, known in self._classes.items() if known is cls), cls.__name__)
-
-    def _unknown(self, name: str) -> UnknownObserverError:
-        return UnknownObserverError(
-            f"Unknown observer '{name}'",
-            meant=nearest(name, self.names()),
-            allowed=self.names(),
-            hint="A class of your own is given as 'path/to/file.py:Class'",
-        )
-
-    def _load(self, path: Path, class_name: str, allow_code: bool) -> type[T]:
-        if not path.is_file():
-            raise ConfigurationError(f"There is no file '{path}' to load '{class_name}' from")
-        if not allow_code and _module_name(path) not in sys.modules:
-            raise code_not_allowed(f"{path}:{class_name}")
-        found = getattr(_module_of(path), class_name, None)
-        if not isinstance(found, type) or not issubclass(found, self._base):
-            raise ConfigurationError(
-                f"'{path}' has no class '{class_name}' derived from {self._base.__name__}"
-            )
-        return found
-
-
-class Registered:
-    """Lets a base class know its subclasses by name; ``registry`` is its own."""
-
-    registry: ClassVar[Registry[Any]]
-
-    @classmethod
-    def register(
-        cls, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> Callable[[C], C]:
-        """Return a decorator that makes a subclass known by a name."""
-        return cls.registry.register(name, alias)
-
-    @classmethod
-    def register_value(
-        cls, value: type, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> None:
-        """Make a subclass known by a name."""
-        cls.registry.add(value, name, alias)
-
-    @classmethod
-    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Self]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``.
-
-        :param allow_code: whether such a file may run; pass False for a name that comes from data
-        """
-        return cls.registry.find(name, allow_code=allow_code)
-
-    @classmethod
-    def load_from_registry(
-        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
-    ) -> Self:
-        """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
-        found = cls.registry.find(name, allow_code=allow_code)
-        built: Self = construct(found, constructor_kwargs)
-        return built
-
-    @classmethod
-    def registered_names(cls) -> list[str]:
-        """Return the names of all subclasses, sorted."""
-        return cls.registry.names()
-
-    @classmethod
-    def registered_aliases(cls) -> list[str]:
-        """Return the other names they go by, sorted."""
-        return cls.registry.aliases()
-
-    @classmethod
-    def registered_name(cls) -> str:
-        """Return the name of this class in the registry."""
-        return cls.registry.name_of(cls)
-
-
-def _identity(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
+def class_in_file(name: str, base: type, allow_code: bool) -> Any:
+    """Return a class of a file of code, which runs where that is allowed, or has run before."""
+    path, _, class_name = name.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigurationError(f"There is no file '{path}' to load '{class_name}' from")
+    if not allow_code and _module_name(Path(path)) not in sys.modules:
+        raise code_not_allowed(name)
+    found = getattr(_module_of(Path(path)), class_name, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        problem = f"'{path}' has no class '{class_name}' derived from {base.__name__}"
+        raise ConfigurationError(problem)
+    return found
 
 
 def _module_name(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,18 +10,25 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import Self
 
-from calipers.numerics.layout import check_base_name
+from calipers.numerics.layout import check_base_name, strategy_name
 from calipers.numerics.library_versions import named_observer
 from calipers.observers.base import Observer
 from calipers.observers.compatibility import construct, constructor_parameters
+from calipers.observers.definition import Definition, SearchedRange
 from calipers.observers.options import ObserverOptions
 from calipers.solvers.importance import Importance
+from calipers.statistics.base import Statistic
+from calipers.statistics.value_counts import ValueCounts
 
 _MEMORYLESS = {
     "minmax": "memoryless_minmax",
     "static_minmax": "memoryless_minmax",
     "mse": "memoryless_mse",
 }
+RANGE = "observer"
+"""The key of the statistic of the range of activations, or of the observer that is one itself."""
+COUNTS = "counts"
+"""The key of the counts of all values."""
 _OF_A_STREAM = ("averaging_constant",)
 
 
@@ -99,6 +107,52 @@ class ObserverSpec:
     def counts_values(self) -> bool:
         """Whether what it measures are the counts of all values."""
         return self.kind.counts_values
+
+    @property
+    def definition(self) -> Definition | None:
+        """The parts of the observer; None for a class of somebody else, which is shown tensors.
+
+        So are classes of ours for tensors that they can take, but are not made for: weights whose
+        values would be counted, and activations under importance.
+        """
+        found: Definition | None = vars(self.kind).get("definition")
+        if found is None:
+            return None
+        is_weight = self.base_name == "weight"
+        is_other_tensor = found.from_counts if is_weight else found.is_of_weights
+        return None if is_other_tensor else found
+
+    def label(self, module_name: str = "") -> str:
+        """Return what messages call the observer of a tensor."""
+        return self.kind.label_of(self.base_name, module_name)
+
+    @property
+    def statistics(self) -> dict[str, Callable[[str], Statistic]]:
+        """What is measured of a stream: key → what makes it, empty, for the module of a name."""
+        definition = self.definition
+        if definition is None:
+            return {RANGE: self.build}
+        made: dict[str, Callable[[str], Statistic]] = {RANGE: self._range_statistic}
+        return {**made, COUNTS: self._value_counts} if definition.from_counts else made
+
+    def _range_statistic(self, module_name: str) -> Statistic:
+        definition, options = self.definition, self.options
+        assert definition is not None
+        search = definition.search
+        statistic = definition.statistic(
+            self.base_name,
+            self.args,
+            nonfinite=options.nonfinite,
+            choice=None if search is None else SearchedRange(search, self.args, options),
+            **{name: getattr(options, name) for name in definition.statistic.settings},
+        )
+        statistic.owner = self.label(module_name)
+        return statistic
+
+    def _value_counts(self, module_name: str) -> Statistic:
+        statistic = ValueCounts(self.base_name, strategy_name(self.args))
+        statistic.owner = self.label(module_name)
+        return statistic
 
     def build(self, module_name: str = "") -> Observer:
         """Build the observer.

@@ -71,7 +71,7 @@ def _lack(requirement: Requirement, module: ModuleSpec | None, *, is_measured: b
         return _ON_REQUEST.get(requirement.base_name, _NOT_MEASURED)
     weight = None if module is None else module.tensor("weight")
     if requirement.key == IMPORTANCE and weight is not None:
-        return _NOT_QUANTIZED if weight.importance.name == "paired_hessian" else _NO_HESSIAN
+        return _NOT_QUANTIZED if weight.importance.uses_quantized_inputs else _NO_HESSIAN
     tensor = None if module is None else module.tensor(requirement.base_name)
     observer = "the observer" if tensor is None else f"observer {tensor.observer_with_options}"
     return _Lack(

@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from calipers.errors import CalipersError, RecipeError, tensor_of, unfit
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, granularity_name, has_few_scales, strategy_name
+from calipers.observers.spec import COUNTS as COUNTS
 from calipers.observers.spec import ObserverSpec
 from calipers.solvers.importance import FullHessian, Importance
 from calipers.statistics.base import Statistic
@@ -34,13 +35,10 @@ _TENSORS_OF: dict[ModuleKind, tuple[str, ...]] = {
     "attention": ("q", "k", "v"),
 }
 
-OBSERVER = "observer"
-"""The key of the statistic that an observer of activations is."""
 IMPORTANCE = "importance"
 """The key of what is known of the inputs of a weight."""
-COUNTS = "counts"
 SQUARES = "squares"
-"""The keys of what costs are worked out from."""
+"""The key of sums of squares, from which costs are worked out."""
 SENSITIVITY = "sensitivity"
 """The key of how much the loss of the model depends on a weight."""
 
@@ -186,7 +184,8 @@ class ModuleSpec:
             if observer is None:
                 continue
             if tensor.base_name != "weight":
-                yield Requirement(tensor.base_name, OBSERVER, observer.build)
+                for key, create in observer.statistics.items():
+                    yield Requirement(tensor.base_name, key, create)
             elif tensor.importance.fields and self.columns is not None:
                 create = partial(_importance_statistic, tensor, self.columns)
                 yield Requirement("input", IMPORTANCE, create, tensor.importance.published)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from calipers.errors import (
@@ -15,20 +15,19 @@ from calipers.errors import (
     listing,
     not_allowed,
 )
-from calipers.steps import GPTQModifier, Modifier, QuantizationModifier
+from calipers.steps import Modifier
 from calipers.steps.choices import ObserverChoice, read_choice
+from calipers.steps.registry import steps_by_method
 
 Modifiers = tuple[Modifier, ...]
-
-METHODS: Mapping[str, type[Modifier]] = {"rtn": QuantizationModifier, "gptq": GPTQModifier}
-"""How weights are rounded: each to nearest, or so that errors make up for each other."""
 
 
 def round_by(modifiers: Modifiers, method: str) -> Modifiers:
     """Let whoever quantizes weights round them by a method; if there is nobody, refuse."""
-    if method not in METHODS:
-        raise not_allowed("method", method, METHODS)
-    changed = [modifier.remade_as(METHODS[method]) for modifier in modifiers]
+    steps = steps_by_method()
+    if method not in steps:
+        raise not_allowed("method", method, steps)
+    changed = [modifier.remade_as(steps[method]) for modifier in modifiers]
     if not any(changed):
         raise RecipeError(
             "has no meaning here: the recipe quantizes no weights",

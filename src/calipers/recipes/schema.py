@@ -12,7 +12,13 @@ from typing import Any
 import torch
 import yaml
 
-from calipers.errors import CalipersError, RecipeError, code_not_allowed, nearest
+from calipers.errors import (
+    CalipersError,
+    ConfigurationError,
+    RecipeError,
+    code_not_allowed,
+    nearest,
+)
 from calipers.files.regular_files import read_whole
 from calipers.notebook import NotebookView
 from calipers.observers.registry import is_file_of_code
@@ -21,16 +27,10 @@ from calipers.planning.plan import Plan
 from calipers.recipes.changing import observe, regroup, round_by
 from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document, refuse_surrogates
-from calipers.steps import GPTQModifier, IMatrixGatherer, Modifier, QuantizationModifier
+from calipers.steps import Modifier, QuantizationModifier
 from calipers.steps.choices import check_observer, named_observers, preset_name
+from calipers.steps.registry import STEPS
 from calipers.topology.names import EXPERT_PROJECTIONS
-
-MODIFIERS: Mapping[str, type[Modifier]] = {
-    "QuantizationModifier": QuantizationModifier,
-    "GPTQModifier": GPTQModifier,
-    "IMatrixGatherer": IMatrixGatherer,
-}
-"""The modifiers that a recipe can name."""
 
 _FOREIGN = (
     "AWQModifier",
@@ -297,7 +297,7 @@ def _is_group(key: str) -> bool:
 
 
 def _unknown_key(key: str, owner: str, shapes: list[str]) -> RecipeError:
-    if key in MODIFIERS:
+    if key in STEPS:
         hint = "Put it under 'modifiers:'."
         return RecipeError(f"'{key}' stands directly in {owner}", hint=hint)
     words = {
@@ -323,25 +323,22 @@ def _modifiers(document: Document, body: Any, path: Path) -> Iterator[Modifier]:
 
 
 def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifier:
-    if name not in MODIFIERS:
-        raise document.located(_unknown_modifier(name), path)
-    if isinstance(fields, MODIFIERS[name]):
+    if name in _FOREIGN and name not in STEPS:
+        absent = RecipeError(f"Calipers does not have '{name}'", allowed=STEPS.names())
+        raise document.located(absent, path)
+    try:
+        kind = STEPS.get(name)
+    except ConfigurationError as error:
+        raise document.located(RecipeError.of(error), path) from None
+    if isinstance(fields, kind):
         return fields
     given = {} if fields is None else _mapping(document, fields, path, f"'{name}'")
     try:
-        modifier = MODIFIERS[name](**given)
+        modifier = kind(**given)
     except RecipeError as error:
         raise document.located(error, path) from None
     _settle_code(modifier, document, path)
     return modifier
-
-
-def _unknown_modifier(name: str) -> RecipeError:
-    if name in _FOREIGN:
-        what = f"Calipers does not have '{name}'"
-        return RecipeError(what, allowed=list(MODIFIERS))
-    meant = nearest(name, MODIFIERS)
-    return RecipeError(f"unknown modifier '{name}'", meant=meant, allowed=list(MODIFIERS))
 
 
 def _mapping(document: Document, data: Any, path: Path, what: str) -> dict[str, Any]:
@@ -357,7 +354,7 @@ def _shown(data: Any) -> str:
 def _checked(stages: list[Stage], document: Document) -> Recipe:
     """Give every stage a name of its own; a recipe without modifiers is refused."""
     if not any(stage.modifiers for stage in stages):
-        raise document.error("The recipe has no modifiers", allowed=list(MODIFIERS))
+        raise document.error("The recipe has no modifiers", allowed=STEPS.names())
     named: dict[str, Stage] = {}
     for stage in stages:
         name, number = stage.name, 1

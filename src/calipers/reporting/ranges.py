@@ -11,7 +11,8 @@ from torch import Tensor
 from calipers.errors import CalipersError
 from calipers.judging.activations import RoundedValues
 from calipers.numerics.formats import Format
-from calipers.observers import Observer
+from calipers.observers.solving import solve_stream
+from calipers.observers.spec import ObserverSpec
 from calipers.statistics.base import Statistic
 from calipers.statistics.value_counts import Distribution
 
@@ -59,12 +60,16 @@ def ranges_by_observers(
     for name in OBSERVERS:
         plain = args.model_copy(update={"observer": None, "observer_kwargs": {}, "dynamic": False})
         try:
-            observer = Observer.load_from_registry(
-                name, base_name="input", args=plain, allow_code=False
+            spec = ObserverSpec.resolve(
+                "input", plain.model_copy(update={"observer": name}), allow_code=False
             )
-            if not observer.derive_from(known):
+            assert spec is not None
+            seen_by = {key: create("") for key, create in spec.statistics.items()}
+            if not all(each.derive_from(known) for each in seen_by.values()):
                 continue
-            qparams = observer.get_qparams()
+            qparams = solve_stream(spec, seen_by)
+            if qparams is None:
+                continue
         except CalipersError:  # not for this format, or for these values
             continue
         scale, zero_point = qparams["scale"], qparams["zero_point"]

@@ -1,21 +1,22 @@
 """How errors of a weight count: alike, by E[x²] of its inputs, or by E[x xᵀ].
 
 An importance names the statistic of the inputs that it needs, and turns it into the weights of a
-problem. A new one is a class and a line in ``IMPORTANCES``.
+problem. A new one is a class, and a line in ``IMPORTANCES`` or an entry point of a package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from pydantic import AfterValidator
 from torch import Tensor
 
 from calipers.errors import ImportanceError, ImportanceUnsupportedError
 from calipers.numerics.layout import Layout, shared_columns, strategy_name
+from calipers.registry import Registry
 from calipers.statistics.base import Statistic
 from calipers.statistics.hessian import BlockHessians, PairedHessians, block_width, shrunk
 from calipers.statistics.moments import NonFinite, SquareSums
@@ -54,8 +55,11 @@ class Importance:
 
     nonfinite: NonFinite = "raise"
     name: ClassVar[str] = "none"
-    is_matrix: ClassVar[bool] = False  # whether errors of one column count with those of others
     kind: ClassVar[type[Statistic] | None] = None
+    uses_products: ClassVar[bool] = False
+    """Whether errors count by products of channels: solving multiplies large matrices."""
+    uses_quantized_inputs: ClassVar[bool] = False
+    """Whether inputs are needed as they become when layers before are quantized."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -109,8 +113,8 @@ class HessianImportance(Importance):
     """The errors of a row count by E[x xᵀ] of their inputs, within blocks of neighbours."""
 
     name: ClassVar[str] = "hessian"
-    is_matrix: ClassVar[bool] = True
     kind: ClassVar[type[Statistic] | None] = BlockHessians
+    uses_products: ClassVar[bool] = True
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:
         """Return empty sums of x xᵀ, in blocks that fit the pieces."""
@@ -140,8 +144,8 @@ class FullHessian(Importance):
     """E[x xᵀ] of all channels, for error feedback; the others are parts of it."""
 
     name: ClassVar[str] = "full_hessian"
-    is_matrix: ClassVar[bool] = True
     kind: ClassVar[type[Statistic] | None] = BlockHessians
+    uses_products: ClassVar[bool] = True
 
     @property
     def published(self) -> tuple[str, ...]:
@@ -159,6 +163,7 @@ class PairedHessian(FullHessian):
 
     name: ClassVar[str] = "paired_hessian"
     kind: ClassVar[type[Statistic] | None] = PairedHessians
+    uses_quantized_inputs: ClassVar[bool] = True
 
     def statistic(self, columns: int | None, args: QuantizationArgs) -> Statistic | None:  # noqa: ARG002
         """Return empty sums of all."""
@@ -166,15 +171,27 @@ class PairedHessian(FullHessian):
         return PairedHessians(columns, nonfinite=self.nonfinite)
 
 
-IMPORTANCES: Mapping[str, type[Importance]] = {
-    each.name: each for each in (Importance, DiagonalImportance, HessianImportance)
-}
+IMPORTANCES: Registry[type[Importance]] = Registry(
+    "importance",
+    "calipers.importances",
+    {
+        "none": "calipers.solvers.importance:Importance",
+        "imatrix": "calipers.solvers.importance:DiagonalImportance",
+        "hessian": "calipers.solvers.importance:HessianImportance",
+    },
+    base=Importance,
+)
 """All of them, by the name they have in options."""
 
-if TYPE_CHECKING:
-    ImportanceName = str
-else:
-    ImportanceName = Literal[tuple(IMPORTANCES)]
+
+def _known_importance(name: str) -> str:
+    if name not in IMPORTANCES:
+        *names, last = map(repr, IMPORTANCES.names())
+        raise ValueError(f"must be {', '.join(names)} or {last}, got {name!r}")
+    return name
+
+
+ImportanceName = Annotated[str, AfterValidator(_known_importance), IMPORTANCES]
 
 
 def importance_named(name: str, nonfinite: NonFinite = "raise") -> Importance:
@@ -183,7 +200,7 @@ def importance_named(name: str, nonfinite: NonFinite = "raise") -> Importance:
     >>> importance_named("imatrix").fields
     ('_imatrix_sum', '_imatrix_count')
     """
-    return IMPORTANCES[name](nonfinite)
+    return IMPORTANCES.get(name)(nonfinite)
 
 
 def _filled(statistic: Statistic | None, total: Tensor, tokens: int) -> Statistic:

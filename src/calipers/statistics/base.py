@@ -203,6 +203,15 @@ class Statistic:
         """Return what two statistics have in common that measure the same of a tensor."""
         return {"class": type(self).__qualname__}
 
+    @classmethod
+    def from_configuration(cls, options: Mapping[str, Any]) -> Self:
+        """Return an empty statistic of a configuration, which is given without the class."""
+        return cls(**options)
+
+    def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:  # noqa: ARG002
+        """Say why it cannot have these fields, which are sound each, if it cannot."""
+        return None
+
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes for a tensor of so many channels and, of states, heads."""
         return 2 * 8 * channels

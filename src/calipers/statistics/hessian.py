@@ -87,6 +87,13 @@ class BlockHessians(HessianSums):
         """Return what two statistics have in common that measure the same of a tensor."""
         return {**super().configuration(), "width": self.width}
 
+    def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
+        """Say why it cannot have these fields, which are sound each, if it cannot."""
+        sums, width = fields["_hessian_sum"], self.width
+        if sums.ndim != 3 or sums.shape[1:] != (width, width):
+            return f"_hessian_sum must be of shape (blocks, {width}, {width})"
+        return None
+
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes for a tensor of so many channels."""
         return 8 * channels * (self._width or channels)

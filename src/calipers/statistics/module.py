@@ -21,6 +21,7 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     It is a statistic itself: of the fields it declares, and of those of its ``parts``. A part is
     given by setting the attribute of that name; one that is new takes the lock of the module.
+    A subclass may have ``options``, whose fields are visible as attributes, too.
     A state_dict holds the fields that have data and the configuration they were gathered under,
     all of it as tensors. Casting the model leaves the precision of its statistics alone.
     """
@@ -63,7 +64,18 @@ class StatisticModule(Statistic, torch.nn.Module):
         holders, declared = _arrangement(cast("Any", type(self)), tuple(kinds))
         self.__dict__.update(_holders=holders, _all_declared=declared)
 
+    def option_named(self, name: str) -> str | None:  # noqa: ARG002
+        """Return the option that an attribute stands for; None where it stands for none."""
+        return None
+
+    def set_option(self, name: str, value: Any) -> None:
+        """Change an option."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
+        option = self.option_named(name)
+        if option is not None:
+            return getattr(self.__dict__["options"], option)
         holder = self.__dict__.get("_holders", {}).get(name)
         if holder is not None:
             part = self.__dict__[holder]
@@ -72,6 +84,12 @@ class StatisticModule(Statistic, torch.nn.Module):
         return torch.nn.Module.__getattr__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        option = self.option_named(name)
+        if option is not None:
+            self.set_option(option, value)
+            return
+        if value is None and name in self.__dict__.get("_all_declared", ()):
+            self.__dict__.setdefault("_none_at_first", set()).add(name)
         holder = self.__dict__.get("_holders", {}).get(name)
         if holder is not None:
             setattr(self.__dict__[holder], name, value)
@@ -117,10 +135,12 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     @guarded
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything; fields that a subclass began as None are None again."""
         for part in self.held():
             part.reset()
         super().reset()
+        for name in self.__dict__.get("_none_at_first", ()):
+            setattr(self, name, None)
 
     @guarded
     def fields_to_share(self) -> dict[str, Tensor]:

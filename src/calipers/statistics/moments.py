@@ -89,6 +89,10 @@ class SquareSums(TokenSums):
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
 
+    def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
+        """Say why it cannot have these fields, which are sound each, if it cannot."""
+        return problem_with_channels("_imatrix_sum", fields["_imatrix_sum"])
+
     @property
     def takes_summaries(self) -> bool:
         """Whether summaries of finite tensors, made for several statistics, are enough for it."""
@@ -149,3 +153,10 @@ class TokenSquares(TokenSums):
 def number_of(tokens: Tensor, marks: Tensor | None) -> Tensor:
     """Return how many tokens are marked."""
     return torch.tensor(len(tokens), device=tokens.device) if marks is None else marks.sum()
+
+
+def problem_with_channels(name: str, sums: Tensor) -> str | None:
+    """Say why a field cannot be sums of squares by channel, if it cannot."""
+    if sums.ndim != 1 or bool((sums < 0).any()):
+        return f"{name} must be one number for each channel, not below zero"
+    return None

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
+from typing_extensions import Self
 
 from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
 from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.locking import guarded
-from calipers.statistics.observation import observation_of
+from calipers.statistics.observation import Observation, observation_of
 from calipers.statistics.summary import TensorSummary
 
 _WHOLE = QuantizationArgs(num_bits=8, strategy="tensor")
 _SUMMARIZED = ("tensor", "group 1")
 """The cuts whose extrema a summary has: the whole tensor, and each channel by itself."""
+
+
+class RangeChoice(Protocol):
+    """Chooses the range of one tensor, in place of its extrema."""
+
+    def __call__(self, seen: Observation) -> tuple[Tensor, Tensor]:
+        """Return the ends of the range of each piece."""
+
+    def configuration(self) -> dict[str, Any]:
+        """Return what two have in common that choose the same."""
 
 
 class LastRange(Statistic):
@@ -26,6 +37,7 @@ class LastRange(Statistic):
     :param base_name: what is measured: ``weight``, ``input``, ``output``, ``q``, ``k`` or ``v``
     :param args: how it is cut into pieces
     :param nonfinite: whether NaN and Inf are an error (``raise``), or left out (``ignore``)
+    :param choice: chooses another range of each tensor than its extrema
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {
@@ -50,8 +62,9 @@ class LastRange(Statistic):
         args: QuantizationArgs = _WHOLE,
         *,
         nonfinite: str = "raise",
+        choice: RangeChoice | None = None,
     ) -> None:
-        self.base_name, self.args, self.nonfinite = base_name, args, nonfinite
+        self.base_name, self.args, self.nonfinite, self.choice = base_name, args, nonfinite, choice
 
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
@@ -64,6 +77,7 @@ class LastRange(Statistic):
             "strategy": strategy_name(self.args),
             "block_structure": self.args.block_structure,
             "nonfinite": self.nonfinite,
+            **({"choice": self.choice.configuration()} if self.choice else {}),
         }
 
     @property
@@ -84,7 +98,18 @@ class LastRange(Statistic):
             return
         if "min_vals" in self.fields():
             seen = seen.without_missing(self.min_vals, self.max_vals)
-        self.absorb(min_vals=seen.extrema.min_vals, max_vals=seen.extrema.max_vals, **seen.marks())
+        found = seen.extrema
+        low, high = self.choice(seen) if self.choice else (found.min_vals, found.max_vals)
+        self.absorb(min_vals=low, max_vals=high, **seen.marks())
+
+    def range(self) -> tuple[Tensor, Tensor] | None:
+        """Return the range of each piece in the dtype of what was seen; None where nothing was."""
+        fields = self.fields()
+        if "min_vals" not in fields:
+            return None
+        low, high = fields["min_vals"], fields["max_vals"]
+        dtype = fields.get("observed_like", low).dtype
+        return low.to(dtype), high.to(dtype)
 
 
 class Extrema(LastRange):
@@ -101,6 +126,22 @@ class Extrema(LastRange):
         "min_vals": Reduction.MIN,
         "max_vals": Reduction.MAX,
     }
+
+    @classmethod
+    def from_configuration(cls, options: Mapping[str, Any]) -> Self:
+        """Return an empty statistic of a configuration, which is given without the class."""
+        cut = {
+            key: value for key, value in options.items() if key not in ("base_name", "nonfinite")
+        }
+        args = QuantizationArgs(num_bits=8, **cut)
+        return cls(options["base_name"], args, nonfinite=options["nonfinite"])
+
+    def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
+        """Say why it cannot have these fields, which are sound each, if it cannot."""
+        low, high = fields["min_vals"], fields["max_vals"]
+        if low.shape != high.shape or bool((low > high).any()):
+            return "min_vals must be as many as max_vals, and none above its maximum"
+        return None
 
     def derive_from(self, known: Iterable[Statistic]) -> bool:
         """Take the extrema of groups from those of single channels, too."""

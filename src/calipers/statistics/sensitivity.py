@@ -10,6 +10,7 @@ from torch import Tensor
 
 from calipers.kernels.moments import sum_of_squares
 from calipers.statistics.base import Reduction, Statistic
+from calipers.statistics.moments import problem_with_channels
 
 _AT_ONCE = 1 << 22
 """Numbers of a gradient that are in memory at a time."""
@@ -62,6 +63,10 @@ class Sensitivity(Statistic):
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
         return {"class": type(self).__qualname__}
+
+    def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
+        """Say why it cannot have these fields, which are sound each, if it cannot."""
+        return problem_with_channels("_sensitivity_sum", fields["_sensitivity_sum"])
 
     def per_token(self) -> Tensor:
         """Return E[(∂L/∂w)²] of each column, for the loss of one token."""

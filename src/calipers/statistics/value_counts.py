@@ -68,6 +68,10 @@ class ValueCounts(Statistic):
             "strategy": strategy_name(self._args),
         }
 
+    def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
+        """Say why it cannot have these fields, which are sound each, if it cannot."""
+        return None if TABLES.keys() & fields.keys() else f"it lacks {', '.join(TABLES)}"
+
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes: a table for the tensor, or for each head."""
         return 8 * BINS * (heads if strategy_name(self._args) == "attn_head" else 1)

@@ -58,6 +58,8 @@ class Modifier(BaseModel):
 
     orders_columns: ClassVar[bool] = False
     """Whether ``actorder`` of a scheme means something."""
+    method: ClassVar[str] = ""
+    """The value of ``method`` by which it is chosen to round weights; a subclass has its own."""
 
     def __init__(self, **given: Any) -> None:
         try:

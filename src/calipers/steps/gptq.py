@@ -46,6 +46,7 @@ class GPTQModifier(QuantizationModifier):
     """
 
     orders_columns: ClassVar[bool] = True
+    method: ClassVar[str] = "gptq"
 
     block_size: Annotated[int, Field(ge=1)] = 128
     dampening_frac: Annotated[float, Field(gt=0, le=1)] = 0.01

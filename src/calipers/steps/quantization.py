@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
@@ -42,6 +43,8 @@ class QuantizationModifier(QuantizationSettings):
     >>> modifier.schemes["group_0"].weights.observer
     'mse'
     """
+
+    method: ClassVar[str] = "rtn"
 
     def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
         """Say which modules of a model this modifier quantizes, and how."""

@@ -10,8 +10,10 @@ from torch import Tensor
 from calipers.kernels.memory import Freed
 from calipers.kernels.threads import in_threads
 from calipers.numerics.layout import has_global_scale
-from calipers.observers import Observer, QParamsDict
-from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec
+from calipers.observers import QParamsDict, solving
+from calipers.observers.solving import Weight, solve_stream
+from calipers.observers.spec import COUNTS, RANGE
+from calipers.planning.specs import IMPORTANCE, ModuleSpec
 from calipers.statistics.base import Statistic
 from calipers.steps.layer import Layer
 from calipers.topology import names as topology
@@ -22,15 +24,19 @@ Group = tuple[ModuleSpec, ...]
 
 
 def solve_activations(layer: Layer) -> Solved:
-    """Ask the observers of activations for the parameters of what they saw."""
+    """Find the parameters of activations from what was measured of them."""
     mine: Solved = {}
     with layer.ranks.step("working out the parameters of activations"):
         for module in layer.modules:
             for tensor in module.tensors:
-                seen = layer.measurements.get(module.name, tensor.base_name, OBSERVER)
-                if isinstance(seen, Observer) and seen.has_statistics:
-                    mine[module.name, tensor.base_name] = seen.get_qparams()
-    # An observer that remembers its last value only differs from process to process.
+                if tensor.base_name == "weight" or tensor.observer is None:
+                    continue
+                place = module.name, tensor.base_name
+                seen = {key: layer.measurements.get(*place, key) for key in (RANGE, COUNTS)}
+                solved = solve_stream(tensor.observer, seen, module.name)
+                if solved is not None:
+                    mine[place] = solved
+    # A statistic that remembers its last value only differs from process to process.
     found: Solved = {}
     for theirs in reversed(layer.ranks.share(mine)):
         found |= theirs
@@ -71,27 +77,23 @@ def observed(
     weights: Mapping[ModuleSpec, Tensor],
     inputs: Mapping[ModuleSpec, Statistic | None],
 ) -> Solved:
-    """Show weights to their observers, and return the parameters; they may share a global scale.
+    """Return the parameters of weights, which may share a global scale.
 
     :param inputs: what is known of the inputs of each
     """
-    observers = {module: _observer_of(layer, module) for module in weights}
-    if len(observers) > 1:
-        Observer.fuse(list(observers.values()))
-    for module, observer in observers.items():
-        observer.inputs = inputs[module]
-        observer(weights[module])
-    return {(module.name, "weight"): each.get_qparams() for module, each in observers.items()}
+    solved = solving.solve_weights(
+        [_weight(layer, module, value, inputs[module]) for module, value in weights.items()]
+    )
+    places = [(module.name, "weight") for module in weights]
+    return dict(zip(places, solved, strict=True))
 
 
-def _observer_of(layer: Layer, module: ModuleSpec) -> Observer:
+def _weight(layer: Layer, module: ModuleSpec, value: Tensor, inputs: Statistic | None) -> Weight:
     spec = module.tensor("weight")
     assert spec is not None
     assert spec.observer is not None
-    observer = spec.observer.build(module.name)
-    if module.name in layer.unseen:
-        observer.fall_back_silently()  # coverage says it, once for all
-    return observer
+    # Coverage tells of modules that saw nothing, once for all.
+    return Weight(spec.observer, value, inputs, module.name, module.name in layer.unseen)
 
 
 def fused_groups(modules: Sequence[ModuleSpec]) -> list[Group]:

@@ -12,10 +12,12 @@ from torch import Tensor
 from calipers.calibration.coverage import Coverage
 from calipers.errors import Option, UnseenModulesError, Words, counted, shortened
 from calipers.measurements import Measurements
-from calipers.observers import Observer
+from calipers.observers.solving import range_of_stream
+from calipers.observers.spec import COUNTS, RANGE
 from calipers.options import OnUnseen
-from calipers.planning.specs import IMPORTANCE, OBSERVER, ModuleSpec, TensorSpec
+from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
 from calipers.runtime.ranks import Ranks
+from calipers.statistics.ranges import LastRange
 
 _ALL_EXPERTS = "show all tokens to all experts (" + Option("calibrate_all_experts", True) + ")"
 _WEIGHTS_ONLY = Option("on_unseen", "weights_only")
@@ -39,7 +41,7 @@ _HINTS: dict[str, Words] = {
 }
 """What to do next, by the policy that has not helped."""
 
-Range = tuple[Tensor, Tensor, Tensor]
+SeenRange = tuple[Tensor, Tensor, Tensor]
 """The least, the largest, and a tensor like those that were seen."""
 
 
@@ -81,11 +83,9 @@ def _learn_from_peers(
     module: ModuleSpec, peers: list[str], measurements: Measurements, ranks: Ranks
 ) -> None:
     for tensor in module.tensors:
-        if measurements.get(module.name, tensor.base_name, OBSERVER) is not None:
-            seen = [measurements.get(peer, tensor.base_name, OBSERVER) for peer in peers]
-            observers = [each for each in seen if isinstance(each, Observer)]
-            united = _united_range(tensor, _ranges(observers, ranks))
-            measurements.replace(module.name, tensor.base_name, OBSERVER, united)
+        if measurements.get(module.name, tensor.base_name, RANGE) is not None:
+            united = _united_range(_ranges(tensor, peers, measurements, ranks))
+            measurements.replace(module.name, tensor.base_name, RANGE, united)
     inputs = measurements.get(module.name, "input", IMPORTANCE)
     if inputs is not None:
         borrowed = copy.deepcopy(inputs)  # others may publish what was really seen
@@ -97,17 +97,26 @@ def _learn_from_peers(
         measurements.replace(module.name, "input", IMPORTANCE, borrowed)
 
 
-def _ranges(observers: list[Observer], ranks: Ranks) -> list[Range]:
-    """Return what peers saw in any process: some remember only what they saw in their own."""
-    mine = [(*each.get_range(), each.observed_like) for each in observers if each.has_statistics]
+def _ranges(
+    tensor: TensorSpec, peers: list[str], measurements: Measurements, ranks: Ranks
+) -> list[SeenRange]:
+    """Return the ranges of peers in any process: some remember only what they saw in their own."""
+    assert tensor.observer is not None
+    mine: list[SeenRange] = []
+    for peer in peers:
+        seen = {key: measurements.get(peer, tensor.base_name, key) for key in (RANGE, COUNTS)}
+        found = range_of_stream(tensor.observer, seen, peer)
+        if found is not None:
+            ranged = seen[RANGE]
+            like = None if ranged is None else ranged.field("observed_like")
+            mine.append((*found, found[0] if like is None else like))
     return [each for theirs in ranks.share(mine) for each in theirs]
 
 
-def _united_range(tensor: TensorSpec, ranges: list[Range]) -> Observer:
-    """Return an observer that has seen the largest of some ranges."""
-    args = tensor.args.model_copy(update={"observer_kwargs": {}})
-    united = Observer.load_from_registry("static_minmax", base_name=tensor.base_name, args=args)
+def _united_range(ranges: list[SeenRange]) -> LastRange:
+    """Return the largest of some ranges."""
     lows, highs, likes = zip(*ranges, strict=True)
+    united = LastRange()
     united.absorb(
         min_vals=reduce(torch.minimum, lows),
         max_vals=reduce(torch.maximum, highs),

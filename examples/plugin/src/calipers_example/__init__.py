@@ -1,0 +1,1 @@
+"""Extensions of Calipers, found by their entry points."""
