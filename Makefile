@@ -8,7 +8,7 @@ DEMO ?= calipers-demo
 CASES ?= 1000
 JOBS ?= 2
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile
-NATIVE := $(wildcard src/calipers/kernels/native/*)
+NATIVE := $(wildcard src/calipers/kernels/native/cpp/* src/calipers/kernels/native/cpp/bindings/*)
 
 # For what is installed and for what builds it; the second name is that of newer versions of pip.
 export PIP_CONSTRAINT := constraints.txt

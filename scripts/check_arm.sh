@@ -3,7 +3,7 @@
 # by qemu, where this machine is none. Flags are those of CMakeLists.txt. Needs no Python.
 set -eu
 cd "$(dirname "$0")/.."
-native=src/calipers/kernels/native
+native=src/calipers/kernels/native/cpp
 build=build/arm
 mkdir -p $build
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from pairwise import pairwise
 
-from calipers.kernels import describe, dispatch
+from calipers.kernels import describe
+from calipers.kernels.operations import SWITCH, chosen_backends
 
 NATIVE_ENGINES = describe().instruction_sets
 ENGINES = ("torch", *NATIVE_ENGINES)
@@ -58,12 +61,21 @@ def threads_in_use(count: int) -> Iterator[None]:
 
 
 @contextmanager
+def backends_in_use(names: str) -> Iterator[None]:
+    """Let backends be chosen anew, as in a process with this CALIPERS_BACKEND."""
+    with mock.patch.dict(os.environ, {SWITCH: names}):
+        chosen_backends.cache_clear()
+        try:
+            yield
+        finally:
+            chosen_backends.cache_clear()
+
+
+@contextmanager
 def engine_in_use(engine: str) -> Iterator[None]:
     """Let the kernels run in torch, or with one instruction set."""
     if engine == "torch":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "_load", lambda: (None, "a test wants it so"))
-            patch.setattr(dispatch, "_warn_once", lambda: None)
+        with backends_in_use("torch"):
             yield
         return
     from calipers.kernels import _native

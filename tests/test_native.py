@@ -19,9 +19,10 @@ from engines import NATIVE_ENGINES, native_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from calipers.errors import ConfigurationError
-from calipers.kernels import KernelReport, describe, dispatch
+from calipers.kernels import KernelReport, describe, native
 from calipers.kernels.counts import count_values
 from calipers.kernels.extrema import extrema
+from calipers.kernels.operations import Workload, chosen_backends
 from calipers.kernels.search import search_range
 
 FIRST_USE = (
@@ -32,7 +33,7 @@ FIRST_USE = (
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key != dispatch.SWITCH}
+    env = {key: value for key, value in os.environ.items() if key != native.SWITCH}
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
 
 
@@ -40,23 +41,28 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
 def switched(switch: str) -> Iterator[Callable[[], KernelReport]]:
     """Let kernels be chosen again, as at their first use in a process with this switch."""
     before = describe().instruction_set
-    dispatch._load.cache_clear()
+    _forget()
     try:
-        with mock.patch.dict(os.environ, {dispatch.SWITCH: switch}):
+        with mock.patch.dict(os.environ, {native.SWITCH: switch}):
             yield describe
     finally:
-        dispatch._load.cache_clear()
+        _forget()
         if before is not None:
-            dispatch._load()[0].use(before)
+            native.library().use(before)
+
+
+def _forget() -> None:
+    for known in (chosen_backends, native.library, native._status):
+        known.cache_clear()
 
 
 class TestChoice:
     def test_describe(self) -> None:
         report = describe()
-        assert report.native == bool(NATIVE_ENGINES)
+        assert report.operations["extrema"] == ("native", "torch")[not NATIVE_ENGINES :]
         assert report.threads == torch.get_num_threads()
-        assert "extrema" in str(report)
-        assert report.reason in str(report)
+        assert all(name in str(report) for name in report.operations)
+        assert all(each.reason in str(report) for each in report.backends)
 
     @native_only
     def test_the_best_instruction_set_is_taken(self) -> None:
@@ -72,8 +78,8 @@ class TestChoice:
     def test_none_can_be_asked_for(self) -> None:
         with switched("0") as report:
             assert extrema(torch.ones(1, 2, 1, 3)).max_vals.tolist() == [1.0, 1.0]
-            text = "torch everywhere, without native kernels: CALIPERS_NATIVE=0 is set"
-            assert text in str(report())
+            assert "native: not used, CALIPERS_NATIVE=0 is set" in str(report())
+            assert set(report().operations.values()) == {("torch",)}
 
     @native_only
     def test_an_unknown_one_is_refused(self) -> None:
@@ -98,8 +104,11 @@ class TestChoice:
     def test_tensors_without_memory_of_their_own_are_left_to_torch(self) -> None:
         seen = []
 
+        def is_accepted(values: torch.Tensor) -> bool:
+            return native.BACKEND.accepts(Workload((values,)))
+
         def largest(values: torch.Tensor) -> torch.Tensor:
-            seen.append(dispatch.native_for(values))
+            seen.append(is_accepted(values))
             return values.amax((0, -2, -1))
 
         values = torch.randn(1, 3, 1, 8)
@@ -108,9 +117,9 @@ class TestChoice:
         largest(values.as_subclass(type("Wrapped", (torch.Tensor,), {})))
         with FakeTensorMode() as mode:
             largest(mode.from_tensor(values))
-        assert seen == [None] * 4
-        assert dispatch.native_for(values.to_sparse()) is None
-        assert dispatch.native_for(torch.nn.Parameter(values)) is not None
+        assert seen == [False] * 4
+        assert not is_accepted(values.to_sparse())
+        assert is_accepted(torch.nn.Parameter(values))
 
     @pytest.mark.slow
     def test_a_distributed_tensor_is_observed(self) -> None:
@@ -120,7 +129,7 @@ class TestChoice:
 
     def test_other_dtypes_and_empty_tensors_are_left_to_torch(self) -> None:
         for values in (torch.ones(1, dtype=torch.float64), torch.ones(0), torch.ones(1).to("meta")):
-            assert dispatch.native_for(values) is None
+            assert not native.BACKEND.accepts(Workload((values,)))
 
 
 DISTRIBUTED = """

@@ -24,7 +24,7 @@ PLANNED = {
     ("recipes/schema.py", "_from_preset"),
     ("observers/spec.py", "resolve"),
 }
-SOLVED = {("solvers/exact.py", "_searched"), ("calibration/lifecycle.py", "store_qparams")}
+SOLVED = {("solvers/exact.py", "_searched"), ("engine/applying.py", "apply_changes")}
 WRITTEN = {("checkpoint/shards.py", "_write"), ("checkpoint/compression.py", "compressed_state")}
 OF_A_WEIGHT = {("statistics/moments.py", "_summed"), ("solvers/importance.py", "weights")}
 OF_AN_ACTIVATION = {("statistics/value_counts.py", "count")}

@@ -30,8 +30,8 @@ from calipers.calibration.lifecycle import (
     observer_of,
     update_qparams,
 )
-from calipers.calibration.masks import token_mask
 from calipers.errors import ConfigurationError, NoStatisticsError, TensorValueError
+from calipers.statistics.masks import token_mask
 
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False)
 CHANNEL = QuantizationArgs(num_bits=8, strategy="channel")

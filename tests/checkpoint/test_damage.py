@@ -179,20 +179,20 @@ class TestDamagedFiles:
             (lambda index: index.update(weight_map={}), "its weight_map is empty"),
             (
                 lambda index: index["weight_map"].update({UP: "../model/other.safetensors"}),
-                "names '../model/other.safetensors', outside of the folder",
+                "'../model/other.safetensors' is outside of the folder",
             ),
             (
                 lambda index: index["weight_map"].update({UP: "/etc/x.safetensors"}),
-                "names '/etc/x.safetensors', outside of the folder",
+                "'/etc/x.safetensors' is outside of the folder",
             ),
             (lambda index: index["weight_map"].update({UP: 3}), "names 3, no safetensors file"),
             (
                 lambda index: index["weight_map"].update({UP: "lost.safetensors"}),
-                "names 'lost.safetensors', which does not exist",
+                "'lost.safetensors' is named by the index and does not exist",
             ),
             (
                 lambda index: index["weight_map"].update(x="a.safetensors"),
-                "holds 'x', which is not",
+                "'x' is not in 'a.safetensors'",
             ),
         ],
     )

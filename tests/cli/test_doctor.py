@@ -21,7 +21,7 @@ def test_the_doctor_tells_versions_kernels_and_machine() -> None:
     assert facts["calipers"].rstrip() == __version__
     assert facts["torch"].rstrip() == torch.__version__
     assert facts["python"].startswith(platform.python_version())
-    assert "without native kernels: CALIPERS_NATIVE=0 is set" in facts["kernels"]
+    assert facts["kernels"].rstrip() == "native: not used, CALIPERS_NATIVE=0 is set"
     assert facts["devices"].startswith("cpu")
     assert facts["threads"].rstrip() == "1 (OMP_WAIT_POLICY=PASSIVE)"
     assert "free in" in facts["disk"]
@@ -30,10 +30,25 @@ def test_the_doctor_tells_versions_kernels_and_machine() -> None:
 def test_the_same_as_data() -> None:
     told = json.loads(run_here("doctor", "--json").stdout)
     assert told["packages"]["calipers"] == __version__
-    assert told["kernels"]["native"] == describe().native
+    backends = {each["name"]: each for each in told["kernels"]["backends"]}
+    assert backends["native"]["is_usable"] == bool(describe().instruction_set)
+    assert told["kernels"]["operations"] == {
+        name: list(each) for name, each in describe().operations.items()
+    }
     assert told["cores"] == os.cpu_count()
     assert told["disk"]["free"] > 0
     assert 0 < told["memory"]["free"] <= told["memory"]["total"]
+
+
+@pytest.mark.slow
+def test_a_choice_of_backends_is_told() -> None:
+    done = run("doctor", env={"CALIPERS_BACKEND": "torch"})
+    assert "kernels" in done.stdout
+    assert "torch: everything else (CALIPERS_BACKEND=torch is set)" in done.stdout
+    error = json.loads(run("doctor", "--json", env={"CALIPERS_BACKEND": "ntive"}).stderr)["error"]
+    assert error["type"] == "ConfigurationError"
+    assert "there is no backend 'ntive'. Known: torch, native" in error["message"]
+    assert error["message"].endswith("Did you mean native?")
 
 
 @pytest.mark.slow

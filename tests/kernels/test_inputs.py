@@ -9,16 +9,16 @@ import pytest
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs
-from engines import NATIVE_ENGINES
+from engines import backends_in_use
 from torch import Tensor
 
 from calipers.kernels.channels import summarize_channels
 from calipers.kernels.counts import BINS, count_values, distinct_values
-from calipers.kernels.dispatch import OPERATIONS
 from calipers.kernels.extrema import extrema
 from calipers.kernels.feedback import descend, feed_back
 from calipers.kernels.joint import choose_together
 from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.operations import operations
 from calipers.kernels.optimum import best_scales
 from calipers.kernels.packing import pack_weight
 from calipers.kernels.products import sum_of_products
@@ -33,7 +33,6 @@ SYMMETRIC = Format.of(QuantizationArgs(num_bits=4))
 INT2 = Format.of(QuantizationArgs(num_bits=2, symmetric=False))
 SHAPES = [(3, 8), (1, 8), (3, 1), (1, 1)]
 STORABLE = torch.arange(1.0, 65.0) / 64
-ENGINES = ("torch", *NATIVE_ENGINES[-1:])
 
 
 def as_pieces(matrix: Tensor) -> Tensor:
@@ -109,9 +108,8 @@ def _summarize(x: Given) -> Any:
     return [*found, counts]
 
 
-def _quantize(x: Given) -> Any:
-    given = as_pieces(x.values), x.scales, x.zeros, INT4
-    return *quantize_with_error(*given), quantization_errors(*given, 2.4, x.weights)
+def _rounding(x: Given) -> Any:
+    return as_pieces(x.values), x.scales, x.zeros, INT4
 
 
 def _feed_back(x: Given) -> Any:
@@ -147,25 +145,31 @@ def _pack(x: Given) -> Any:
 
 CALLS: dict[str, Callable[[Given], Any]] = {
     "extrema": lambda x: extrema(as_pieces(x.values)),
-    "search": _search,
-    "optimum": lambda x: _optimum(x, STORABLE),
-    "optimum swept": lambda x: _optimum(x, None),
-    "optimum polished": lambda x: _optimum(x, None, INT2),
+    "best_range": _search,
+    "try_scales": lambda x: _optimum(x, STORABLE),
+    "try_scales polished": lambda x: _optimum(x, None, INT2),
+    "sweep_scales": lambda x: _optimum(x, None),
     "sum_of_squares": lambda x: (sum_of_squares(x.values), sum_of_squares(x.values, x.mask)),
     "sum_of_products": lambda x: (
         sum_of_products(x.values),
         sum_of_products(x.values, x.target),
         sum_of_products(x.values.bfloat16(), x.target.bfloat16()),
     ),
-    "count_values": _count,
-    "count_values distinct": lambda x: distinct_values(as_pieces(x.values.bfloat16())),
+    "add_counts": _count,
+    "add_counts distinct": lambda x: distinct_values(as_pieces(x.values.bfloat16())),
     "summarize_channels": _summarize,
-    "quantize": _quantize,
-    "feed_back": _feed_back,
-    "descend": _descend,
-    "choose_together": _choose,
+    "quantize": lambda x: quantize_with_error(*_rounding(x)),
+    "sum_errors": lambda x: quantization_errors(*_rounding(x), 2.4, x.weights),
+    "feed_back_block": _feed_back,
+    "descend_in_place": _descend,
+    "choose_in_blocks": _choose,
     "pack": _pack,
 }
+"""What reaches each operation, by its name and, behind a space, by how."""
+
+ON_BACKENDS = [
+    (call, backend) for call in CALLS for backend in operations()[call.split()[0]].backends
+]
 
 
 def _inside(plain: Tensor) -> Tensor:
@@ -204,17 +208,22 @@ def tensors_in(found: Any) -> Iterator[Tensor]:
             yield torch.as_tensor(each)
 
 
-@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.fixture
+def engine() -> None:
+    """Backends are chosen by the tests themselves."""
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("call", CALLS)
-def test_inputs_stay_as_they_are_wherever_they_lie(call: str, memory: str) -> None:
+@pytest.mark.parametrize(("call", "backend"), ON_BACKENDS)
+def test_inputs_stay_as_they_are_wherever_they_lie(call: str, backend: str, memory: str) -> None:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             given = Given.of(shape, dtype).laid_out(MEMORIES[memory])
             plain = Given(*(each.resolve_neg().clone().contiguous() for each in given))
-            expected = list(tensors_in(CALLS[call](plain)))
-            before = bits_of(given)
-            found = list(tensors_in(CALLS[call](given)))
+            with backends_in_use(backend):
+                expected = list(tensors_in(CALLS[call](plain)))
+                before = bits_of(given)
+                found = list(tensors_in(CALLS[call](given)))
             assert bits_of(given) == before, (shape, dtype)
             for ours, theirs in zip(found, expected, strict=True):
                 # Sums may run in another order.
@@ -222,5 +231,20 @@ def test_inputs_stay_as_they_are_wherever_they_lie(call: str, memory: str) -> No
                 torch.testing.assert_close(ours, theirs, rtol=rtol, atol=0)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_reaches_its_operation(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation, reached = operations()[call.split()[0]], []
+
+    def reference(*args: Any, **kwargs: Any) -> Any:
+        reached.append(call)
+        return given(*args, **kwargs)
+
+    given = operation.reference
+    monkeypatch.setattr(operation, "reference", reference)
+    with backends_in_use("torch"):
+        CALLS[call](Given.of((3, 8), torch.float32))
+    assert reached
+
+
 def test_no_operation_is_left_out() -> None:
-    assert {name.partition(" ")[0] for name in CALLS} == set(OPERATIONS)
+    assert {name.split()[0] for name in CALLS} == set(operations())

@@ -15,10 +15,19 @@ def optimum(grid: str, *, shifted: bool) -> None:
     """Look for the best of one scale, for one value."""
     from calipers.kernels import _native
 
-    one, window = np.ones(1, np.float32), np.array([[0, -1, 1, 1, 1]], np.float32)
-    found = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.int32), np.zeros((1, 1))
-    value = one.reshape(1, 1, 1, 1, 1)
-    _native.optimum(value, None, one, one, one, 1.0, window, shifted, grid, 2.0, 9.0, *found, 1)
+    one = np.ones(1, np.float32)
+    search = _native.ScaleSearch(
+        values=one.reshape(1, 1, 1, 1, 1),
+        weights=None,
+        low=one,
+        high=one,
+        windows=np.array([[0, -1, 1, 1, 1]], np.float32),
+        best=np.zeros((1, 1), np.float32),
+        window=np.zeros((1, 1), np.int32),
+        errors=np.zeros((1, 1)),
+    )
+    table = {"storable": one, "halvable": 1.0, "most": 9.0}
+    _native.optimum(search, grid=grid, shifted=shifted, norm=2.0, threads=1, **table)
 
 
 def test_every_format_has_a_row() -> None:

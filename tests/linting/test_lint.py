@@ -10,6 +10,7 @@ import massive
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -18,7 +19,7 @@ from linting import DOWN, RECIPES, Q, checkpoint, damaged, sources, with_value
 from safetensors.torch import load_file
 
 import calipers
-from calipers.linting import dequantizing
+from calipers.checkpoint import quantized_weight
 from calipers.linting.codes import count_codes
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_sound_checkpoint(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is found, and errors are those of what compressed-tensors decompresses."""
-    monkeypatch.setattr(dequantizing, "_TILE", 3000)  # several parts of each weight
+    """Nothing is found, and errors are those of codes times scales, as quantization noted them."""
+    monkeypatch.setattr(quantized_weight, "_TILE", 3000)  # several parts of each weight
     folder, source = checkpoint(place, name), sources(place, name)
     found = calipers.lint(folder, against=source)
     assert [str(each) for each in found.findings] == []
@@ -37,15 +38,18 @@ def test_a_sound_checkpoint(name: str, place: Path, monkeypatch: pytest.MonkeyPa
         load_file(source / "model.safetensors"),
     )
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    noted = json.loads((folder / "calipers.json").read_text())["weight_errors"]
+    assert {weight.name: weight.error for weight in found.weights} == pytest.approx(noted, rel=1e-6)
     for weight in found.weights[:: 5 if len(found.weights) > 4 else 1]:
-        values = decompressed(weight.name, stored, config).float()
-        exact = original[f"{weight.name}.weight"].float()
+        values = decompressed(weight.name, stored, config).double()
+        exact = original[f"{weight.name}.weight"].double()
         assert weight.shape == exact.shape
         expected = ((values - exact).norm() / exact.norm()).item()
-        assert weight.error == pytest.approx(expected, rel=1e-5)
+        assert weight.error == pytest.approx(expected, rel=1e-6)
 
 
 def decompressed(name: str, stored: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
+    """What compressed-tensors makes of a weight if nothing is rounded to 16 bits behind it."""
     groups = [QuantizationScheme.model_validate(each) for each in config["config_groups"].values()]
     scheme = next((g for g in groups if any(name.endswith(t[-6:]) for t in g.targets)), groups[0])
     form = CompressionFormat(scheme.format or config["format"])
@@ -54,6 +58,14 @@ def decompressed(name: str, stored: dict[str, torch.Tensor], config: Any) -> tor
         for key, tensor in stored.items()
         if key.startswith(f"{name}.")
     }
+    scale = state["weight_scale"]
+    if form is CompressionFormat.nvfp4_pack_quantized:  # always rounded by the library
+        rows, half = state["weight_packed"].shape
+        codes = unpack_fp4_from_uint8(state["weight_packed"], rows, 2 * half).double()
+        scale = scale.double() / state["weight_global_scale"].double()
+        return codes * scale.repeat_interleave(16, dim=1)
+    if scale.dtype == torch.bfloat16:
+        state["weight_scale"] = scale.float()
     found: torch.Tensor = BaseCompressor.get_value_from_registry(form.value).decompress(
         state, scheme
     )["weight"]

@@ -227,6 +227,13 @@ class TestIndex:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         assert calipers.lint(folder).checks == ({check: (name,)} if check else {})
 
+    def test_an_index_without_metadata(self, place: Path, tmp_path: Path) -> None:
+        """transformers reads it before anything else."""
+        folder, index = self.split(checkpoint(place, "W4A16"), tmp_path)
+        del index["metadata"]
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert calipers.lint(folder).checks == {"index-metadata": ("metadata",)}
+
 
 class TestAgainst:
     def test_codes_of_another_row(self, place: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 // How kernels are run, and what they found is reported.
 #pragma once
 
+#include <atomic>
 #include <cstdio>
 #include <functional>
 #include <map>
@@ -53,11 +54,15 @@ template <class Job> void set_grid(Job& job, const Numbers& numbers) {
   job.highest = static_cast<float>(numbers.highest);
 }
 
-template <class Job>
-void run(void (*kernel)(const Job&, std::int64_t, std::byte*), const Job& job, std::size_t scratch) {
+template <class Job> void run(const Kernel<Job>& kernel, const Job& job) {
+  std::atomic<bool> intact{true};
   run_tasks(
-      job.cut.tasks(), 3, scratch, [&](std::int64_t task, std::byte* memory) { kernel(job, task, memory); },
+      job.cut.tasks(), 3, kernel.scratch_bytes(job),
+      [&](std::int64_t task, std::byte* memory) {
+        if (!kernel.run(job, task, memory)) intact = false;
+      },
       [] { return false; });
+  expect(intact, "whether it stayed within its scratch memory", intact, "", 1);
 }
 
 inline std::int64_t divide_up(std::int64_t count, std::int64_t unit) { return (count + unit - 1) / unit; }

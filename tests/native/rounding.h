@@ -26,7 +26,7 @@ inline void check_quantize() {
   std::vector<std::byte> output(pieces * length * element_size(dtype));
   std::vector<double> errors(job.cut.chunks * pieces);
   job.output = output.data(), job.errors = errors.data();
-  run(kernels.quantize, job, 3 * kTileBytes);
+  run(kernels.quantize, job);
   for (std::int64_t piece = 0; piece < pieces; piece++) {
     const auto quantized = [&](double x) {
       return numbers.quantized_in_float(x, scales[piece], has_zeros ? zeros[piece] : 0);
@@ -88,7 +88,7 @@ inline void check_feedback() {
   job.adjusted = adjusted.data(), job.target = target.data() + begin;
   job.factor = factor.data() + begin * (pitch + 1);
   job.result = result.data() + begin, job.errors = errors.data() + begin;
-  run(kernels.feedback, job, 2 * columns * 4 * kVectorBytes);
+  run(kernels.feedback, job);
   for (std::int64_t row = 0; row < rows; row++)
     for (std::int64_t k = 0; k < columns; k++) {
       const std::int64_t column = begin + k, at = row * pitch + column;
@@ -140,7 +140,7 @@ inline void check_descent() {
   job.scaling = by.scaling(), job.hessian = hessian.data();
   std::vector<std::int64_t> changed(job.cut.tasks());
   job.values = values.data(), job.pulls = pulls.data(), job.changed = changed.data();
-  run(kernels.descent, job, descent_scratch_bytes(job.cut.pieces_per_run, job.block));
+  run(kernels.descent, job);
   double different = 0, told = 0;
   for (std::int64_t i = 0; i < rows * columns; i++) {
     const std::int64_t row = i / columns, column = i % columns;
@@ -235,7 +235,7 @@ inline void check_joint() {
   job.scales = given.scales.data(), job.zeros = given.has_zeros ? given.zeros.data() : nullptr;
   job.own = own.data(), job.across = across.data(), job.chosen = chosen.data();
   set_grid(job, given.numbers);
-  run(kernels.joint, job, joint_scratch_bytes(job));
+  run(kernels.joint, job);
   for (std::int64_t at = 0; at < given.rows * given.blocks; at++) {
     const std::int64_t row = at / given.blocks, block = at % given.blocks;
     const auto first = chosen.begin() + at * given.places;
@@ -290,7 +290,7 @@ inline void check_pack() {
   job.row_bytes = divide_up(columns * bits, 8) + 3;
   std::vector<std::uint8_t> packed(rows * job.row_bytes, 255), expected(packed.size()), nans(job.cut.tasks());
   job.packed = packed.data(), job.nans = nans.data();
-  run(kernels.pack, job, kPackScratchBytes);
+  run(kernels.pack, job);
   expect_equal("whether there is a NaN", *std::max_element(nans.begin(), nans.end()), has_nan);
   if (has_nan) return;
   for (std::int64_t i = 0; i < rows * columns; i++) {

@@ -91,13 +91,13 @@ inline void check_search() {
   job.best = best.data(), job.done = done.data(), job.least = least.data(), job.improved = improved.data();
   if (search.in_chunks) {
     job.errors = errors.data(), job.end = search.count;
-    run(kernels.search, job, search_scratch_bytes(search.count));
+    run(kernels.search, job);
     return compare_chunks(search, errors);
   }
   // Each round brings every piece further.
   for (std::int64_t round = 0; round < search.count; round++)
     if (*std::min_element(done.begin(), done.end()) < reach(job))
-      run(kernels.search, job, search_scratch_bytes(search.count));
+      run(kernels.search, job);
   expect_at_most("the number of candidates to try", reach(job), *std::min_element(done.begin(), done.end()));
   for (std::int64_t piece = 0; piece < search.pieces; piece++) {
     const std::vector<double> exact = search.exact(piece);
@@ -116,8 +116,7 @@ inline void check_ranges() {
   std::vector<std::byte> start(pieces * size), end(pieces * size);
   run(kernels.ranges,
       RangesJob{cut_into(pieces, 40, 1, 1), dtype, pieces, low.data(), high.data(), factors.data(),
-                best.data(), start.data(), end.data()},
-      2 * 40 * sizeof(float));
+                best.data(), start.data(), end.data()});
   for (std::int64_t i = 0; i < pieces; i++) {
     expect_equal("a start", read(dtype, &start[i * size]), rounded(dtype, double{low[i]} * factors[best[i]]));
     expect_equal("an end", read(dtype, &end[i * size]), rounded(dtype, double{high[i]} * factors[best[i]]));
@@ -235,7 +234,7 @@ inline void check_optimum() {
   job.in_lanes = per_octave < 16 && !job.shifted && windows.size() <= 2 && job.kept <= kMostKeptLanes &&
                  job.values.is_short();
   job.norm = static_cast<float>(search.norm), job.power = power_of(search.norm);
-  run(kernels.optimum, job, optimum_scratch_bytes(scales));
+  run(kernels.optimum, job);
   std::vector<double> all;
   search.compare(kRough, [&](std::int64_t piece, std::int64_t n) {
     if (n) return n < static_cast<std::int64_t>(all.size()) ? all[n] : 1e300;
@@ -286,7 +285,8 @@ inline void check_sweep() {
   job.kernels = &kernels.sweep;
   search.tell(job);
   job.magnitudes = magnitudes.data(), job.magnitude_count = static_cast<std::int64_t>(magnitudes.size());
-  run(sweep_task, job, 64);
+  run_tasks(
+      job.cut.tasks(), 3, 0, [&](std::int64_t task, std::byte*) { sweep_task(job, task); }, [] { return false; });
   search.compare(1e-6, [&](std::int64_t piece, std::int64_t n) {
     if (n) return 1e300;  // how many parabolas are alike is not told
     double least = 1e300;

@@ -24,7 +24,7 @@ inline void check_extrema() {
   std::vector<std::int64_t> nonfinite(job.cut.tasks());
   job.low = low.data(), job.high = high.data(), job.any_finite = any_finite.data();
   job.nonfinite = nonfinite.data();
-  run(kernels.extrema, job, (job.cut.pieces_per_run + 2 * kLanes) * 2 * kVectorBytes);
+  run(kernels.extrema, job);
   std::int64_t expected_nonfinite = 0, found_nonfinite = 0;
   for (std::int64_t at = 0; at < results; at++) {
     double least = INFINITY, most = -INFINITY;
@@ -58,7 +58,7 @@ inline void check_counts() {
                 nullptr};
   std::vector<std::int64_t> counts(pieces * 65536), expected(pieces * 65536);
   job.counts = counts.data();
-  run(kernels.counts, job, 2 * kTileBytes + 2 * 65536 * sizeof(std::uint32_t));
+  run(kernels.counts, job);
   for (std::int64_t piece = 0; piece < pieces; piece++)
     for (std::int64_t i = 0; i < length; i++) expected[piece * 65536 + bin_of(values, piece, i)]++;
   for (std::size_t bin = 0; bin < counts.size(); bin++) expect_equal("a count", counts[bin], expected[bin]);
@@ -91,8 +91,7 @@ struct Tokens {
 
 inline void check_moments() {
   Tokens tokens;
-  run(kernels.moments, MomentsJob{tokens.p, tokens.mask.data(), tokens.cut, tokens.sums.data()},
-      tokens.cut.pieces_per_run * sizeof(double));
+  run(kernels.moments, MomentsJob{tokens.p, tokens.mask.data(), tokens.cut, tokens.sums.data()});
   tokens.compare();
 }
 
@@ -106,8 +105,7 @@ inline void check_channels() {
   std::int64_t* tables[] = {&counts[0], &counts[65536], &counts[2 * 65536]};
   run(kernels.channels,
       ChannelsJob{tokens.p, tokens.mask.data(), tokens.cut, tokens.sums.data(), low.data(), high.data(),
-                  finite.data(), tables, in_use.data(), 3},
-      channels_scratch_bytes(tokens.cut.pieces_per_run));
+                  finite.data(), tables, in_use.data(), 3});
   tokens.compare();
   std::vector<double> least(results, INFINITY), most(results, -INFINITY);
   bool all_finite = true;

@@ -14,15 +14,12 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import (
     QuantizationArgs,
-    QuantizationConfig,
     QuantizationScheme,
-    apply_quantization_config,
 )
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from massive import MASSIVE
 from report_content import IDS, Made
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import calipers
 from calipers.checkpoint.description import describe_checkpoint
@@ -92,33 +89,6 @@ def test_a_checkpoint_without_notes(made: Made, found: Report, tmp_path: Path) -
         "Errors of weights",
         "Errors of outputs",
     ]
-
-
-def test_groups_that_overlap(made: Made, tmp_path: Path) -> None:
-    """Each module has the scheme that compressed-tensors gives it, in the report as in lint."""
-    groups = {
-        name: {"targets": [target], "weights": {"num_bits": bits, "strategy": "channel"}}
-        for name, target, bits in (("a", "re:.*proj$", 4), ("b", "re:.*down_proj$", 8))
-    }
-    step = {"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head"]}}
-    folder = tmp_path / "overlapping"
-    calipers.oneshot(made.model, {"modifiers": [step]}, output_dir=folder, progress=False)
-    config = AutoConfig.from_pretrained(folder)
-    read = QuantizationConfig.model_validate(config.quantization_config)
-    targets = [group.targets for group in read.config_groups.values()]
-    assert targets == [["re:.*proj$"], ["re:.*down_proj$"]]  # as they were given
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        apply_quantization_config(model, read)
-    expected = {
-        name: f"int{module.quantization_scheme.weights.num_bits}"
-        for name, module in model.named_modules()
-        if hasattr(module, "quantization_scheme")
-    }
-    assert sorted(expected.values()) == ["int4"] * 12 + ["int8"] * 2
-    (facts,) = calipers.report(folder).content.checkpoints
-    assert {row.name: row.scheme.split()[0] for row in facts.modules} == expected
-    assert {each.name: each.scheme.split()[0] for each in calipers.lint(folder).weights} == expected
 
 
 def test_notes_that_are_damaged_count_as_missing(made: Made, tmp_path: Path) -> None:

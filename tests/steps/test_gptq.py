@@ -17,9 +17,9 @@ from engines import NATIVE_ENGINES, engine_in_use, native_only
 from torch import Tensor, nn
 
 from calipers import GPTQModifier, QuantizationModifier, oneshot
-from calipers.calibration.experts import unfuse_experts
 from calipers.errors import CalipersError, CalipersWarning, RecipeError, TensorValueError
 from calipers.recipes import load_recipe
+from calipers.topology.unfusing import unfuse_experts
 
 STAGES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -32,9 +32,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from calipers.calibration.experts import UnfusedExperts, unfuse_experts
 from calipers.numerics.tensors import first_tensor
 from calipers.topology.model import Topology
+from calipers.topology.unfusing import UnfusedExperts, unfuse_experts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from calipers.calibration.attention import expose_states, register_state_hook
-from calipers.calibration.masks import mask_for, token_mask
 from calipers.calibration.sharing import Measuring, PairedTensors, SharedInputs, Shown, rounded
 from calipers.calibration.snapshot import left_as_found
 from calipers.errors import LayoutError, TensorValueError
@@ -25,6 +24,7 @@ from calipers.planning.plan import Plan
 from calipers.planning.specs import Requirement
 from calipers.runtime.precision import own_dtype
 from calipers.statistics.base import Statistic
+from calipers.statistics.masks import mask_for, token_mask
 from calipers.statistics.tensor_statistics import TensorStatistics
 
 Measured: TypeAlias = dict[tuple[str, str], dict[str, Statistic]]

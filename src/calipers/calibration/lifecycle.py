@@ -27,12 +27,12 @@ from compressed_tensors.offload import update_offload_parameter
 from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
 
-from calipers.calibration.masks import mask_for
 from calipers.errors import ConfigurationError, no_statistics
 from calipers.numerics.tensors import first_tensor
 from calipers.observers import Observer, QParamsDict
 from calipers.observers.spec import ObserverSpec
 from calipers.planning.specs import args_for
+from calipers.statistics.masks import mask_for
 
 OBSERVED = ("weight", "input", "output", "q", "k", "v")
 """What a module may have an observer for."""

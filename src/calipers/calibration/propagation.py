@@ -42,7 +42,7 @@ class NewTensors:
 
 
 @contextmanager
-def until_called(
+def stop_after_calls(
     modules: Iterable[torch.nn.Module], calls: int | None, *, with_outputs: bool = False
 ) -> Iterator[None]:
     """Leave the ``with`` as soon as modules have been called so many times in all; None: never.
@@ -59,7 +59,7 @@ def until_called(
         nonlocal left
         left -= 1
         if left == 0:
-            raise _Enough
+            raise _StopForward
 
     with ExitStack() as stack:
         for module in modules:
@@ -70,7 +70,7 @@ def until_called(
                 handle = module.register_forward_pre_hook(count)
                 replace_forward(stack, module, partial(_zeros, module))
             stack.callback(handle.remove)
-        with suppress(_Enough):
+        with suppress(_StopForward):
             yield
 
 
@@ -90,5 +90,5 @@ def replace_forward(stack: ExitStack, module: torch.nn.Module, forward: Callable
         stack.callback(vars(module).__setitem__, "forward", own)
 
 
-class _Enough(BaseException):
+class _StopForward(BaseException):
     """What is to be measured has been: the rest need not run, whatever errors it catches."""

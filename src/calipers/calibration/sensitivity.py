@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def add_sensitivities(
     # A loss counts where the token that is predicted does.
     counts = mask[:, :-1] & counted_tokens(batch)[:, 1:].bool()
     tokens = [int(row.sum()) for row in counts]
-    with _differentiable(model), _listening(model, statistics, tokens):
+    with _differentiable(model), _adding_gradients(model, statistics, tokens):
         logits = call(model, batch).logits[:, :-1].float()
         labels = torch.stack([_drawn(each, seed) for each, seed in zip(logits, seeds, strict=True)])
         losses = nn.functional.cross_entropy(
@@ -74,28 +75,24 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _listening(
+def _adding_gradients(
     model: nn.Module, statistics: Mapping[str, Sensitivity], tokens: list[int]
 ) -> Iterator[None]:
+    def hook(
+        statistic: Sensitivity, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        if output.requires_grad:
+            add = partial(_add, statistic, inputs[0].detach(), tokens)
+            output.register_hook(add)  # type: ignore[no-untyped-call]
+
     with ExitStack() as stack:
         for name, statistic in statistics.items():
-            hook = _hook(statistic, tokens)
-            stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+            handle = model.get_submodule(name).register_forward_hook(partial(hook, statistic))
+            stack.callback(handle.remove)
         yield
 
 
-def _hook(statistic: Sensitivity, tokens: list[int]) -> Any:
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad:
-            x = inputs[0].detach()
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: _add(statistic, grad, x, tokens)
-            )
-
-    return hook
-
-
-def _add(statistic: Sensitivity, grad: Tensor, x: Tensor, tokens: list[int]) -> None:
+def _add(statistic: Sensitivity, x: Tensor, tokens: list[int], grad: Tensor) -> None:
     """Add the gradient of each sequence; tokens that come without their sequence are one."""
     apart = x.ndim == 3 and len(x) == len(tokens)
     pairs = zip(grad, x, tokens, strict=True) if apart else [(grad, x, sum(tokens))]

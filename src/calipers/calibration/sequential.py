@@ -20,7 +20,7 @@ from calipers.calibration.pipelines import (
     moved,
     onloaded,
 )
-from calipers.calibration.propagation import NewTensors, until_called
+from calipers.calibration.propagation import NewTensors, stop_after_calls
 from calipers.runtime.precision import computing_in
 from calipers.runtime.progress import Add
 from calipers.topology.layers import decoder_layers
@@ -219,13 +219,13 @@ class LayerStack:
                     with (
                         calibration.as_reference(),
                         self._resuming(index, unsolved, is_reference=True),
-                        until_called(modules, stage.calls),
+                        stop_after_calls(modules, stage.calls),
                     ):
                         self._through(number, index, self._reference[index])
                 with (
                     solved.in_place(),
                     self._resuming(index, unsolved),
-                    until_called(modules, stage.calls, with_outputs=with_outputs),
+                    stop_after_calls(modules, stage.calls, with_outputs=with_outputs),
                 ):
                     self._through(number, index, hidden)
             self._look_early(index, stage.names)

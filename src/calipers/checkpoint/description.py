@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.checkpoint.folder_contents import NOTES
-from calipers.checkpoint.sizes import QuantizedWeight, quantized_weights, size_on_disk
-from calipers.errors import ModelLoadError, damaged_file, library_errors
-from calipers.files.json_files import read_json_object
+from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.errors import ModelLoadError, damaged_file
 from calipers.judging.costs import ModuleCosts
 from calipers.judging.losses import ModuleLoss, loss_grid, module_losses
 from calipers.numerics.formats import Format
@@ -27,30 +26,20 @@ class CheckpointDescription:
     :param calipers: the version that wrote it
     :param model: the class of the model
     :param schemes: how tensors are quantized, a row for each kind
-    :param weights: module → its quantized weight, in the order of the files
-    :param size: bytes of all tensors
     :param pipeline: how data ran, or where what was known of it came from
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param costs: module → what its static activations and its output lose, where data ran
     """
 
+    checkpoint: QuantizedCheckpoint
     calipers: str
     model: str
     schemes: tuple[dict[str, str], ...]
-    weights: Mapping[str, QuantizedWeight]
-    size: int
     pipeline: str
     samples: int
     tokens: int
     errors: Mapping[str, float]
     costs: Mapping[str, ModuleCosts]
-
-    @property
-    def bits_per_weight(self) -> float | None:
-        """The bits that a quantized weight takes, scales included."""
-        numbers = sum(weight.weights for weight in self.weights.values())
-        size = sum(weight.size for weight in self.weights.values())
-        return 8 * size / numbers if numbers else None
 
     def losses(self) -> list[ModuleLoss]:
         """Return what each module loses, the worst first."""
@@ -62,9 +51,9 @@ class CheckpointDescription:
             "calipers": self.calipers,
             "model": self.model,
             "schemes": list(self.schemes),
-            "modules": len(self.weights),
-            "size": self.size,
-            "bits_per_weight": self.bits_per_weight,
+            "modules": len(self.checkpoint.weights),
+            "size": self.checkpoint.size,
+            "bits_per_weight": self.checkpoint.bits_per_weight,
             "pipeline": self.pipeline,
             "samples": self.samples,
             "tokens": self.tokens,
@@ -82,20 +71,27 @@ def describe_checkpoint(folder: Path) -> CheckpointDescription:
             subject=f"The folder '{folder}'",
             hint="Give a checkpoint of calipers quantize, or a file of calipers measure.",
         )
-    notes, config = read_json_object(file), read_json_object(folder / "config.json")
-    weights = quantized_weights(folder)
-    errors = _errors(notes.get("weight_errors"), file)
+    checkpoint = QuantizedCheckpoint.open(folder)
+    notes, weights = checkpoint.notes, checkpoint.weights
+    for module in weights.values():
+        noted = module.tensors.get("weight_shape")
+        if noted is not None and module.noted_shape is None:
+            problem = f"'{module.name}.weight_shape' does not hold the shape of a weight"
+            raise damaged_file(noted.file, problem)
+    errors = notes.get("weight_errors")
+    if not isinstance(errors, dict) or not all(map(_is_error, errors.values())):
+        raise damaged_file(file, "'weight_errors' must be the finite errors of modules")
+    classes = checkpoint.config.get("architectures")
     return CheckpointDescription(
+        checkpoint,
         calipers=_text(notes.get("calipers"), file, "calipers"),
-        model=_first_text(config.get("architectures")),
-        schemes=_schemes(config, folder / "config.json"),
-        weights=weights,
-        size=size_on_disk(folder),
+        model=str(classes[0]) if isinstance(classes, list) and classes else "?",
+        schemes=tuple(_schemes(checkpoint)),
         pipeline=_text(notes.get("pipeline"), file, "pipeline"),
         samples=_number(notes.get("samples"), file, "samples"),
         tokens=_number(notes.get("tokens"), file, "tokens"),
         errors={name: errors[name] for name in [*(n for n in weights if n in errors), *errors]},
-        costs=costs_of(notes.get("costs"), file),
+        costs=recorded_costs(checkpoint),
     )
 
 
@@ -103,10 +99,6 @@ def _text(found: object, file: Path, key: str) -> str:
     if not isinstance(found, str):
         raise damaged_file(file, f"'{key}' must be a text, got {found!r}")
     return found
-
-
-def _first_text(found: object) -> str:
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else "?"
 
 
 def _number(found: object, file: Path, key: str) -> int:
@@ -120,14 +112,9 @@ def _is_error(found: object) -> bool:
     return is_number and math.isfinite(found) and found >= 0  # type: ignore[arg-type, operator]
 
 
-def _errors(found: object, file: Path) -> dict[str, float]:
-    if not isinstance(found, dict) or not all(map(_is_error, found.values())):
-        raise damaged_file(file, "'weight_errors' must be the finite errors of modules")
-    return found
-
-
-def costs_of(found: object, file: Path) -> dict[str, ModuleCosts]:
-    """Return the costs of modules that the notes of a checkpoint hold; refuse damaged ones."""
+def recorded_costs(checkpoint: QuantizedCheckpoint) -> dict[str, ModuleCosts]:
+    """Return the costs of modules that were recorded with a checkpoint; refuse damaged ones."""
+    file, found = checkpoint.folder / NOTES, checkpoint.notes.get("costs", {})
     if not isinstance(found, dict):
         raise damaged_file(file, "'costs' must be an object")
     try:
@@ -148,26 +135,16 @@ def costs_of(found: object, file: Path) -> dict[str, ModuleCosts]:
     return costs
 
 
-def _schemes(config: Mapping[str, Any], file: Path) -> tuple[dict[str, str], ...]:
-    """Return how tensors are quantized, a row for each kind of tensor in each group."""
-    if not isinstance(config.get("quantization_config"), dict):
-        raise damaged_file(file, "it has no quantization_config")
-    with library_errors(lambda problem: damaged_file(file, problem)):
-        read = QuantizationConfig.model_validate(config["quantization_config"])
-        tensors = [
-            (", ".join(scheme.targets), tensor, args)
-            for scheme in read.config_groups.values()
-            for tensor, args in (
-                ("weight", scheme.weights),
-                ("input", scheme.input_activations),
-                ("output", scheme.output_activations),
-            )
-        ]
-        states = (
-            QuantizationArgs.model_validate(read.kv_cache_scheme) if read.kv_cache_scheme else None
-        )
-        tensors.append(("attention", "k, v", states))
-        return tuple(_scheme(*each) for each in tensors if each[2] is not None)
+def _schemes(checkpoint: QuantizedCheckpoint) -> Iterator[dict[str, str]]:
+    """Give a row for each kind of tensor in each group."""
+    for group in checkpoint.settings.config_groups.values():
+        of_group = {"weight": group.weights, "input": group.input_activations}
+        of_group["output"] = group.output_activations
+        for tensor, args in of_group.items():
+            if args is not None:
+                yield _scheme(", ".join(group.targets), tensor, args)
+    if checkpoint.settings.kv_cache_scheme is not None:
+        yield _scheme("attention", "k, v", checkpoint.settings.kv_cache_scheme)
 
 
 def _scheme(targets: str, tensor: str, args: QuantizationArgs) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -12,8 +12,20 @@ from calipers.errors import damaged_file
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class IndexDefect(NamedTuple):
+    """Something that is wrong with the index of a checkpoint.
+
+    :param name: of a tensor or, for the kinds ``outside`` and ``missing-file``, of a file
+    :param problem: the rest of a sentence that begins with the name
+    """
+
+    kind: Literal["metadata", "outside", "missing-file", "missing-tensor", "double"]
+    name: str
+    problem: str
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -22,19 +34,31 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Every header is compared with its file and with the index, so that what was cut off, mixed up
     or lost is noticed before anything is loaded.
     """
-    found: dict[str, StoredTensor] = {}
-    index = _read_index(folder)
-    for file in dict.fromkeys(index.values()) if index else _single_file(folder):
+    defects: list[IndexDefect] = []
+    tensors = readable_tensors(folder, defects)
+    if defects:
+        _, name, problem = defects[0]
+        raise damaged_file(folder / INDEX, f"'{name}' {problem}")
+    return tensors
+
+
+def readable_tensors(folder: Path, defects: list[IndexDefect]) -> dict[str, StoredTensor]:
+    """Return the tensors of the files that can be read, and collect the defects of the index."""
+    index = _read_index(folder, defects)
+    single = folder / SINGLE
+    tensors: dict[str, StoredTensor] = {}
+    for file in [single] if single.is_file() else dict.fromkeys(index.values()):
         for name, tensor in read_header(file).items():
-            if name in found:
-                other = found[name].file.name
-                raise damaged_file(file, f"tensor '{name}' is in '{other}', too")
-            found[name] = tensor
+            if name in tensors:
+                problem = f"is in '{tensors[name].file.name}' and in '{file.name}'"
+                defects.append(IndexDefect("double", name, problem))
+            tensors.setdefault(name, tensor)
     for name, file in index.items():
-        if name not in found or found[name].file != file:
-            problem = f"it says that '{file.name}' holds '{name}', which is not there"
-            raise damaged_file(folder / _INDEX, problem)
-    return found
+        if name not in tensors or tensors[name].file != file:
+            place = file.relative_to(folder)
+            problem = f"is not in '{place}', where the index says that it is"
+            defects.append(IndexDefect("missing-tensor", name, problem))
+    return tensors
 
 
 def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
@@ -43,31 +67,36 @@ def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
-def _single_file(folder: Path) -> list[Path]:
-    single = folder / _SINGLE
-    return [single] if single.is_file() else []
-
-
-def _read_index(folder: Path) -> dict[str, Path]:
+def _read_index(folder: Path, defects: list[IndexDefect]) -> dict[str, Path]:
     """Return the file of each tensor that the index names; transformers prefers a single file."""
-    index = folder / _INDEX
-    if not index.is_file() or _single_file(folder):
+    file = folder / INDEX
+    if not file.is_file() or (folder / SINGLE).is_file():
         return {}
-    content = read_json_object(index)
-    for key in ("metadata", "weight_map"):
-        if not isinstance(content.get(key), dict):
-            raise damaged_file(index, f"'{key}' must be an object, got {content.get(key)!r}")
-    if not content["weight_map"]:
-        raise damaged_file(index, "its weight_map is empty")
-    return {name: _file_of(index, file) for name, file in content["weight_map"].items()}
+    content = read_json_object(file)
+    if not isinstance(content.get("metadata"), dict):
+        problem = f"must be an object, got {content.get('metadata')!r}"
+        defects.append(IndexDefect("metadata", "metadata", problem))
+    files = content.get("weight_map")
+    if not isinstance(files, dict):
+        raise damaged_file(file, f"'weight_map' must be an object, got {files!r}")
+    if not files:
+        raise damaged_file(file, "its weight_map is empty")
+    for name in files.values():
+        if not isinstance(name, str):
+            raise damaged_file(file, f"its weight_map names {name!r}, no safetensors file")
+    usable = {name for name in dict.fromkeys(files.values()) if _is_usable(folder, name, defects)}
+    return {tensor: folder / name for tensor, name in files.items() if name in usable}
 
 
-def _file_of(index: Path, name: Any) -> Path:
-    if not isinstance(name, str) or not name.endswith(".safetensors"):
-        raise damaged_file(index, f"its weight_map names {name!r}, no safetensors file")
+def _is_usable(folder: Path, name: str, defects: list[IndexDefect]) -> bool:
+    """Whether a file that the index names is inside of the folder, and there."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise damaged_file(index, f"its weight_map names '{name}', outside of the folder")
-    if not (index.parent / path).is_file():
-        raise damaged_file(index, f"its weight_map names '{name}', which does not exist")
-    return index.parent / path
+    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+        problem = "is outside of the folder of the checkpoint, and the index names it"
+        defects.append(IndexDefect("outside", name, problem))
+        return False
+    if path.suffix != ".safetensors" or not (folder / path).is_file():
+        problem = "is named by the index and does not exist as a safetensors file"
+        defects.append(IndexDefect("missing-file", name, problem))
+        return False
+    return True

@@ -44,7 +44,8 @@ def hub_access(name: str, what: str = "model") -> Iterator[None]:
         return
     refuse_mistyped(name, what)
     before, reached = constants.HF_HUB_OFFLINE, hub_answers()
-    if not reached and not _is_cached(name):
+    cached = [] if reached else _cached(name, "config.json", "tokenizer_config.json")
+    if not reached and not any(isinstance(file, str) for file in cached):
         problem = "HF_HUB_OFFLINE is set" if before else f"{constants.ENDPOINT} does not answer"
         absent = f"there is no such folder, and on the hub: {problem}, and it is not in the cache"
         raise cannot_load(name, absent, what)
@@ -86,11 +87,6 @@ def has_no_safetensors(name: str) -> bool:
 
     found = _cached(name, "model.safetensors", "model.safetensors.index.json")
     return all(each is _CACHED_NO_EXIST for each in found)
-
-
-def _is_cached(name: str) -> bool:
-    found = _cached(name, "config.json", "tokenizer_config.json")
-    return any(isinstance(each, str) for each in found)
 
 
 def _cached(name: str, *files: str) -> list[Any]:

@@ -26,7 +26,9 @@ def swap_folders(one: Path, other: Path, aside: Path) -> None:
 
 def _swap_at_once(one: Path, other: Path) -> bool:
     """Exchange two folders with one call of the system; False if it, or the disk, cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if _is_linux() else None
+    if not hasattr(os, "uname") or os.uname().sysname != "Linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
     paths = os.fsencode(one), os.fsencode(other)
@@ -36,7 +38,3 @@ def _swap_at_once(one: Path, other: Path) -> bool:
     if number in _NOT_POSSIBLE:
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))
-
-
-def _is_linux() -> bool:
-    return os.uname().sysname == "Linux" if hasattr(os, "uname") else False

@@ -77,7 +77,9 @@ def unknown_model(folder: Path) -> UnknownModel | None:
         return None
     content = read_json_object(file)
     kind = content.get("model_type")
-    if content.get("auto_map") or not isinstance(kind, str) or _is_known(kind):
+    if content.get("auto_map") or not isinstance(kind, str):
+        return None
+    if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     stored = stored_tensors(folder)
     if not stored:
@@ -85,13 +87,6 @@ def unknown_model(folder: Path) -> UnknownModel | None:
     config = PreTrainedConfig.from_dict(content)
     vars(config).update(model_type=kind, _name_or_path=str(folder))
     config.dtype = config.dtype or first_float_dtype(stored)
-    return UnknownModel(config, dict(sorted(stored.items(), key=_weights_first)))
-
-
-def _is_known(kind: str) -> bool:
-    return kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
-
-
-def _weights_first(item: tuple[str, StoredTensor]) -> bool:
-    """Let a Linear be there before its bias comes."""
-    return not item[0].endswith(".weight")
+    # A Linear must be there before its bias comes.
+    names = sorted(stored, key=lambda name: not name.endswith(".weight"))
+    return UnknownModel(config, {name: stored[name] for name in names})

@@ -60,8 +60,11 @@ def _view(found: LintResult) -> RenderableType:
 
     told = [counted(count, severity) for severity, count in found.counts.items() if count]
     read = f"{counted(found.tensors, 'tensor')} read, {len(found.weights)} weights are quantized"
+    groups: dict[object, list[Finding]] = defaultdict(list)
+    for finding in found.findings:
+        groups[finding.severity, finding.check].append(finding)
     parts: list[RenderableType] = []
-    for alike in _alike(found.findings):
+    for alike in groups.values():
         parts += [_finding(alike), ""]
     if found.against is not None and found.weights:
         parts.append(_losses(found.weights))
@@ -69,15 +72,8 @@ def _view(found: LintResult) -> RenderableType:
     return Group(*parts)
 
 
-def _alike(findings: Iterable[Finding]) -> Iterable[list[Finding]]:
-    """Put findings of the same check side by side."""
-    groups: dict[object, list[Finding]] = defaultdict(list)
-    for finding in findings:
-        groups[finding.severity, finding.check].append(finding)
-    return groups.values()
-
-
 def _finding(alike: list[Finding]) -> RenderableType:
+    """Show findings of the same check as one."""
     from rich.text import Text
 
     first = alike[0]

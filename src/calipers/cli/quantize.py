@@ -157,21 +157,22 @@ def _summary(
     output: Path,
     ignored: list[str] | None,
 ) -> Summary:
-    from calipers.checkpoint.sizes import bits_per_weight, size_on_disk
+    from calipers.checkpoint.quantized import QuantizedCheckpoint
+    from calipers.checkpoint.sizes import size_on_disk
     from calipers.judging.losses import module_losses
 
-    ran_in = result.forward_dtype
+    ran_in, rows = result.forward_dtype, tuple(result.plan.rows())
     return Summary(
         model=model,
         output=str(output),
         before=None if result.source is None else size_on_disk(result.source),
         after=size_on_disk(output),
-        bits_per_weight=bits_per_weight(output),
+        bits_per_weight=QuantizedCheckpoint.open(output).bits_per_weight if rows else None,
         seconds=result.seconds,
         pipeline=result.pipeline,
         samples=result.samples,
         tokens=result.tokens,
-        quantized=tuple(result.plan.rows()),
+        quantized=rows,
         worst=tuple(module_losses(result.errors, result.costs)[:SHOWN]),
         errors=dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
         costs=dict(result.costs),

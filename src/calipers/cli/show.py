@@ -195,12 +195,13 @@ def _checkpoint_view(found: CheckpointDescription) -> RenderableType:
 
     from calipers.judging.losses import DECIBELS, loss_grid
 
-    bits = found.bits_per_weight
+    checkpoint = found.checkpoint
+    bits = checkpoint.bits_per_weight
     told = "" if bits is None else f", {bits:.2f} bits per quantized weight"
     facts = {
         "model": found.model,
-        "quantized": counted(len(found.weights), "weight"),
-        "size": format_size(found.size) + told,
+        "quantized": counted(len(checkpoint.weights), "weight"),
+        "size": format_size(checkpoint.size) + told,
         "data": _about_data(found),
         "Calipers": found.calipers,
     }

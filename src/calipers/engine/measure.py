@@ -15,7 +15,6 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.data import Batch, Batches
-from calipers.calibration.experts import unfuse_experts
 from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
@@ -60,6 +59,7 @@ from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
 from calipers.statistics.sensitivity import Sensitivity
 from calipers.topology.experts import fused_experts
+from calipers.topology.unfusing import unfuse_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

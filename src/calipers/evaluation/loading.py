@@ -14,10 +14,10 @@ from compressed_tensors.base import QUANTIZATION_METHOD
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 
-from calipers.calibration.experts import unfuse_experts
 from calipers.checkpoint.compatibility import LoadingProblem, loading_problems
 from calipers.checkpoint.groups import group_of
 from calipers.checkpoint.names import stored_module_names
+from calipers.checkpoint.quantized import parse_settings
 from calipers.checkpoint.reader import load_model, load_skeleton
 from calipers.errors import (
     CalipersWarning,
@@ -25,6 +25,7 @@ from calipers.errors import (
     ModelRunError,
     TensorValueError,
 )
+from calipers.topology.unfusing import unfuse_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -108,7 +109,7 @@ def _quantization(config: PreTrainedConfig) -> QuantizationConfig | None:
     found = getattr(config, "quantization_config", None)
     if not isinstance(found, dict) or found.get("quant_method") != QUANTIZATION_METHOD:
         return None
-    return QuantizationConfig.model_validate(found)
+    return parse_settings(found)
 
 
 def _schemes(

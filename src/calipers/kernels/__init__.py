@@ -1,5 +1,6 @@
-"""The hot loops, one file per operation: in torch for any device, and native for CPUs."""
+"""The hot loops, one file per operation: a reference in torch, and backends for some devices."""
 
-from calipers.kernels.dispatch import KernelReport, describe
+from calipers.kernels.operations import Operation
+from calipers.kernels.report import KernelReport, describe
 
-__all__ = ["KernelReport", "describe"]
+__all__ = ["KernelReport", "Operation", "describe"]

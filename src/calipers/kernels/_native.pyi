@@ -4,53 +4,99 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+class Numbers:
+    def __init__(self, grid: str, lowest: float, highest: float) -> None: ...
+
+class RangeFactors:
+    def __init__(self, *, low: Tensor, high: Tensor, factors: Tensor) -> None: ...
+
+class ScaleChoice:
+    def __init__(
+        self,
+        *,
+        source: str,
+        shifted: bool,
+        scales: Tensor | None = None,
+        zero_points: Tensor | None = None,
+    ) -> None: ...
+
+class Progress:
+    def __init__(
+        self,
+        *,
+        patience: int,
+        best: Tensor,
+        done: Tensor | None,
+        least: Tensor | None,
+        improved: Tensor,
+    ) -> None: ...
+
+class ScaleSearch:
+    def __init__(
+        self,
+        *,
+        values: Tensor,
+        weights: Tensor | None,
+        low: Tensor,
+        high: Tensor,
+        windows: Tensor,
+        best: Tensor,
+        window: Tensor,
+        errors: Tensor,
+    ) -> None: ...
+
+class Rounder:
+    def __init__(
+        self, *, scales: Tensor, zeros: Tensor | None, groups: Tensor, numbers: Numbers
+    ) -> None: ...
+
+class Blocks:
+    def __init__(self, *, scales: Tensor, zeros: Tensor, height: int, width: int) -> None: ...
+
 def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
 def use(name: str) -> None: ...
 def grids() -> list[str]: ...
 def extrema(
-    values: int,
+    values: Tensor,
     dtype: str,
     shape: Sequence[int],
     strides: Sequence[int],
-    low: int,
-    high: int,
-    missing: int,
+    low: Tensor,
+    high: Tensor,
+    missing: Tensor | None,
     threads: int,
 ) -> int: ...
 def search(
+    *,
     values: Tensor,
-    low: Tensor,
-    high: Tensor,
-    factors: Tensor,
-    grid: str,
-    lowest: float,
-    highest: float,
-    norm: float,
     weights: Tensor | None,
-    scale: str,
-    shifted: bool,
-    scales: Tensor | None,
-    zero_points: Tensor | None,
-    patience: int,
-    best: Tensor,
-    done: Tensor | None,
-    least: Tensor | None,
-    improved: Tensor,
+    ranges: RangeFactors,
+    numbers: Numbers,
+    norm: float,
+    scales: ScaleChoice,
+    progress: Progress,
     threads: int,
 ) -> None: ...
 def scale_ranges(
-    low: Tensor,
-    high: Tensor,
-    factors: Tensor,
-    best: Tensor,
-    start: Tensor,
-    end: Tensor,
+    *, ranges: RangeFactors, best: Tensor, start: Tensor, end: Tensor, threads: int
+) -> None: ...
+def optimum(
+    search: ScaleSearch,
+    *,
+    storable: Tensor,
+    halvable: float,
+    most: float,
+    grid: str,
+    shifted: bool,
+    norm: float,
     threads: int,
 ) -> None: ...
+def sweep(search: ScaleSearch, *, magnitudes: Tensor, threads: int) -> None: ...
 def sum_of_squares_chunks(tokens: int) -> int: ...
-def sum_of_squares(values: Tensor, mask: Tensor | None, sums: Tensor, threads: int) -> None: ...
+def sum_of_squares(*, values: Tensor, mask: Tensor | None, sums: Tensor, threads: int) -> None: ...
 def summarize_channels(
+    *,
     values: Tensor,
     mask: Tensor | None,
     sums: Tensor,
@@ -58,104 +104,65 @@ def summarize_channels(
     counts: Tensor | None,
     threads: int,
 ) -> bool: ...
-def count_values(values: Tensor, counts: Tensor, threads: int) -> None: ...
+def count_values(*, values: Tensor, counts: Tensor, threads: int) -> None: ...
+def can_add_products() -> bool: ...
+def add_products(
+    *, left: Tensor, right: Tensor, total: Tensor, symmetric: bool, threads: int
+) -> None: ...
 def quantize_chunks(values: Tensor) -> int: ...
 def quantize(
+    *,
     values: Tensor,
     weights: Tensor | None,
     scales: Tensor,
     zero_points: Tensor | None,
     working: str,
-    grid: str,
-    lowest: float,
-    highest: float,
+    numbers: Numbers,
     norm: float,
     output: Tensor | None,
     errors: Tensor,
     threads: int,
 ) -> None: ...
-def optimum(
-    values: Tensor,
-    weights: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    storable: Tensor,
-    halvable: float,
-    windows: Tensor,
-    shifted: bool,
-    grid: str,
-    norm: float,
-    most: float,
-    best: Tensor,
-    window: Tensor,
-    errors: Tensor,
-    threads: int,
-) -> None: ...
-def sweep(
-    values: Tensor,
-    weights: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    windows: Tensor,
-    magnitudes: Tensor,
-    best: Tensor,
-    window: Tensor,
-    errors: Tensor,
-    threads: int,
-) -> None: ...
 def feed_back(
+    *,
     adjusted: Tensor,
     target: Tensor,
     factor: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    groups: Tensor,
-    grid: str,
-    lowest: float,
-    highest: float,
+    rounder: Rounder,
     begin: int,
     result: Tensor,
     errors: Tensor,
     threads: int,
 ) -> None: ...
 def descend(
+    *,
     values: Tensor,
     pulls: Tensor,
     hessian: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    groups: Tensor,
-    grid: str,
-    lowest: float,
-    highest: float,
+    rounder: Rounder,
     sweeps: int,
     block: int,
     least_gain: float,
     threads: int,
 ) -> int: ...
 def choose_together(
+    *,
     values: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
     own: Tensor,
     across: Tensor,
-    grid: str,
-    lowest: float,
-    highest: float,
+    numbers: Numbers,
     rounds: int,
     choice: Tensor,
     threads: int,
 ) -> None: ...
 def pack(
+    *,
     values: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    height: int,
-    width: int,
+    blocks: Blocks,
     working: str,
-    grid: str,
-    lowest: float,
-    highest: float,
+    numbers: Numbers,
     offset: float,
     bits: int,
     packed: Tensor,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid, native_for
-from calipers.kernels.threads import num_threads
+from calipers.kernels.operations import Workload, operation
 
 BINS = 1 << 16
 NAN_BIN = 0x7FC0
@@ -31,12 +30,7 @@ def count_values(pieces: Tensor, into: Tensor | None = None) -> Tensor:
         into = torch.zeros(shape, dtype=torch.int64, device=pieces.device)
     if into.shape != shape or into.dtype != torch.int64 or not into.is_contiguous():
         raise ValueError(f"Counts are added into contiguous int64 of shape {shape}.")
-    table = into.view(-1, BINS)
-    kernels = native_for(pieces)
-    if kernels:
-        kernels.count_values(as_grid(pieces), table, num_threads())
-    else:
-        _in_torch(pieces, table)
+    add_counts(pieces, into.view(-1, BINS))
     return into
 
 
@@ -60,7 +54,9 @@ def distinct_values(pieces: Tensor) -> tuple[Tensor, Tensor]:
     return values[occurring].to(pieces.device), counts[..., occurring.to(counts.device)]
 
 
-def _in_torch(pieces: Tensor, table: Tensor) -> None:
+@operation(lambda pieces, *_: Workload((pieces,)))
+def add_counts(pieces: Tensor, table: Tensor) -> None:
+    """Add the counts of each piece to its row of a table, (pieces, 65536)."""
     by_piece = pieces.movedim(0, -3).reshape(len(table), -1)
     for row, values in zip(table, by_piece, strict=True):
         row += torch.bincount(_codes(values), minlength=BINS)

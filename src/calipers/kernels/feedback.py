@@ -8,13 +8,12 @@ gives each the best value that all others leave it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import NativeKernels, native_for
-from calipers.kernels.threads import num_threads
+from calipers.kernels.operations import Workload, operation
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 
@@ -77,24 +76,11 @@ def feed_back(
     rounding = _rounding(target, scales, zeros, groups, fmt)
     factor = _square(factor, target, "factor")
     result, errors = torch.empty_like(target), torch.zeros_like(target)
-    kernels = native_for(target, fmt)
     for columns in _blocks(target, block):
         adjusted = torch.addmm(
             target[:, columns], errors[:, : columns.start], factor[: columns.start, columns]
         )
-        if kernels is None:
-            _feed_back_in_torch(adjusted, target, factor, rounding, columns, result, errors)
-            continue
-        kernels.feed_back(
-            adjusted,
-            target,
-            factor,
-            *_told(rounding),
-            columns.start,
-            result,
-            errors,
-            num_threads(),
-        )
+        feed_back_block(adjusted, target, factor, rounding, columns, result, errors)
     return result
 
 
@@ -134,16 +120,7 @@ def descend(
     values = _copied(values.detach().to(target))
     rounding = _rounding(target, scales, zeros, groups, fmt)
     hessian = _square(hessian, target, "hessian")
-    kernels = native_for(target, fmt)
-    if kernels is None:
-        count = _descend_in_torch(values, target, hessian, rounding, sweeps, block)
-        if pulls is not None:
-            torch.mm(values - target, hessian, out=pulls)
-        return values, count
-    known = (values - target) @ hessian if pulls is None else pulls.resolve_neg().contiguous()
-    count = _descend_natively(kernels, values, known, hessian, rounding, sweeps, block)
-    if pulls is not None and known is not pulls:
-        pulls.copy_(known)
+    count = descend_in_place(values, target, hessian, rounding, sweeps, block, pulls)
     return values, count
 
 
@@ -196,29 +173,7 @@ def _blocks(target: Tensor, block: int) -> list[slice]:
     return [slice(start, min(start + block, columns)) for start in range(0, columns, block)]
 
 
-# Natively
-
-
-def _told(rounding: Rounding) -> tuple[Any, ...]:
-    fmt = rounding.fmt
-    return (rounding.scales, rounding.zeros, rounding.groups, fmt.grid.native_name, *fmt.limits)
-
-
-def _descend_natively(
-    kernels: NativeKernels,
-    values: Tensor,
-    pulls: Tensor,
-    hessian: Tensor,
-    rounding: Rounding,
-    sweeps: int,
-    block: int,
-) -> int:
-    """Change values and pulls in place."""
-    told = (*_told(rounding), sweeps, block, LEAST_GAIN, num_threads())
-    return int(kernels.descend(values, pulls, hessian, *told))
-
-
-# In torch
+# One block, and all sweeps
 
 
 def _rounded(values: Tensor, rounding: Rounding, group: int, rows: Tensor | None = None) -> Tensor:
@@ -232,7 +187,12 @@ def _rounded(values: Tensor, rounding: Rounding, group: int, rows: Tensor | None
     return quantize_dequantize(values, scale, zero, rounding.fmt)
 
 
-def _feed_back_in_torch(
+def _workload(_: Tensor, target: Tensor, __: Tensor, rounding: Rounding, *___: object) -> Workload:
+    return Workload((target,), rounding.fmt)
+
+
+@operation(_workload)
+def feed_back_block(
     adjusted: Tensor,
     target: Tensor,
     factor: Tensor,
@@ -241,7 +201,10 @@ def _feed_back_in_torch(
     result: Tensor,
     errors: Tensor,
 ) -> None:
-    """Quantize a block, which comes adjusted to all before it; write its values and errors."""
+    """Quantize a block of columns, which comes adjusted to all before it.
+
+    Writes its values into ``result``, and into ``errors`` how far the target is from them.
+    """
     # One column after the other: they are to lie together. Both are written to, and contiguous()
     # would be a view of a target with one row or column.
     left, wanted = adjusted.T.contiguous(), _copied(target[:, columns].T)
@@ -253,10 +216,20 @@ def _feed_back_in_torch(
     result[:, columns], errors[:, columns] = left.T, wanted.T
 
 
-def _descend_in_torch(
-    values: Tensor, target: Tensor, hessian: Tensor, rounding: Rounding, sweeps: int, block: int
+@operation(_workload)
+def descend_in_place(
+    values: Tensor,
+    target: Tensor,
+    hessian: Tensor,
+    rounding: Rounding,
+    sweeps: int,
+    block: int,
+    pulls: Tensor | None,
 ) -> int:
-    """Change values in place. A row in which a sweep changed nothing is done with."""
+    """Change values, and pulls where they are given, in place. Return how many changes there were.
+
+    A row in which a sweep changed nothing is done with.
+    """
     total, groups = 0, rounding.groups.tolist()
     rows = torch.arange(len(values), device=values.device)
     for _ in range(sweeps):
@@ -274,6 +247,8 @@ def _descend_in_torch(
         rows = rows[changed.any(1)]
         if not len(rows):
             break
+    if pulls is not None:
+        torch.mm(values - target, hessian, out=pulls)
     return total
 
 

@@ -12,17 +12,16 @@ from collections.abc import Iterator
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
-from torch.nn.functional import pad
 
-from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
 from calipers.kernels.extrema import extrema
-from calipers.kernels.threads import num_threads
+from calipers.kernels.operations import Workload, operation
+from calipers.kernels.pieces import as_grid
 from calipers.kernels.tiles import TILE
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 
-_ROUNDS = 4  # of all pieces; hardly anything changes after the second
-_PANEL = 16  # columns of a matrix that lie together, for the native version
+ROUNDS = 4
+"""Turns of every piece; hardly anything changes after the second."""
 _SAFE_EXPONENT = 32  # of values: float32 holds the squares of errors, times a Hessian near one
 
 
@@ -39,59 +38,19 @@ def choose_together(
     hessian = hessian.to(grid.device, torch.float32)
     scales, zeros = (part.reshape(*grid.shape[:2], -1) for part in (scales, zeros))
     grid, scales, _ = in_units(grid, scales)
-    zeros = zeros.float()
-    fmt = Format.of(args)
-    kernels = native_for(grid, fmt)
-    if kernels is not None and grid.shape[2] == 1 and hessian.shape[-1] > grid.shape[-1]:
-        chosen = _natively(kernels, grid, scales, None if fmt.symmetric else zeros, hessian, fmt)
-    else:
-        chosen = _in_torch(grid, scales, zeros, hessian, args)
+    chosen = choose_in_blocks(grid, scales, zeros.float(), hessian, args)
     return chosen.reshape(pieces.shape[1:-2])
 
 
-def _natively(
-    kernels: NativeKernels,
-    grid: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    hessian: Tensor,
-    fmt: Format,
-) -> Tensor:
-    """Choose for pieces of one row each, several to a block."""
-    chosen = torch.empty(grid.shape[:2], dtype=torch.int64)
-    kernels.choose_together(
-        grid[None],
-        scales.contiguous(),
-        None if zeros is None else zeros.contiguous(),
-        *_panels(hessian, grid.shape[-1]),
-        fmt.grid.native_name,
-        *fmt.limits,
-        _ROUNDS,
-        chosen,
-        num_threads(),
-    )
-    return chosen
-
-
-def _panels(hessian: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Cut the Hessian by pieces, and their columns into panels, filled up with zeros.
-
-    Returns what is within pieces, as triangles that give the same form; and all that ends in one.
-    """
-    blocks, width, _ = hessian.shape
-    places, fill = width // columns, -columns % _PANEL
-    cut = hessian.reshape(blocks, places, columns, places, columns)
-    own = cut.diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    own = (own + own.mT).triu(1) + torch.diag_embed(own.diagonal(dim1=-2, dim2=-1))
-    own = pad(own, (0, fill, 0, fill))
-    own = own.reshape(*own.shape[:3], -1, _PANEL).movedim(-2, 2)
-    across = pad(cut, (0, fill)).reshape(*cut.shape[:4], -1, _PANEL).permute(0, 3, 4, 1, 2, 5)
-    return own.contiguous(), across.contiguous()
-
-
-def _in_torch(
+@operation(lambda grid, *others: Workload((grid,), Format.of(others[-1])))
+def choose_in_blocks(
     grid: Tensor, scales: Tensor, zeros: Tensor, hessian: Tensor, args: QuantizationArgs
 ) -> Tensor:
+    """Return which candidate each piece of a grid takes, (grid rows, grid columns).
+
+    :param grid: (grid rows, grid columns, rows, columns)
+    :param scales: (grid rows, grid columns, candidates), and zeros alike
+    """
     chosen = torch.empty(grid.shape[:2], dtype=torch.int64, device=grid.device)
     count = scales.shape[-1]
     step = max(1, TILE // (grid[0].numel() * count))
@@ -173,7 +132,7 @@ def _descend(candidates: Tensor, hessian: Tensor) -> Tensor:
     chosen = torch.where(last, count - 1, 0)[:, None].repeat(1, candidates.shape[1], 1)
     current = torch.where(last[:, None, :, None, None], starts[1], starts[0])
     pull = torch.where(last[:, :, None, None], pulls[1], pulls[0])
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         before = chosen.clone()
         for place in range(candidates.shape[1]):
             own = slice(place * columns, (place + 1) * columns)

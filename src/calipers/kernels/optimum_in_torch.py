@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.kernels.scale_search import Optimum, ScaleSearch, by_piece, overflows
+from calipers.kernels.pieces import by_piece
+from calipers.kernels.scale_search import Optimum, ScaleSearch, overflows
 from calipers.kernels.tiles import runs
 from calipers.numerics.formats import Format
 from calipers.numerics.scales import Window, halvable_from, magnitudes_of

@@ -10,14 +10,12 @@ import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from torch import Tensor
 
-from calipers.kernels.dispatch import NATIVE_DTYPES, NativeKernels, as_grid, native_for
-from calipers.kernels.threads import num_threads
+from calipers.kernels.operations import Workload, operation
 from calipers.kernels.tiles import runs
-from calipers.numerics.formats import GRIDS, Grid
 from calipers.numerics.layout import indivisible_by, shared_columns, strategy_name
 
 IN_WORDS = frozenset({CompressionFormat.pack_quantized})
@@ -73,11 +71,7 @@ def pack_weight(
         scale = scale / global_scale
     asked = Packing(weight, scale, zero_point, args, form)
     shared = _shared(asked)
-    if shared is None:
-        return _in_torch(asked)
-    kernels, grid = native_for(weight), _native_grid(asked)
-    packed = _natively(kernels, asked, grid, *shared) if kernels and grid else None
-    return _in_parts(asked, shared[0]) if packed is None else packed
+    return _in_torch(asked) if shared is None else pack(asked, shared)
 
 
 def _shared(asked: Packing) -> tuple[int, int] | None:
@@ -100,77 +94,13 @@ def _shared(asked: Packing) -> tuple[int, int] | None:
     return (height, width) if all(part.shape == expected for part in parts) else None
 
 
-# Natively
+@operation(lambda asked, *_: Workload((asked.weight,)))
+def pack(asked: Packing, shared: tuple[int, int]) -> Tensor:
+    """Pack a matrix whose blocks of so many rows and columns share a scale.
 
-
-def _native_grid(asked: Packing) -> Grid | None:
-    """Return the numbers that the codes stand for; None where the kernel does not know its way."""
-    kind, bits = QuantizationType(asked.args.type).value, asked.args.num_bits
-    is_whole = kind == "int" and bits in range(2, 9)
-    if asked.form in IN_PAIRS:
-        is_known = (kind, bits) == ("float", 4) and asked.weight.shape[1] % 2 == 0
-    else:
-        is_known = is_whole or ((kind, bits) == ("float", 8) and asked.form in IN_BYTES)
-    of_cpu = all(part is None or part.device.type == "cpu" for part in asked[1:3])
-    is_known = is_known and of_cpu and asked.scale.dtype in NATIVE_DTYPES
-    return GRIDS.get((kind, bits)) if is_known else None
-
-
-def _natively(
-    kernels: NativeKernels, asked: Packing, grid: Grid, height: int, width: int
-) -> Tensor | None:
-    """Return the packed codes; None if there was a NaN, whose code the library alone knows."""
-    working = torch.promote_types(asked.weight.dtype, asked.scale.dtype)
-    packed, bits = _empty(asked)
-    has_nan = kernels.pack(
-        as_grid(asked.weight[None, None, None], ordered=True),
-        asked.scale.detach().float().contiguous(),
-        _zeros(asked),
-        height,
-        width,
-        str(working).removeprefix("torch."),
-        grid.native_name,
-        *grid.limits,
-        -grid.limits[0] if asked.form in IN_WORDS else 0.0,
-        bits,
-        packed.view(torch.uint8),
-        num_threads(),
-    )
-    return None if has_nan else packed
-
-
-def _empty(asked: Packing) -> tuple[Tensor, int]:
-    """Return a place for the packed codes, and how many bits each takes."""
-    rows, columns = asked.weight.shape
-    if asked.form in IN_WORDS:
-        bits, dtype = asked.args.num_bits, torch.int32
-    elif asked.form in IN_PAIRS:
-        bits, dtype = 4, torch.uint8
-    else:
-        bits, dtype = 8, asked.args.pytorch_dtype()
-    size = -(-columns * bits // (8 * dtype.itemsize))
-    return asked.weight.new_empty(rows, size, dtype=dtype), bits
-
-
-def _zeros(asked: Packing) -> Tensor:
-    """Return what is added to quotients, one number or those of all blocks.
-
-    Without zero points a quotient of −0 stays −0, and that has a code of its own in fp8; what
-    rounds to fp4 makes it 0.
+    Some rows at a time: this takes many times the memory of what is packed.
     """
-    if asked.zero_point is None:
-        zeros = torch.tensor([-0.0], device="cpu")
-    else:
-        zeros = asked.zero_point.detach().to(asked.weight.dtype).float().contiguous()
-    return zeros + 0.0 if asked.form in IN_PAIRS else zeros
-
-
-# In torch
-
-
-def _in_parts(asked: Packing, height: int) -> Tensor:
-    """Pack some rows at a time: this takes many times the memory of what is packed."""
-    return torch.cat([_in_torch(part) for part in _parts(asked, height)])
+    return torch.cat([_in_torch(part) for part in _parts(asked, shared[0])])
 
 
 def _parts(asked: Packing, height: int) -> Iterator[Packing]:

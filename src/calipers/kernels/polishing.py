@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.kernels.scale_search import Optimum, ScaleSearch, by_piece, overflows
+from calipers.kernels.pieces import by_piece
+from calipers.kernels.scale_search import Optimum, ScaleSearch, overflows
 from calipers.kernels.tiles import runs
 
 _POLISHINGS = 20

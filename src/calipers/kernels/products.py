@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calipers.kernels.dispatch import native_for
-from calipers.kernels.threads import num_threads
+from calipers.kernels.operations import Workload, operation
 
 _TOKENS = 256  # added up in float32, as the native kernel does; more in wide products
 _STRIP = 192  # rows of a symmetric product that are computed together, up to the diagonal
 
 
+@operation(lambda left, right=None: Workload((left,) if right is None else (left, right)))
 @torch.no_grad()
 def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
     """Return leftᵀ right of two matrices (tokens, channels) in float64; of ``left`` alone if one.
@@ -26,13 +26,6 @@ def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
     other = left if right is None else right
     total = left.new_zeros(left.shape[1], other.shape[1], dtype=torch.float64)
     if not total.numel() or not len(left):
-        return total
-    both_bf16 = left.dtype == other.dtype == torch.bfloat16
-    kernels = native_for(left) if both_bf16 and native_for(other) else None
-    if kernels is not None and kernels.can_add_products():
-        sides = (each.detach() for each in (left, other))
-        sides = (each if each.stride(1) == 1 else each.contiguous() for each in sides)
-        kernels.add_products(*sides, total, right is None, num_threads())
         return total
     working = torch.promote_types(left.dtype, torch.float32)
     step = max(_TOKENS, total.shape[1] // 4)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
-from calipers.kernels.threads import num_threads
+from calipers.kernels.operations import Workload, operation
 from calipers.kernels.tiles import TILE, runs
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
@@ -56,15 +54,7 @@ def quantize_with_error(
     >>> quantize_with_error(x, torch.tensor([0.5]), None, args)
     (tensor([[[[ 1.0000, 2.0000, -3.5000]]]]), tensor([0.0400], dtype=torch.float64))
     """
-    asked = _quantization(pieces, scale, zero_point, args, norm, working=working)
-    kernels = native_for(pieces, asked.fmt, norm)
-    if kernels is None:
-        values, errors = _in_torch(asked)
-        return torch.where(torch.isfinite(pieces), values.to(pieces.dtype), pieces), errors
-    observations, *shape, rows, columns = pieces.shape
-    by_piece = pieces.new_empty(math.prod(shape), observations, rows, columns)
-    errors = _natively(kernels, asked, by_piece)
-    return by_piece.movedim(1, 0).reshape(pieces.shape), errors
+    return quantize(_quantization(pieces, scale, zero_point, args, norm, working=working))
 
 
 @torch.no_grad()
@@ -85,9 +75,7 @@ def quantization_errors(
     >>> quantization_errors(x, torch.tensor([0.5]), None, args, weights=torch.tensor(2.0))
     tensor([0.0800], dtype=torch.float64)
     """
-    asked = _quantization(pieces, scale, zero_point, args, norm, weights, working)
-    kernels = native_for(pieces, asked.fmt, norm)
-    return _errors_in_torch(asked) if kernels is None else _natively(kernels, asked)
+    return sum_errors(_quantization(pieces, scale, zero_point, args, norm, weights, working))
 
 
 def _quantization(
@@ -106,25 +94,16 @@ def _quantization(
     return Quantization(pieces, scale, zero_point, Format.of(args), norm, weights, working)
 
 
-def _natively(kernels: NativeKernels, asked: Quantization, output: Tensor | None = None) -> Tensor:
-    """Return the errors; the quantized values go nowhere but into ``output``, if it is given."""
-    grid, shape = as_grid(asked.pieces, ordered=True), asked.pieces.shape[1:-2]
-    count, zero_point = shape.numel(), asked.zero_point
-    errors = asked.pieces.new_empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
-    kernels.quantize(
-        grid,
-        None if asked.weights is None else as_grid(asked.weights, ordered=True),
-        asked.scale.detach().float().reshape(count).contiguous(),
-        None if zero_point is None else zero_point.float().reshape(count).contiguous(),
-        str(asked.working).removeprefix("torch."),
-        asked.fmt.grid.native_name,
-        *asked.fmt.limits,
-        asked.norm,
-        output,
-        errors,
-        num_threads(),
-    )
-    return errors.sum(0).reshape(shape)
+def _workload(asked: Quantization) -> Workload:
+    return Workload((asked.pieces,), asked.fmt, asked.norm)
+
+
+@operation(_workload)
+def quantize(asked: Quantization) -> tuple[Tensor, Tensor]:
+    """Return quantized values, NaN and Inf as they are, and the error of each piece."""
+    values, errors = _in_torch(asked)
+    pieces = asked.pieces
+    return torch.where(torch.isfinite(pieces), values.to(pieces.dtype), pieces), errors
 
 
 def _in_torch(asked: Quantization) -> tuple[Tensor, Tensor]:
@@ -143,8 +122,9 @@ def _in_torch(asked: Quantization) -> tuple[Tensor, Tensor]:
     return values, error.sum((0, -2, -1))
 
 
-def _errors_in_torch(asked: Quantization) -> Tensor:
-    """Work tile by tile: the values themselves are not kept."""
+@operation(_workload)
+def sum_errors(asked: Quantization) -> Tensor:
+    """Return the error of each piece. Work tile by tile: the values themselves are not kept."""
     shape = asked.pieces.shape[1:-2]
     by_piece = asked.pieces.movedim(0, -3).reshape(shape.numel(), -1)
     errors = torch.zeros(len(by_piece), dtype=torch.float64, device=by_piece.device)

@@ -57,13 +57,3 @@ def overflows(
     )
     largest = (search.fmt.round_(codes) - zero).mul_(scales).abs_().amax(0)
     return ~(largest <= search.most)
-
-
-def length_of(pieces: Tensor) -> int:
-    """Return how many values a piece has."""
-    return pieces.shape[0] * pieces.shape[-2:].numel()
-
-
-def by_piece(pieces: Tensor) -> Tensor:
-    """Bring pieces into the shape (pieces, values)."""
-    return pieces.movedim(0, -3).flatten(-3).reshape(pieces.shape[1:-2].numel(), -1)

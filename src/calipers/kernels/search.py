@@ -9,14 +9,10 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.counts import are_worth_counting, distinct_values
-from calipers.kernels.dispatch import NativeKernels, as_grid, native_for
-from calipers.kernels.threads import num_threads
+from calipers.kernels.operations import Workload, operation
 from calipers.kernels.tiles import runs, tile_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
-
-_TABLE = 1 << 22  # scales handed to the native kernel at once
 
 
 class Search(NamedTuple):
@@ -66,7 +62,7 @@ def search_range(
     Memory: a few numbers per piece, and a few tiles.
     """
     if weights is not None:
-        weights = _proportions(weights)
+        weights = proportions(weights)
     if Format.of(args).scale is ScaleKind.E4M3_GLOBAL:
         args = args.model_copy(update={"scale_dtype": None})
     working = torch.float64 if pieces.dtype == torch.float64 else torch.float32
@@ -75,172 +71,27 @@ def search_range(
         most = torch.finfo(pieces.dtype).max
         low, high = (bound.mul(expand).clamp_(-most, most) for bound in (low, high))
     search = Search(pieces, low, high, args, norm, weights)
-    kernels = native_for(pieces, Format.of(args), norm)
-    if not factors:
-        low, high = search.range_of(1.0)
-    elif kernels:
-        low, high = _natively(kernels, search, factors, patience)
-    else:
-        best = _best_in_torch(search, factors, patience)
-        low, high = search.range_of(torch.tensor(factors, dtype=working, device=best.device)[best])
+    low, high = best_range(search, factors, patience) if factors else search.range_of(1.0)
     return low.reshape(min_vals.shape), high.reshape(min_vals.shape)
 
 
-def _proportions(weights: Tensor) -> Tensor:
+def proportions(weights: Tensor) -> Tensor:
     """Divide weights by the largest: only their proportions matter, and sums stay in float32."""
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("Weights must be finite and not negative.")
     return weights / weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-# Native
-
-
-def _natively(
-    kernels: NativeKernels, search: Search, factors: Sequence[float], patience: int | None
+@operation(lambda search, *_: Workload((search.pieces,), Format.of(search.args), search.norm))
+def best_range(
+    search: Search, factors: Sequence[float], patience: int | None
 ) -> tuple[Tensor, Tensor]:
-    best = _best_natively(kernels, search, factors, patience)
-    low, high = search.pieces.new_empty(2, best.numel())
-    threads = num_threads()
-    candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
-    kernels.scale_ranges(search.low, search.high, candidates, best, low, high, threads)
-    return low, high
+    """Return both ends of the best range of each piece, as they would be stored."""
+    best = _best(search, factors, patience)
+    return search.range_of(torch.tensor(factors, dtype=search.low.dtype, device=best.device)[best])
 
 
-def _best_natively(
-    kernels: NativeKernels, search: Search, factors: Sequence[float], patience: int | None
-) -> Tensor:
-    if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
-        search = _counted(search)
-    values = as_grid(search.pieces, ordered=search.weights is not None)
-    weights = None if search.weights is None else _like(values, search.weights)
-    stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
-    known = _Known.nothing(search.low.numel(), len(factors), stop_after)
-    source = _scale_source(search)
-    candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
-    work = _NativeSearch(kernels, search, values, weights, candidates, source, known)
-    parts = [slice(0, values.shape[1])]
-    if source == "given":  # tables of scales are made part by part
-        parts = list(runs(values.shape[1], values.shape[2] * len(factors), _TABLE))
-    work.run(parts)
-    # A later part may have shown that patience lasts longer than an earlier one knew.
-    while len(parts) > 1 and known.is_uneven():
-        work.run(parts)
-    return known.best
-
-
-class _Known(NamedTuple):
-    """What is known of each piece: the best of the candidates that are done, and its error.
-
-    The latter two are there only if patience can end; ``improved`` says which candidates were the
-    best so far of any piece.
-    """
-
-    stop_after: int
-    best: Tensor
-    done: Tensor | None
-    least: Tensor | None
-    improved: Tensor
-
-    @classmethod
-    def nothing(cls, pieces: int, candidates: int, stop_after: int) -> _Known:
-        """Begin."""
-        return cls(
-            stop_after,
-            torch.zeros(pieces, dtype=torch.int32),
-            torch.zeros(pieces, dtype=torch.int32) if stop_after else None,
-            torch.empty(pieces, dtype=torch.float64) if stop_after else None,
-            torch.zeros(candidates, dtype=torch.uint8),
-        )
-
-    def of(self, these: slice) -> _Known:
-        """Return what is known of some pieces; what is learnt of them is learnt here."""
-        done, least = (None if part is None else part[these] for part in (self.done, self.least))
-        return self._replace(best=self.best[these], done=done, least=least)
-
-    def is_uneven(self) -> bool:
-        """Whether some pieces have been through more candidates than others."""
-        return self.done is not None and int(self.done.min()) < int(self.done.max())
-
-
-class _NativeSearch(NamedTuple):
-    """A search, with its pieces and weights as the native kernel takes them."""
-
-    kernels: NativeKernels
-    search: Search
-    values: Tensor
-    weights: Tensor | None
-    candidates: Tensor
-    source: str
-    known: _Known
-
-    def run(self, parts: Sequence[slice]) -> None:
-        """Search rows of the grid of pieces, part by part."""
-        search, fmt = self.search, Format.of(self.search.args)
-        for rows in parts:
-            these = slice(rows.start * self.values.shape[2], rows.stop * self.values.shape[2])
-            self.kernels.search(
-                self.values[:, rows],
-                search.low[these],
-                search.high[these],
-                self.candidates,
-                fmt.grid.native_name,
-                *fmt.limits,
-                search.norm,
-                None if self.weights is None else self.weights[:, rows],
-                self.source,
-                not fmt.symmetric,
-                *(
-                    _tables(search, self.candidates, these)
-                    if self.source == "given"
-                    else (None,) * 2
-                ),
-                *self.known.of(these),
-                num_threads(),
-            )
-
-
-def _counted(search: Search) -> Search:
-    """Turn a search over values into one over those that occur, weighted by how often they do."""
-    values, counts = distinct_values(search.pieces)
-    pieces = values.expand(1, *search.pieces.shape[1:-2], 1, -1)
-    return search._replace(pieces=pieces, weights=_proportions(counts.flatten(0, -2).double()))
-
-
-def _scale_source(search: Search) -> str:
-    """Say whether the native kernel can work out the scales itself, and how."""
-    fmt = Format.of(search.args)
-    if fmt.scale is ScaleKind.POWER_OF_TWO:
-        return "power_of_two"
-    # Ranges wider than the dtype are for compressed-tensors' repaired arithmetic.
-    most = torch.finfo(search.pieces.dtype).max
-    if not fmt.symmetric and bool((search.high.double() - search.low > most).any()):
-        return "given"
-    return "plain" if search.args.scale_dtype is None else "given"
-
-
-def _tables(search: Search, factors: Tensor, these: slice) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points, one row per candidate."""
-    qparams = safe_qparams(*search.range_of(factors[:, None], these), search.args)
-    scale, zero_point = (value.float().contiguous() for value in qparams)
-    return scale, zero_point
-
-
-def _like(values: Tensor, weights: Tensor) -> Tensor:
-    """Lay weights over a grid of pieces, without a copy of them."""
-    grid_rows, grid_columns, rows, columns = values.shape[1:]
-    weights = weights.float()
-    if grid_columns % weights.shape[0]:
-        index = torch.arange(grid_rows * grid_columns) % weights.shape[0]
-        return weights[index].reshape(1, *values.shape[1:]).expand(values.shape)
-    weights = weights.reshape(1, 1, -1, rows, columns)
-    return weights.repeat(1, 1, grid_columns // weights.shape[2], 1, 1).expand(values.shape)
-
-
-# In torch
-
-
-def _best_in_torch(search: Search, factors: Sequence[float], patience: int | None) -> Tensor:
+def _best(search: Search, factors: Sequence[float], patience: int | None) -> Tensor:
     low, device = search.low, search.low.device
     view = search.pieces.flatten(-2)
     view = view.reshape(view.shape[0], -1, view.shape[-1])

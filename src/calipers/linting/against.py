@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,23 +13,19 @@ from torch import Tensor
 
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
+from calipers.checkpoint.quantized_weight import QuantizedWeight
+from calipers.checkpoint.stored_module import StoredModule
 from calipers.errors import ConfigurationError, cannot_load
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 from calipers.judging.streams import Streams
 from calipers.judging.weights import WeightLoss, stored_weight_loss, weight_loss
 from calipers.kernels.extrema import extrema
-from calipers.linting.dequantizing import StoredWeight, tile_rows
-from calipers.linting.modules import StoredModule
 from calipers.linting.results import Finding
 from calipers.numerics.layout import Layout, has_global_scale
 from calipers.numerics.qparams import safe_qparams
 from calipers.observers import QParamsDict
 
-_TIMES = 3.0
-"""So many times the error of scales from extrema is far too much."""
-_ROUNDINGS = 2.0**-8
-"""What storing weights and scales in 16 bits may add to an error."""
 _OTHER = "Give the model that the checkpoint was made from."
 
 
@@ -72,7 +68,7 @@ class Original:
             found = next((self.tensors[name] for name in names), None)
         return found
 
-    def unlike(self, modules: list[StoredModule]) -> Iterator[Finding]:
+    def unlike(self, modules: Iterable[StoredModule]) -> Iterator[Finding]:
         """Find weights that the original does not have, or has in another shape."""
         for module in modules:
             shape = module.shape if module.weights is not None else None
@@ -114,25 +110,9 @@ def stored_loss(
     """
     if original.shape != module.shape or original.ndim != 2:
         return None
-    weight = StoredWeight.of(module)
-    pairs = ((original[rows], weight.rows(rows)) for rows in tile_rows(weight))
+    weight = QuantizedWeight.of(module)
+    pairs = ((original[rows], weight.rows(rows)) for rows in weight.tiles())
     return stored_weight_loss(pairs, streams)
-
-
-def check_original(module: StoredModule, found: Comparison) -> Iterator[Finding]:
-    """Find a weight that has lost far more than its format costs."""
-    error, usual = found.stored.error, found.usual.error
-    if error <= _TIMES * usual + _ROUNDINGS:
-        return
-    problem = (
-        f"differs from the original by {error:.1%} of its norm; scales from its extrema "
-        f"would give {usual:.1%}"
-    )
-    hint = (
-        "Its codes or scales are damaged or belong to another weight, unless its values were "
-        "changed on purpose before (smoothing, rotations, training)."
-    )
-    yield Finding("error", "error-high", module.name, problem, hint)
 
 
 def _minmax_loss(

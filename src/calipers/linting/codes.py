@@ -11,6 +11,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
+from calipers.checkpoint.stored_module import IN_MX
 from calipers.kernels.counts import count_values
 from calipers.kernels.packing import IN_PAIRS, IN_WORDS
 from calipers.kernels.tiles import runs
@@ -18,7 +19,6 @@ from calipers.numerics.formats import GRIDS, Grid
 from calipers.numerics.layout import shared_columns, strategy_name
 
 _TILE = 1 << 20
-_MX = (CompressionFormat.mxfp4_pack_quantized, CompressionFormat.mxfp8_quantized)
 # The range, in standard deviations, that loses least of normal values, by bits.
 _BEST_RANGE = {1: 0.8, 2: 1.5, 3: 2.0, 4: 2.5, 5: 2.9, 6: 3.3, 7: 3.6, 8: 3.9}
 
@@ -171,7 +171,7 @@ def usual_saturation(
     assert grid is not None
     low, high = grid.limits
     values = grid.values()
-    scale = 2 * largest / (high - low) * (0.75 if form in _MX else 1)
+    scale = 2 * largest / (high - low) * (0.75 if form in IN_MX else 1)
     ends = (float(values[-1] + values[-2]) / 2, -float(values[0] + values[1]) / 2)
     shares = torch.special.ndtr(-torch.tensor(ends, dtype=torch.float64) * scale)
     return max(float(shares.sum()), 1 / count)

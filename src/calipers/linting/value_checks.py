@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
+from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.stored_module import FLOATS, SIDES, StoredModule
 from calipers.files.safetensors_header import StoredTensor
-from calipers.kernels.dispatch import NATIVE_DTYPES
 from calipers.kernels.extrema import extrema
 from calipers.kernels.packing import IN_WORDS
 from calipers.kernels.tiles import runs
-from calipers.linting.codes import CodeCounts, grid_of, usual_saturation
-from calipers.linting.expected import FLOATS, SIDES
-from calipers.linting.modules import StoredModule
+from calipers.linting.codes import grid_of
 from calipers.linting.results import Finding, Severity
 from calipers.topology.names import fused_groups
 
 _AGAIN = "Quantize this module again; look at its weight and at the data of the calibration."
-_LEAST_SATURATED = 0.02
-_ODDS = 8.0
-"""So many times the usual odds of a code at the ends are suspicious."""
-_VALUES_PER_CODE = 8
 _MX_NAN = 255
 _MX_ONE = 127
 
@@ -59,11 +54,9 @@ def _takes_signed_scales(args: QuantizationArgs | None) -> bool:
 
 
 def _parameters(module: StoredModule, kinds: tuple[str, ...]) -> Iterator[tuple[str, StoredTensor]]:
-    for side in SIDES:
-        for kind in kinds:
-            local = f"{side}_{kind}"
-            if local in module.tensors:
-                yield local, module.tensors[local]
+    for local in (f"{side}_{kind}" for side in SIDES for kind in kinds):
+        if local in module.tensors:
+            yield local, module.tensors[local]
 
 
 def _kinds(scale: Tensor) -> _Kinds:
@@ -114,7 +107,10 @@ def _judge(name: str, kinds: _Kinds, of_weight: bool) -> Iterator[Finding]:
 
 def check_zero_points(module: StoredModule) -> Iterator[Finding]:
     """Find zero points that no code stands for, and those of something symmetric."""
+    if module.weights is not None and not module.is_sound:
+        return
     args_of = dict(module.sides)
+    is_packed = module.form in IN_WORDS
     for local, stored in _parameters(module, ("zero_point",)):
         args = args_of.get(local.removesuffix("_zero_point"))
         if args is None or not stored.size:
@@ -122,8 +118,9 @@ def check_zero_points(module: StoredModule) -> Iterator[Finding]:
         name, values = f"{module.name}.{local}", stored.map()
         if args.symmetric:
             yield _zero_point_of_symmetric(name, bool((_as_numbers(values) != 0).any()))
-        elif stored.dtype == torch.int32 and local == "weight_zero_point" and _packs(module):
-            yield from _padding(name, values.movedim(-2, -1), args, _rows(module))
+        elif stored.dtype == torch.int32 and local == "weight_zero_point" and is_packed:
+            assert module.shape is not None
+            yield from _padding(name, values.movedim(-2, -1), args, module.shape[-2])
         else:
             yield from _zero_points_in_range(name, _as_numbers(values), args)
 
@@ -153,18 +150,13 @@ def _zero_points_in_range(name: str, values: Tensor, args: QuantizationArgs) -> 
         yield Finding("error", "zero-point-range", name, problem, _AGAIN)
 
 
-def _packs(module: StoredModule) -> bool:
-    return module.form in IN_WORDS
-
-
-def _rows(module: StoredModule) -> int:
-    return module.shape[-2] if module.shape is not None else 0
-
-
 def check_padding(module: StoredModule) -> Iterator[Finding]:
     """Find bits behind the last code of a row that are not zero."""
     codes, args, shape = module.codes, module.weights, module.shape
-    if _packs(module) and codes is not None and args is not None and shape is not None:
+    if module.is_sound and module.form in IN_WORDS:
+        assert codes is not None
+        assert args is not None
+        assert shape is not None
         yield from _padding(f"{module.name}.weight_packed", codes.map(), args, shape[-1])
 
 
@@ -181,35 +173,6 @@ def _padding(name: str, packed: Tensor, args: QuantizationArgs, count: int) -> I
         yield Finding("warning", "packed-padding", name, problem, hint)
 
 
-def check_codes(module: StoredModule, counts: CodeCounts) -> Iterator[Finding]:
-    """Find codes that the format does not have, and weights that use theirs badly."""
-    args, form, shape = module.weights, module.form, module.shape
-    assert args is not None
-    assert form is not None
-    assert shape is not None
-    name = module.name
-    if counts.outside:
-        problem = f"has {counts.outside:,} codes that {args.num_bits} bits do not have"
-        hint = "Correct num_bits of the config, or quantize the module again."
-        yield Finding("error", "code-range", name, problem, hint)
-    if counts.nan:
-        yield Finding("error", "code-nan", name, f"has {counts.nan:,} codes that are NaN", _AGAIN)
-    usual = usual_saturation(args, form, shape)
-    odds = _ODDS * usual / (1 - usual)
-    if counts.saturated > max(_LEAST_SATURATED, odds / (1 + odds)):
-        problem = (
-            f"has {counts.saturated:.1%} of its values at the lowest or highest code, where "
-            f"normal values would have about {usual:.1%}"
-        )
-        hint = "Its scales are too small, or belong to another weight: quantize it again."
-        yield Finding("warning", "codes-saturated", name, problem, hint)
-    many = counts.total >= _VALUES_PER_CODE * counts.available
-    if many and counts.used <= max(1, counts.available // 4):
-        problem = f"uses {counts.used} of {counts.available} codes"
-        hint = "Its scales are too large, or its values are all alike: look at the weight."
-        yield Finding("warning", "codes-unused", name, problem, hint)
-
-
 def check_plain(module: StoredModule) -> Iterator[Finding]:
     """Find NaN and Inf in tensors that are not quantized."""
     for local, stored in module.tensors.items():
@@ -222,9 +185,7 @@ def check_plain(module: StoredModule) -> Iterator[Finding]:
 
 
 def _count_nonfinite(values: Tensor) -> int:
-    if values.dtype in NATIVE_DTYPES:
-        return extrema(values.reshape(1, 1, 1, -1)).nonfinite
-    return sum(int((~part.isfinite()).sum()) for part in _parts(values))
+    return sum(extrema(part.reshape(1, 1, 1, -1)).nonfinite for part in _parts(values))
 
 
 def _parts(values: Tensor) -> Iterator[Tensor]:
@@ -244,9 +205,9 @@ def _not_finite(name: str, values: Tensor) -> Iterator[Finding]:
             yield Finding("error", f"tensor-{kind}", name, problem, hint)
 
 
-def check_fused(modules: Iterable[StoredModule]) -> Iterator[Finding]:
+def check_fused(checkpoint: QuantizedCheckpoint) -> Iterator[Finding]:
     """Find layers that run as one matrix and have different global scales."""
-    by_name = {module.name: module for module in modules}
+    by_name = checkpoint.modules
     for group in fused_groups(by_name):
         for local in ("weight_global_scale", "input_global_scale"):
             scales = {name: _single(by_name[name], local) for name in group}

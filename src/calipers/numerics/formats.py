@@ -1,7 +1,7 @@
 """Number formats: which values a code can stand for, and which scales can be stored.
 
 A format is a row of ``GRIDS``. What it means to round to its numbers, which they are and where they
-end is read from the row; the native kernels have a row of the same name (``native/jobs.h``).
+end is read from the row; the native kernels have a row of the same name (``native/cpp/jobs.h``).
 """
 
 from __future__ import annotations

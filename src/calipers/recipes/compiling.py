@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 
-from calipers.calibration.experts import unfuse_experts
 from calipers.errors import RecipeError, nearest
 from calipers.planning.checks import check_modules
 from calipers.planning.matching import what_cannot_be, what_there_is
 from calipers.planning.plan import PROPAGATIONS, Plan, Step
 from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
 from calipers.topology.experts import fused_experts
+from calipers.topology.unfusing import unfuse_experts
 
 if TYPE_CHECKING:
     from calipers.recipes.schema import Recipe

@@ -7,14 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from calipers.checkpoint.folder_contents import NOTES
+from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import counted, shortened
 from calipers.measurements import MeasurementsInfo
-from calipers.reporting.checkpoints import (
-    CheckpointFolder,
-    args_label,
-    attention_modules,
-    scheme_label,
-)
 from calipers.reporting.details import (
     InputDetail,
     WeightDetail,
@@ -24,6 +20,7 @@ from calipers.reporting.details import (
     weight_detail,
     weight_limits,
 )
+from calipers.reporting.labels import args_label, scheme_label
 from calipers.reporting.measured import Measured
 from calipers.reporting.modules import ModuleFacts, facts_of, judged
 from calipers.reporting.outside import Evaluated, Finding, Prediction, Sufficiency, numbers_of
@@ -99,7 +96,7 @@ class Content:
 
 
 def gather(
-    folders: Sequence[CheckpointFolder],
+    checkpoints: Sequence[QuantizedCheckpoint],
     measured: Measured,
     source: SourceModel | None,
     *,
@@ -114,22 +111,22 @@ def gather(
     :param findings: checkpoint → what was found wrong with it
     :param missing: what is not at hand, and why
     """
-    for folder in folders:
-        measured.check_fits(folder)
-    checkpoints = tuple(
-        _checkpoint(folder, measured, source, (findings or {}).get(folder.name, ()))
-        for folder in folders
+    for each in checkpoints:
+        measured.check_fits(each)
+    facts = tuple(
+        _checkpoint(each, measured, source, (findings or {}).get(each.name, ()))
+        for each in checkpoints
     )
-    names = dict.fromkeys(row.name for each in checkpoints for row in each.modules)
+    names = dict.fromkeys(row.name for of_one in facts for row in of_one.modules)
     weights = {} if source is None else {name: weight_detail(source, name) for name in names}
     return Content(
-        folders[0].name if source is None else source.name,
-        _architecture(folders[0], measured),
-        checkpoints,
+        checkpoints[0].name if source is None else source.name,
+        _architecture(checkpoints[0], measured),
+        facts,
         measured.info,
         None if source is None else source.size,
         None if source is None else source.parameters,
-        input_details(measured, folders),
+        input_details(measured, checkpoints),
         {name: each for name, each in weights.items() if each is not None},
         evaluation,
         tuple(predictions),
@@ -138,64 +135,67 @@ def gather(
     )
 
 
-def _architecture(folder: CheckpointFolder, measured: Measured) -> str:
+def _architecture(checkpoint: QuantizedCheckpoint, measured: Measured) -> str:
     if measured.info is not None:
         return measured.info.model
-    named = folder.config.get("architectures")
+    named = checkpoint.config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _checkpoint(
-    folder: CheckpointFolder,
+    checkpoint: QuantizedCheckpoint,
     measured: Measured,
     source: SourceModel | None,
     findings: Iterable[Finding],
 ) -> CheckpointFacts:
     inputs = measured.by_module
-    chosen = chosen_ranges(folder, inputs)
-    rows = judged(facts_of(folder, measured, source), inputs, chosen)
-    limits = {name: weight_limits(folder, name) for name in folder.schemes}
-    amounts = numbers_of({key: folder.notes.get(key) for key in ("samples", "tokens")})
+    chosen = chosen_ranges(checkpoint, inputs)
+    rows = judged(facts_of(checkpoint, measured, source), inputs, chosen)
+    limits = {name: weight_limits(module) for name, module in checkpoint.quantized.items()}
+    amounts = numbers_of({key: checkpoint.notes.get(key) for key in ("samples", "tokens")})
     return CheckpointFacts(
-        folder.name,
-        _schemes(folder),
-        folder.size,
-        _bits(folder),
+        checkpoint.name,
+        _schemes(checkpoint),
+        checkpoint.size,
+        _bits(checkpoint),
         rows,
         chosen,
         {name: each for name, each in limits.items() if each is not None},
-        (*findings, *_own_findings(folder, rows)),
-        (*folder.missing, *_missing(folder, rows, source)),
+        (*findings, *_own_findings(checkpoint, rows)),
+        tuple(_missing(checkpoint, rows, source)),
         *(int(amounts[key]) if key in amounts else None for key in ("samples", "tokens")),
     )
 
 
-def _schemes(folder: CheckpointFolder) -> dict[str, int]:
+def _schemes(checkpoint: QuantizedCheckpoint) -> dict[str, int]:
     found: dict[str, int] = {}
-    for scheme in folder.schemes.values():
-        label = scheme_label(scheme)
+    for module in checkpoint.quantized.values():
+        label = scheme_label(module.scheme)
         found[label] = found.get(label, 0) + 1
-    if folder.kv_cache is not None:
-        label = f"keys and values {args_label(folder.kv_cache)}"
-        found[label] = sum(1 for _ in attention_modules(folder))
+    states = checkpoint.settings.kv_cache_scheme
+    if states is not None:
+        scales = {"k_scale", "v_scale", "q_scale"}
+        with_scales = [each for each in checkpoint.modules.values() if scales & set(each.tensors)]
+        found[f"keys and values {args_label(states)}"] = len(with_scales)
     return found
 
 
-def _bits(folder: CheckpointFolder) -> float | None:
-    known = [(folder.size_of(name), folder.shape_of(name)) for name in folder.schemes]
-    pairs = [(size, math.prod(shape)) for size, shape in known if size is not None and shape]
-    total = sum(count for _, count in pairs)
-    return sum(size for size, _ in pairs) * 8 / total if total else None
+def _bits(checkpoint: QuantizedCheckpoint) -> float | None:
+    known = [each for each in checkpoint.quantized.values() if each.weight_shape]
+    total = sum(math.prod(each.weight_shape or ()) for each in known)
+    return sum(each.size for each in known) * 8 / total if total else None
 
 
-def _own_findings(folder: CheckpointFolder, rows: Sequence[ModuleFacts]) -> Iterable[Finding]:
+def _own_findings(
+    checkpoint: QuantizedCheckpoint, rows: Sequence[ModuleFacts]
+) -> Iterable[Finding]:
     """Say what the notes of the checkpoint and the errors of modules tell."""
     unseen = [row.name for row in rows if row.verdict == "unseen"]
     if unseen:
         problem = f"{counted(len(unseen), 'module')} saw no token: {shortened(unseen, 3)}"
         hint = "Measure with more data, or with all experts."
         yield Finding("warning", "coverage", unseen[0], problem, hint)
-    notes = folder.notes.get("notes")
+    notes = checkpoint.notes.get("notes")
     for name, told in notes.items() if isinstance(notes, Mapping) else ():
         yield Finding("warning", "recipe", str(name), str(told))
     for row in sorted(rows, key=lambda row: -(row.output_error or 0.0)):
@@ -206,10 +206,15 @@ def _own_findings(folder: CheckpointFolder, rows: Sequence[ModuleFacts]) -> Iter
 
 
 def _missing(
-    folder: CheckpointFolder, rows: Sequence[ModuleFacts], source: SourceModel | None
+    checkpoint: QuantizedCheckpoint, rows: Sequence[ModuleFacts], source: SourceModel | None
 ) -> Iterable[str]:
     """Say what is not known of a checkpoint, and what would help."""
-    quantized = [row for row in rows if row.name in folder.schemes]
+    if not checkpoint.has_notes:
+        yield (
+            f"{NOTES} is not there: Calipers did not write this checkpoint, or the file was lost. "
+            "Errors are worked out anew where the source is at hand"
+        )
+    quantized = [row for row in rows if row.name in checkpoint.quantized]
     anew = "" if source is None else " (its weights could not be compared with the source's)"
     if quantized and all(row.weight_error is None for row in quantized):
         yield f"Errors of weights are not known; give the source model to have them found{anew}"

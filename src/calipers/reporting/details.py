@@ -9,10 +9,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.quantized_weight import QuantizedWeight
+from calipers.checkpoint.stored_module import StoredModule
 from calipers.numerics.formats import Format
 from calipers.reporting.channels import ChannelRanges
-from calipers.reporting.checkpoints import CheckpointFolder, args_label
 from calipers.reporting.histograms import LogHistogram, distribution_of
+from calipers.reporting.labels import args_label
 from calipers.reporting.measured import Measured, MeasuredInput
 from calipers.reporting.ranges import (
     REFERENCE,
@@ -67,14 +70,14 @@ class WeightLimits(NamedTuple):
 
 
 def input_details(
-    measured: Measured, folders: Sequence[CheckpointFolder]
+    measured: Measured, checkpoints: Sequence[QuantizedCheckpoint]
 ) -> tuple[InputDetail, ...]:
     """Return what was seen of each distinct input."""
-    return tuple(_input(seen, folders) for seen in measured.inputs)
+    return tuple(_input(seen, checkpoints) for seen in measured.inputs)
 
 
-def _input(seen: MeasuredInput, folders: Sequence[CheckpointFolder]) -> InputDetail:
-    formats = {key_of(args): args for args in _static_args(seen.readers, folders)}
+def _input(seen: MeasuredInput, checkpoints: Sequence[QuantizedCheckpoint]) -> InputDetail:
+    formats = {key_of(args): args for args in _static_args(seen.readers, checkpoints)}
     by_format = []
     if seen.values is not None and len(seen.values.values):
         for args in formats.values() or (REFERENCE,):
@@ -93,40 +96,42 @@ def _input(seen: MeasuredInput, folders: Sequence[CheckpointFolder]) -> InputDet
 
 
 def _static_args(
-    modules: Iterable[str], folders: Sequence[CheckpointFolder]
+    names: Iterable[str], checkpoints: Sequence[QuantizedCheckpoint]
 ) -> Iterable[QuantizationArgs]:
-    for module in modules:
-        for folder in folders:
-            scheme = folder.schemes.get(module)
+    for name in names:
+        for module in (each.quantized.get(name) for each in checkpoints):
+            scheme = None if module is None else module.scheme
             if scheme is not None and has_one_range(scheme.input_activations):
                 yield scheme.input_activations
 
 
 def chosen_ranges(
-    folder: CheckpointFolder, inputs: Mapping[str, MeasuredInput]
+    checkpoint: QuantizedCheckpoint, inputs: Mapping[str, MeasuredInput]
 ) -> dict[str, ChosenRange]:
     """Return the range of each static input, and what becomes of the values that were seen."""
     found = {}
-    for module, scheme in folder.schemes.items():
-        seen, args = inputs.get(module), scheme.input_activations
-        scale = folder.tensor(module, "input_scale") if has_one_range(args) else None
-        if seen is None or seen.values is None or scale is None or not scale.numel():
+    for name, module in checkpoint.quantized.items():
+        seen, args = inputs.get(name), dict(module.sides).get("input")
+        scale = module.read("input_scale") if has_one_range(args) else None
+        if args is None or seen is None or seen.values is None:
             continue
-        zero = folder.tensor(module, "input_zero_point")
+        if scale is None or not scale.numel():
+            continue
+        zero = module.read("input_zero_point")
         zero = torch.zeros(1) if zero is None or not zero.numel() else zero
-        found[module] = range_of(
-            "this checkpoint", seen.values, args, scale, zero, exact=seen.exact
-        )
+        found[name] = range_of("this checkpoint", seen.values, args, scale, zero, exact=seen.exact)
     return found
 
 
-def weight_limits(folder: CheckpointFolder, module: str) -> WeightLimits | None:
+def weight_limits(module: StoredModule) -> WeightLimits | None:
     """Return how far codes reach in the groups of a weight."""
-    scheme, scales = folder.schemes.get(module), folder.weight_scales(module)
-    if scheme is None or scheme.weights is None or scales is None or not scales.numel():
+    if module.weights is None or not module.is_sound:
         return None
-    largest = max(abs(end) for end in Format.of(scheme.weights).limits)
-    limits = scales.abs().flatten().float() * largest
+    scales = QuantizedWeight.of(module).scales()
+    if not scales.numel():
+        return None
+    largest = max(abs(end) for end in Format.of(module.weights).limits)
+    limits = scales.abs().flatten() * largest
     if not bool(torch.isfinite(limits).all()):
         return None
     ends = (float(limits.min()), float(limits.median()), float(limits.max()))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.stored_module import StoredModule
 from calipers.errors import MeasurementsError, counted, shortened
 from calipers.judging.streams import Streams
 from calipers.measurements import Measurements, MeasurementsInfo
@@ -16,7 +18,6 @@ from calipers.measurements.tensors import Statistics, readers_of
 from calipers.planning.collecting import CHANNEL_EXTREMA, HESSIAN
 from calipers.planning.specs import COUNTS, SQUARES
 from calipers.reporting.channels import ChannelRanges
-from calipers.reporting.checkpoints import CheckpointFolder
 from calipers.statistics.moments import TokenSquares
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import Distribution, ValueCounts
@@ -84,23 +85,23 @@ class Measured:
         """The input of each module."""
         return {module: each for each in self.inputs for module in each.readers}
 
-    def check_fits(self, folder: CheckpointFolder) -> None:
+    def check_fits(self, checkpoint: QuantizedCheckpoint) -> None:
         """Refuse measurements of another model than a checkpoint is of."""
-        known = self.by_module
-        unknown = [module for module in folder.schemes if module not in known]
+        known, quantized = self.by_module, checkpoint.quantized
+        unknown = [name for name in quantized if name not in known]
         wrong = [
-            module
-            for module in folder.schemes
-            if module in known and not _has_width(folder, module, known[module])
+            name
+            for name, module in quantized.items()
+            if name in known and not _has_width(module, known[name])
         ]
-        if known and folder.schemes and len(unknown) == len(folder.schemes):
+        if known and quantized and len(unknown) == len(quantized):
             problem = f"none of its {counted(len(unknown), 'quantized module')} was measured"
         elif wrong:
             problem = f"inputs are of other widths there: {shortened(wrong, 3)}"
         else:
             return
         raise MeasurementsError(
-            f"are of another model than the checkpoint '{folder.name}': {problem}",
+            f"are of another model than the checkpoint '{checkpoint.name}': {problem}",
             subject="The measurements",
             hint="Give those of the model that the checkpoint was made from.",
         )
@@ -132,6 +133,6 @@ def _tokens(statistics: Statistics) -> int:
     return min(each, default=0)
 
 
-def _has_width(folder: CheckpointFolder, module: str, seen: MeasuredInput) -> bool:
-    shape = folder.shape_of(module)
+def _has_width(module: StoredModule, seen: MeasuredInput) -> bool:
+    shape = module.weight_shape
     return not shape or seen.channels is None or seen.channels.count == shape[-1]

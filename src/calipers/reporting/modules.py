@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
+from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.judging.costs import COSTLY, ModuleCosts
 from calipers.judging.outputs import module_costs
-from calipers.reporting.checkpoints import CheckpointFolder, scheme_label
+from calipers.reporting.labels import scheme_label
 from calipers.reporting.measured import Measured, MeasuredInput
 from calipers.reporting.names import Position
 from calipers.reporting.outside import number, numbers_of
@@ -70,22 +71,24 @@ class ModuleFacts:
 
 
 def facts_of(
-    folder: CheckpointFolder, measured: Measured, source: SourceModel | None
+    folder: QuantizedCheckpoint, measured: Measured, source: SourceModel | None
 ) -> tuple[ModuleFacts, ...]:
     """Gather what is known of the modules that are quantized, or were measured."""
     inputs = measured.by_module
-    names = dict.fromkeys([*folder.schemes, *(name for name in inputs if name in folder.parts)])
+    measured_too = (name for name in inputs if name in folder.modules)
+    names = dict.fromkeys([*folder.quantized, *measured_too])
     tokens = numbers_of(_object(folder.notes.get("coverage")).get("tokens"))
     found = []
     for name in sorted(names, key=_order):
         seen = inputs.get(name)
         count = tokens.get(name, None if seen is None else seen.tokens)
-        weights, size = math.prod(folder.shape_of(name) or [0]), folder.size_of(name)
+        module = folder.modules[name]
+        weights = math.prod(module.weight_shape or [0])
         row = ModuleFacts(
             name,
-            scheme_label(folder.schemes.get(name)),
-            bits=size * 8 / weights if weights and size is not None else None,
-            size=size,
+            scheme_label(module.scheme if name in folder.quantized else None),
+            bits=module.size * 8 / weights if weights else None,
+            size=module.size,
             tokens=None if count is None else int(count),
         )
         found.append(_with_errors(row, folder, measured, source))
@@ -94,12 +97,12 @@ def facts_of(
 
 def _with_errors(
     row: ModuleFacts,
-    folder: CheckpointFolder,
+    folder: QuantizedCheckpoint,
     measured: Measured,
     source: SourceModel | None,
 ) -> ModuleFacts:
     """Take errors from the notes of the checkpoint, or work them out."""
-    if row.name not in folder.schemes:
+    if row.name not in folder.quantized:
         return replace(row, verdict="float")
     errors = numbers_of(folder.notes.get("weight_errors"))
     costs = _object(_object(folder.notes.get("costs")).get(row.name))
@@ -116,7 +119,7 @@ def _with_errors(
     if original is None:
         return row
     streams = measured.streams_of(row.name, original)
-    loss = loss_of(folder, row.name, original, streams)
+    loss = loss_of(folder.modules[row.name], original, streams)
     if loss is None:
         return row
     return replace(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from calipers.advice import Advice
 from calipers.checkpoint.location import check_location
+from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import (
     CalipersError,
     ConfigurationError,
@@ -17,9 +19,8 @@ from calipers.errors import (
 )
 from calipers.files.output_file import check_output_file, output_file
 from calipers.kernels.threads import kernels_only
-from calipers.linting import lint
+from calipers.linting.lint import lint_checkpoint
 from calipers.measurements import Measurements
-from calipers.reporting.checkpoints import CheckpointFolder
 from calipers.reporting.content import Content, gather
 from calipers.reporting.measured import Measured
 from calipers.reporting.outside import (
@@ -102,18 +103,18 @@ def report(
         inputs |= {"measurements": measurements, "source": source}
         inputs |= {"evaluation": evaluation, "advice": advice}
         target = check_output_file(output_file, overwrite, inputs)
-    model, missing = _source(source, folders, trust_remote_code)
+    opened = _opened(folders)
+    model, missing = _source(source, opened[0], trust_remote_code)
     seen = _seen(measurements)
-    read = _read_folders(folders)
     with kernels_only():
         content = gather(
-            read,
+            opened,
             _measured(seen, model, missing),
             model,
             evaluation=_evaluation(evaluation),
             predictions=_predictions(advice),
             sufficiency=_sufficiency(sufficiency, seen),
-            findings=_findings(findings, read),
+            findings=_findings(findings, opened),
             missing=missing,
         )
     made = Report(content)
@@ -129,20 +130,22 @@ def _paths(checkpoints: PathLike | Sequence[PathLike]) -> list[str]:
     return [os.fspath(each) for each in given]
 
 
-def _read_folders(paths: Sequence[str]) -> list[CheckpointFolder]:
-    """Read checkpoints; those of equal names are told apart by their numbers."""
-    found: list[CheckpointFolder] = []
+def _opened(paths: Sequence[str]) -> list[QuantizedCheckpoint]:
+    """Open checkpoints; those of equal names are told apart by their numbers."""
+    counts: Counter[str] = Counter()
+    found = []
     for path in paths:
-        folder = CheckpointFolder.read(path)
-        alike = sum(each.folder.resolve().name == folder.name for each in found)
-        found.append(replace(folder, name=f"{folder.name} ({alike + 1})") if alike else folder)
+        name = os.path.basename(os.path.realpath(path))
+        counts[name] += 1
+        told = name if counts[name] == 1 else f"{name} ({counts[name]})"
+        found.append(QuantizedCheckpoint.open(path, name=told))
     return found
 
 
 def _source(
-    source: PathLike | None, folders: Sequence[str], trust_remote_code: bool
+    source: PathLike | None, checkpoint: QuantizedCheckpoint, trust_remote_code: bool
 ) -> tuple[SourceModel | None, list[str]]:
-    """Open the source, or say why it is not shown."""
+    """Open the source, by default the one that a config names, or say why it is not shown."""
     if source is not None:
         if not os.path.exists(source):
             check_location(os.fspath(source))
@@ -152,23 +155,13 @@ def _source(
                 hint="Give the folder of the model that the checkpoints were made from.",
             )
         return SourceModel.open(source, trust_remote_code=trust_remote_code), []
-    named = _named_source(folders[0])
-    if named is not None:
+    named = checkpoint.config.get("_name_or_path")
+    if isinstance(named, str) and named and (Path(named) / "config.json").is_file():
         try:
             return SourceModel.open(named), []
         except CalipersError:
             pass  # what a config names may have become anything
     return None, ["Distributions of weights, since the source model is not at hand"]
-
-
-def _named_source(folder: str) -> str | None:
-    """Return the folder that the config of a checkpoint says it came from, if it is at hand."""
-    from calipers.files.json_files import read_json_object
-
-    config = Path(folder) / "config.json"
-    named = read_json_object(config).get("_name_or_path") if config.is_file() else None
-    is_there = isinstance(named, str) and bool(named) and (Path(named) / "config.json").is_file()
-    return str(named) if is_there else None
 
 
 def _seen(given: Measurements | PathLike | None) -> Measurements | None:
@@ -178,11 +171,13 @@ def _seen(given: Measurements | PathLike | None) -> Measurements | None:
 
 
 def _findings(
-    given: Mapping[str, Iterable[FindingLike]] | None, folders: Sequence[CheckpointFolder]
+    given: Mapping[str, Iterable[FindingLike]] | None, checkpoints: Sequence[QuantizedCheckpoint]
 ) -> dict[str, list[Finding]]:
     """Return what was found wrong with each checkpoint; look for it where nobody has."""
     found: Mapping[str, Iterable[FindingLike]]
-    found = {each.name: lint(each.folder).findings for each in folders} if given is None else given
+    found = given or {}
+    if given is None:
+        found = {each.name: lint_checkpoint(each).findings for each in checkpoints}
     return {name: [Finding.of(each) for each in of_one] for name, of_one in found.items()}
 
 

@@ -13,6 +13,7 @@ from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.reader import load_skeleton, refuse_quantized
 from calipers.checkpoint.state import offloaded_tensors
+from calipers.checkpoint.stored_module import StoredModule
 from calipers.checkpoint.stored_weights import StoredWeights
 from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
@@ -22,7 +23,6 @@ from calipers.judging.weights import WeightLoss, stored_weight_loss
 from calipers.linting.against import stored_loss
 from calipers.linting.codes import grid_of
 from calipers.measurements import Measurements
-from calipers.reporting.checkpoints import CheckpointFolder
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,13 @@ class SourceModel:
         )
 
 
-def loss_of(
-    folder: CheckpointFolder, module: str, original: Tensor, streams: Streams | None
-) -> WeightLoss | None:
+def loss_of(module: StoredModule, original: Tensor, streams: Streams | None) -> WeightLoss | None:
     """Compare the weight of a module with what became of it; None where that cannot be done."""
-    found = folder.modules.get(module)
-    if found is None:
-        return None
-    if found.weights is None:  # only its input is quantized
-        kept = folder.tensor(module, "weight")
+    if module.weights is None:  # only its input is quantized
+        kept = module.read("weight")
         if kept is None or kept.shape != original.shape:
             return None
         return stored_weight_loss([(original, kept)], streams)
-    if not folder.is_sound(module) or grid_of(found.weights) is None:
+    if not module.is_sound or grid_of(module.weights) is None:
         return None
-    return stored_loss(found, original, streams)
+    return stored_loss(module, original, streams)

@@ -6,8 +6,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.dispatch import as_grid
 from calipers.kernels.joint import by_rows, differences, in_units
+from calipers.kernels.pieces import as_grid
 from calipers.kernels.tiles import TILE
 
 

@@ -15,7 +15,7 @@ from calipers.calibration.data.sampling import Sampling
 from calipers.calibration.data.sources import ReadyBatches, Records, open_source
 from calipers.calibration.data.token_masks import about_unused
 from calipers.calibration.data.user_batches import check_batches
-from calipers.errors import CalipersWarning, Option, Text, Words, empty_data, no_meaning
+from calipers.errors import CalipersWarning, Option, Words, empty_data, no_meaning
 
 _LIKE_LENGTH = 1.125  # the longest sample of a batch, in terms of the shortest
 FEW_SAMPLES = 32
@@ -93,7 +93,8 @@ def _sampled(source: Records, tokenizer: Any, sampling: Sampling) -> Batches:
     taken, notes = take_samples(source, encoder, sampling)
     samples = taken[sampling.skip :]
     if not samples:
-        raise empty_data(source.name, _all_skipped(len(taken), sampling.skip))
+        passed = f"has {len(taken)} samples, and " + Option("skip", sampling.skip)
+        raise empty_data(source.name, passed + " passes over all of them")
     notes += _about_size(len(samples), sum(each.num_counted for each in samples), sampling)
     pad = pad_id(tokenizer, sampling.vocab_size)
     found: list[tuple[int, Batch]] = []
@@ -119,33 +120,22 @@ def _between(stops: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
 
 
 def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
-    """Go through samples in batches of one part each; the last of each may have fewer rows."""
-    if sampling.batch_tokens:
-        yield from _like_length(samples, sampling)
-        return
+    """Go through samples in batches of one part each; the last of each may have fewer rows.
+
+    Batches of at most so many tokens begin with the shortest samples, and have little padding.
+    """
     waiting: dict[int, list[Sample]] = {}
-    for sample in samples:
+    for sample in sorted(samples, key=len) if sampling.batch_tokens else samples:
         part = 0 if sampling.part_of is None else sampling.part_of(sample.ids)
         group = waiting.setdefault(part, [])
+        if sampling.batch_tokens and group:
+            is_full = (len(group) + 1) * len(sample) > sampling.batch_tokens
+            if is_full or len(sample) > _LIKE_LENGTH * len(group[0]):
+                yield part, waiting.pop(part)
+                group = waiting.setdefault(part, [])
         group.append(sample)
-        if len(group) == sampling.batch_size:
+        if not sampling.batch_tokens and len(group) == sampling.batch_size:
             yield part, waiting.pop(part)
-    yield from waiting.items()
-
-
-def _like_length(
-    samples: Sequence[Sample], sampling: Sampling
-) -> Iterator[tuple[int, list[Sample]]]:
-    """Go through samples in batches of one part each, from the shortest on, with little padding."""
-    waiting: dict[int, list[Sample]] = {}
-    for sample in sorted(samples, key=len):
-        part = 0 if sampling.part_of is None else sampling.part_of(sample.ids)
-        group = waiting.setdefault(part, [])
-        is_full = (len(group) + 1) * len(sample) > sampling.batch_tokens
-        if group and (is_full or len(sample) > _LIKE_LENGTH * len(group[0])):
-            yield part, waiting.pop(part)
-            group = waiting.setdefault(part, [])
-        group.append(sample)
     yield from waiting.items()
 
 
@@ -154,11 +144,6 @@ def _with_parts(
 ) -> Batches:
     batches = tuple(batch for _, batch in found)
     return Batches(batches, notes, tuple(part for part, _ in found), tuple(ends))
-
-
-def _all_skipped(samples: int, skip: int) -> Text:
-    passed = f"has {samples} samples, and " + Option("skip", skip)
-    return passed + " passes over all of them"
 
 
 def limits_of(model: Any, max_seq_length: int | None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -144,7 +143,12 @@ class JsonLines(Sequence[Any]):
             while line := file.readline(LARGEST_LINE + 1):
                 number += 1
                 if len(line) > LARGEST_LINE:
-                    raise _too_long(f"{name}, line {number}")
+                    raise DataError(
+                        f"has more than {LARGEST_LINE >> 20} MiB",
+                        subject=f"{name}, line {number}",
+                        hint="Does the file have one record per line? Cut long texts, or give them "
+                        "as .txt.",
+                    )
                 if line.strip():
                     self.numbers.append(number)
                     self._offsets.append(offset)
@@ -163,10 +167,8 @@ class JsonLines(Sequence[Any]):
         text = _decoded(line, where, offset)
         try:
             return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _no_json(where, _syntax(error)) from None
         except (ValueError, RecursionError) as error:
-            raise _no_json(where, _too_much(error)) from None
+            raise _invalid_json(where, error) from None
 
 
 def json_lines(path: Path) -> Rows:
@@ -177,17 +179,27 @@ def json_lines(path: Path) -> Rows:
 def json_file(path: Path) -> Rows:
     """Return a JSON file: a list of records, a single one, or in truth one per line."""
     subject = f"The data file '{path}'"
-    return _json_rows(_content(path), f"'{path}'", subject, lambda: path.open("rb"))
+    try:
+        content = read_whole(path, LARGEST_LIST)
+    except OSError as error:
+        raise DataError(
+            f"cannot be read: {error.strerror}",
+            subject=subject,
+            hint="Write it with one record per line, as .jsonl, of which those that are used are "
+            "read.",
+        ) from None
+    return _json_rows(content, f"'{path}'", subject, lambda: path.open("rb"))
 
 
 def _json_rows(data: bytes, name: str, subject: str, opened: Callable[[], IO[bytes]]) -> Rows:
     text = _decoded(data, subject, 0)
     try:
         value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
-    except json.JSONDecodeError as error:
-        raise _no_json(f"{name}, line {error.lineno}", _syntax(error)) from None
     except (ValueError, RecursionError) as error:
-        raise _no_json(subject, _too_much(error)) from None
+        where = subject
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{name}, line {error.lineno}"
+        raise _invalid_json(where, error) from None
     if text[end:].strip():  # another value follows
         return _line_rows(name, opened)
     return Rows(value if isinstance(value, list) else [value], f"{name}, record")
@@ -198,23 +210,19 @@ def _line_rows(name: str, opened: Callable[[], IO[bytes]]) -> Rows:
     return Rows(lines, f"{name}, line", numbers=lines.numbers)
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return read_whole(path, LARGEST_LIST)
-    except OSError as error:
-        raise DataError(
-            f"cannot be read: {error.strerror}",
-            subject=f"The data file '{path}'",
-            hint="Write it with one record per line, as .jsonl, of which those that are used are "
-            "read.",
-        ) from None
-
-
 def parquet_file(path: Path, text_column: str | None) -> Rows:
     """Return the rows of a Parquet file; only the columns that are used are read."""
     parquet = import_extra("pyarrow.parquet", "a Parquet file")
     label = f"'{path}', row"
-    with _errors_of_parquet(path), parquet.ParquetFile(path) as file:
+
+    def error_of(words: str) -> DataError:
+        return DataError(
+            f"is not a Parquet file: {words}",
+            subject=f"The data file '{path}'",
+            hint="Write it again, or correct its name.",
+        )
+
+    with library_errors(error_of), parquet.ParquetFile(path) as file:
         first = next(file.iter_batches(batch_size=1), None)
         if not first:
             return Rows([], label)
@@ -224,17 +232,6 @@ def parquet_file(path: Path, text_column: str | None) -> Rows:
         table = file.read(columns=[*columns, *masks])
         table.validate(full=True)  # or texts that are none end the process
     return Rows(_TableRows(table), label)
-
-
-def _errors_of_parquet(path: Path) -> AbstractContextManager[None]:
-    """Tell what pyarrow raises for a damaged file as an error about the file."""
-    return library_errors(
-        lambda words: DataError(
-            f"is not a Parquet file: {words}",
-            subject=f"The data file '{path}'",
-            hint="Write it again, or correct its name.",
-        )
-    )
 
 
 class _TableRows(Sequence[Any]):
@@ -269,27 +266,12 @@ def _no_text(subject: str, byte: int, offset: int) -> DataError:
     )
 
 
-def _no_json(subject: str, problem: str) -> DataError:
+def _invalid_json(subject: str, error: Exception) -> DataError:
+    problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    if isinstance(error, json.JSONDecodeError):  # some of its messages end with "at"
+        problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
     hint = "Correct or remove it."
     return DataError(f"is not valid JSON: {problem}", subject=subject, hint=hint)
-
-
-def _syntax(error: json.JSONDecodeError) -> str:
-    """Say what is wrong and where; some of json's messages end with "at", and some do not."""
-    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
-
-
-def _too_long(subject: str) -> DataError:
-    return DataError(
-        f"has more than {LARGEST_LINE >> 20} MiB",
-        subject=subject,
-        hint="Does the file have one record per line? Cut long texts, or give them as .txt.",
-    )
-
-
-def _too_much(error: Exception) -> str:
-    """Say what is wrong with JSON that is well-formed."""
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _whole_characters(data: bytes) -> bytes:

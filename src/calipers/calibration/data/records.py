@@ -121,7 +121,8 @@ class RecordTokenizer:
         if isinstance(record, str):
             ids = self._tokenized(record, where, enough) if record.strip() else _NOTHING
         elif _is_chat(record):
-            ids = self._tokenized(self._chat_text(record, where), where, enough, special=False)
+            text = str(self._templated(record, where, tokenize=False))
+            ids = self._tokenized(text, where, enough, special=False)
         else:
             ids = _as_ids(record, where)
         check_ids(ids, where, self.vocab_size)
@@ -174,11 +175,15 @@ class RecordTokenizer:
             ]
             return found
 
-        with library_errors(lambda words: _failed_tokenizer(where, words)):
-            return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
+        def error_of(words: str) -> DataError:
+            return DataError(
+                f"The tokenizer cannot turn {where} into tokens: {words}",
+                hint="Does it belong to this model? Compare its files with the original, or pass "
+                + Option("tokenizer", ANY),
+            )
 
-    def _chat_text(self, chat: Iterable[Mapping[str, Any]], where: str) -> str:
-        return str(self._templated(chat, where, tokenize=False))
+        with library_errors(error_of):
+            return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
 
     def _marked_chat(self, chat: Iterable[Mapping[str, Any]], where: str) -> Sample:
         """Tokenize a chat; the chat template tells what the assistant says."""
@@ -203,14 +208,6 @@ class RecordTokenizer:
             raise _unusable_chat(where, problem.rstrip(".")) from error
 
 
-def _failed_tokenizer(where: str, problem: str) -> DataError:
-    return DataError(
-        f"The tokenizer cannot turn {where} into tokens: {problem}",
-        hint="Does it belong to this model? Compare its files with the original, or pass "
-        + Option("tokenizer", ANY),
-    )
-
-
 def _unusable_chat(where: str, problem: str) -> DataError:
     return DataError(
         f"is a chat, and {problem}",
@@ -233,10 +230,11 @@ def check_ids(ids: torch.Tensor, where: str, vocab_size: int | None) -> None:
     if vocab_size is not None:
         wrong = wrong | (ids >= vocab_size)
     if wrong.any():
-        problem = f"has the token id {int(ids[wrong][0])} at {_position(wrong)}"
+        *row, position = wrong.nonzero()[0].tolist()
+        place = (f"row {row[0]}, " if row else "") + f"position {position}"
         known = "0 and up" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise DataError(
-            problem,
+            f"has the token id {int(ids[wrong][0])} at {place}",
             subject=where,
             hint=f"Allowed token ids: whole numbers, {known}. Does the tokenizer belong to this "
             "model?",
@@ -253,12 +251,6 @@ def whole_numbers(value: Any) -> torch.Tensor | None:
     return tensor if integral and tensor.dtype != torch.bool else None
 
 
-def _position(wrong: torch.Tensor) -> str:
-    """The first wrong place in words: a position, or row and position in a batch."""
-    *row, position = wrong.nonzero()[0].tolist()
-    return (f"row {row[0]}, " if row else "") + f"position {position}"
-
-
 def _as_ids(value: Any, where: str) -> torch.Tensor:
     kind = type(value).__name__
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
@@ -269,15 +261,10 @@ def _as_ids(value: Any, where: str) -> torch.Tensor:
         return _NOTHING
     ids = whole_numbers(value)
     if ids is None or ids.ndim != 1:
-        raise unreadable_record(
-            where, f"is a {kind} of {_element_kind(value)}, not of whole numbers"
-        )
+        kinds = {str(getattr(element, "dtype", type(element).__name__)) for element in value}
+        problem = f"is a {kind} of {' and '.join(sorted(kinds))}, not of whole numbers"
+        raise unreadable_record(where, problem)
     return ids
-
-
-def _element_kind(value: Any) -> str:
-    kinds = {str(getattr(element, "dtype", type(element).__name__)) for element in value}
-    return " and ".join(sorted(kinds))
 
 
 def _with_mask(record: Mapping[str, Any], columns: tuple[str, ...], where: str) -> Sample:

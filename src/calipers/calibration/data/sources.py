@@ -68,7 +68,9 @@ def open_source(
             return open_source(load_named(named), seed=seed, text_column=text_column)
         return _from_rows(open_file(path, text_column), f"The data file '{path}'", seed)
     if isinstance(dataset, io.BufferedIOBase):
-        return _from_rows(*_rows_of_stream(dataset), seed)
+        called = getattr(dataset, "name", None)
+        name = "Standard input" if called == "<stdin>" else f"The stream {called!r}"
+        return _from_rows(stream(dataset, name), name, seed)
     if isinstance(dataset, NamedDataset):
         label = f"'{dataset.name}', row"
         return _from_stream(dataset.records(seed), label, f"'{dataset.name}'", dataset.notes)
@@ -79,14 +81,14 @@ def open_source(
     if isinstance(dataset, torch.Tensor) or type(dataset).__name__ == "ndarray":
         return _from_rows(_rows_of_array(dataset), "The tensor of token ids", seed)
     if isinstance(dataset, (bytes, bytearray, Set)) or hasattr(dataset, "to_dict"):
-        raise _no_dataset(f"of type {_type_name(dataset)}", _advice(dataset))
+        raise _no_dataset(f"of type {type(dataset).__name__}", _advice(dataset))
     if _is_list(dataset):
         if len(dataset) and is_batch(dataset[0]):
             return ReadyBatches(dataset)
         return _from_rows(Rows(dataset, "item"), "The dataset", seed)
     if isinstance(dataset, Iterable):
         return _from_stream(dataset)
-    raise _no_dataset(f"of type {_type_name(dataset)}")
+    raise _no_dataset(f"of type {type(dataset).__name__}")
 
 
 def is_batch(item: Any) -> bool:
@@ -148,20 +150,14 @@ def _from_mapping(dataset: Mapping[str, Any]) -> ReadyBatches:
     if _is_of_datasets(dataset):
         raise several_splits(map(str, dataset))
     keys = ", ".join(map(str, list(dataset)[:5])) or "none"
-    raise _no_dataset(f"of type {_type_name(dataset)} (its keys: {keys})")
-
-
-def _rows_of_stream(dataset: io.BufferedIOBase) -> tuple[Rows, str]:
-    called = getattr(dataset, "name", None)
-    name = "Standard input" if called == "<stdin>" else f"The stream {called!r}"
-    return stream(dataset, name), name
+    raise _no_dataset(f"of type {type(dataset).__name__} (its keys: {keys})")
 
 
 def _rows_of_array(dataset: Any) -> Rows:
     if dataset.ndim != 2:
         advice = "One row of token ids is given as ids[None]." if dataset.ndim == 1 else ""
         shape = tuple(dataset.shape)
-        raise _no_dataset(f"a {_type_name(dataset)} of shape {shape}", advice)
+        raise _no_dataset(f"a {type(dataset).__name__} of shape {shape}", advice)
     return Rows(dataset, "row")
 
 
@@ -191,7 +187,3 @@ def _no_dataset(what: str, advice: str = "") -> DataError:
         "open to read bytes; a DataLoader or another iterable of batches with input_ids",
         hint=advice,
     )
-
-
-def _type_name(dataset: Any) -> str:
-    return type(dataset).__name__

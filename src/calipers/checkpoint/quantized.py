@@ -1,0 +1,310 @@
+"""The one reader of quantized checkpoints: what lint, report, show and evaluate know of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.base import QUANTIZATION_METHOD
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from calipers.checkpoint.folder_contents import NOTES
+from calipers.checkpoint.groups import group_of
+from calipers.checkpoint.headers import INDEX, SINGLE, IndexDefect, readable_tensors, stored_tensors
+from calipers.checkpoint.location import check_location
+from calipers.checkpoint.names import stored_names
+from calipers.checkpoint.reader import build_unchecked
+from calipers.checkpoint.state import join
+from calipers.checkpoint.stored_module import StoredModule
+from calipers.checkpoint.ties import tied_names
+from calipers.errors import (
+    CalipersError,
+    ConfigurationError,
+    cannot_load,
+    damaged_file,
+    library_errors,
+)
+from calipers.files.json_files import read_json_object
+from calipers.files.safetensors_header import StoredTensor
+from calipers.kernels.packing import IN_BYTES, IN_PAIRS, IN_WORDS
+
+_STATES = ("q", "k", "v")
+_KEYS_OF_ATTENTION = ("k_proj", "qkv_proj", "kv_b_proj", "query_key_value")
+_OUTPUTS = ("output_scale", "output_zero_point")
+_MORE_TENSORS = 1000
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What transformers knows of the model, by the names on disk; nothing where it knows it not.
+
+    :param modules: each module with its name in memory
+    :param shapes: those of all parameters that are stored as they are
+    :param tied: parameters that need not be stored
+    :param problem: why transformers cannot build the model
+    """
+
+    modules: Mapping[str, tuple[str, nn.Module]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: frozenset[str] = frozenset()
+    problem: str = ""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelNames:
+        """Return the names of a model, which needs no values."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        named = {f"{name}.weight": name for name, _ in model.named_modules() if name}
+        on_disk = stored_names(model, {**parameters, **named}).renamed
+        modules = {
+            on_disk[weight].removesuffix(".weight"): (name, model.get_submodule(name))
+            for weight, name in named.items()
+            if weight in on_disk
+        }
+        shapes = {on_disk[n]: tuple(p.shape) for n, p in parameters.items() if n in on_disk}
+        tied = frozenset(on_disk[name] for name in tied_names(model) if name in on_disk)
+        return cls(modules, shapes, tied)
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """A checkpoint in a format of compressed-tensors, as its files have it.
+
+    Opening it reads headers alone; a tensor is read when it is asked for.
+
+    :param name: of the folder
+    :param config: what ``config.json`` says
+    :param settings: how it is quantized, by its config
+    :param tensors: all tensors, by their names on disk
+    :param index_defects: what is wrong with the index of its files
+    """
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    settings: QuantizationConfig
+    tensors: Mapping[str, StoredTensor]
+    index_defects: tuple[IndexDefect, ...] = ()
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, name: str | None = None, damaged: bool = False
+    ) -> QuantizedCheckpoint:
+        """Open a folder; refuse one that holds no quantized checkpoint.
+
+        :param damaged: whether its index, and files beside it, may be damaged: what is there is
+            read then, and ``index_defects`` tell the rest
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            problem = "it is a file" if folder.exists() else "there is no such folder"
+            raise cannot_load(str(folder), problem, "checkpoint")
+        if not damaged:
+            check_location(str(folder))
+        if not (folder / "config.json").is_file():
+            raise cannot_load(str(folder), "there is no config.json in it")
+        config = read_json_object(folder / "config.json")
+        settings = _read_settings(folder, config)
+        if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
+            raise damaged_file(folder, f"there is neither {SINGLE} nor {INDEX} in it")
+        defects: list[IndexDefect] = []
+        tensors = readable_tensors(folder, defects) if damaged else stored_tensors(folder)
+        name = Path(os.path.realpath(folder)).name if name is None else name
+        return cls(folder, name, config, settings, tensors, tuple(defects))
+
+    @cached_property
+    def model(self) -> ModelNames:
+        """The model of its config, which is built without values, if transformers knows it."""
+        try:
+            with library_errors(lambda words: damaged_file(self.folder / "config.json", words)):
+                most = 4 * len(self.tensors) + _MORE_TENSORS
+                return ModelNames.of(build_unchecked(self.folder, most))
+        except CalipersError as error:
+            return ModelNames(problem=f"{error.context.what}")
+
+    @cached_property
+    def modules(self) -> Mapping[str, StoredModule]:
+        """All modules that have tensors, or should have parameters of attention, by their names."""
+        tensors: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+        for name, tensor in self.tensors.items():
+            module, _, local = name.rpartition(".")
+            tensors[module][local] = tensor
+        parts = (module.rpartition(".") for module in tensors)
+        attention = {parent for parent, _, own in parts if own in _KEYS_OF_ATTENTION}
+        file = self.folder / "config.json"
+        with library_errors(lambda words: damaged_file(file, f"targets or ignore: {words}")):
+            modules = {
+                name: self._module(name, tensors.get(name, {}), name in attention)
+                for name in dict.fromkeys([*tensors, *sorted(attention)])
+            }
+        if self.settings.kv_cache_scheme is None:
+            return modules
+        return _with_states_of_outputs(modules)
+
+    @cached_property
+    def quantized(self) -> dict[str, StoredModule]:
+        """Those modules that the config means, and that have parameters of quantization."""
+        marks = {"weight_packed", "weight_scale", "input_scale", "output_scale"}
+        return {
+            name: module
+            for name, module in self.modules.items()
+            if module.scheme is not None and marks & set(module.tensors)
+        }
+
+    @cached_property
+    def weights(self) -> dict[str, StoredModule]:
+        """Those modules whose weights are stored as the codes that the config means."""
+        return {
+            name: module
+            for name, module in self.quantized.items()
+            if module.weights is not None and module.stores_codes
+        }
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """The bits that a quantized weight takes, scales included; None if there is none."""
+        known = [module for module in self.weights.values() if module.shape is not None]
+        numbers = sum(math.prod(module.shape or ()) for module in known)
+        of_weights = (
+            tensor.size
+            for module in known
+            for local, tensor in module.tensors.items()
+            if local.startswith("weight")
+        )
+        return 8 * sum(of_weights) / numbers if numbers else None
+
+    @property
+    def size(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.size for tensor in self.tensors.values())
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether Calipers has written it."""
+        return (self.folder / NOTES).is_file()
+
+    @cached_property
+    def notes(self) -> Mapping[str, Any]:
+        """What Calipers wrote of it into ``calipers.json``; empty where there is none."""
+        return read_json_object(self.folder / NOTES) if self.has_notes else {}
+
+    def _module(
+        self, name: str, tensors: Mapping[str, StoredTensor], is_attention: bool
+    ) -> StoredModule:
+        in_memory, module = self.model.modules.get(name, (name, _likely_class(name, tensors)))
+        group = None if module is None else group_of(module, (name, in_memory), self.settings)
+        scheme = None if group is None else self.settings.config_groups[group]
+        if is_attention:
+            return StoredModule(name, tensors, states=_states(scheme, self.settings))
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            scheme = None
+        form = None if scheme is None else _format_of(scheme, self.settings)
+        shape = self.model.shapes.get(f"{name}.weight")
+        return StoredModule(name, tensors, scheme, form, model_shape=shape)
+
+
+def parse_settings(content: Mapping[str, Any]) -> QuantizationConfig:
+    """Return what a ``quantization_config`` says; keys of the library and of sparsity are left out.
+
+    Every version of compressed-tensors since 0.17 writes what is read here.
+    """
+    known = {key: value for key, value in content.items() if key in QuantizationConfig.model_fields}
+    return QuantizationConfig.model_validate({"config_groups": {}, **known})
+
+
+def _read_settings(folder: Path, config: Mapping[str, Any]) -> QuantizationConfig:
+    file, keys = folder / "config.json", ("quantization_config", "compression_config")
+    content = next((config[key] for key in keys if config.get(key) is not None), None)
+    if content is None:
+        raise _refused(folder, "is not quantized: its config has no quantization_config")
+    if not isinstance(content, dict):
+        raise damaged_file(file, f"'quantization_config' must be an object, got {content!r}")
+    method = content.get("quant_method", QUANTIZATION_METHOD)
+    if method != QUANTIZATION_METHOD:
+        raise _refused(folder, f"is quantized in the way of '{method}', not of compressed-tensors")
+    with library_errors(lambda words: damaged_file(file, f"quantization_config: {words}")):
+        settings = parse_settings(content)
+    _check_format(folder, settings)
+    return settings
+
+
+def _check_format(folder: Path, settings: QuantizationConfig) -> None:
+    known = {form.value for form in IN_WORDS | IN_PAIRS | IN_BYTES}
+    mixed, dense = CompressionFormat.mixed_precision.value, CompressionFormat.dense.value
+    with_weights = [group for group in settings.config_groups.values() if group.weights is not None]
+    if settings.format == dense and not with_weights:
+        if settings.kv_cache_scheme is None and not settings.config_groups:
+            raise _refused(folder, "is not quantized: its quantization_config names nothing")
+        return
+    for named in (settings.format, *(group.format for group in with_weights if group.format)):
+        form = getattr(named, "value", named)
+        if form in (dense, "fakequant"):
+            raise _refused(folder, f"holds weights that are not quantized (format '{form}')")
+        if form not in known | {mixed}:
+            raise _refused(folder, f"has the format '{form}', which is not known here")
+
+
+def _refused(folder: Path, what: str) -> ConfigurationError:
+    hint = "Give the folder of a checkpoint in one of the formats of compressed-tensors."
+    return ConfigurationError(what, subject=f"The checkpoint '{folder}'", hint=hint)
+
+
+def _format_of(
+    scheme: QuantizationScheme, settings: QuantizationConfig
+) -> CompressionFormat | None:
+    """Return the format in which the weights of a scheme are stored; None without weights."""
+    if scheme.weights is None:
+        return None
+    if scheme.format is None and settings.format == CompressionFormat.mixed_precision.value:
+        return CompressionFormat(infer_module_format(nn.Linear, scheme))
+    return CompressionFormat(scheme.format or settings.format)
+
+
+def _likely_class(name: str, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
+    """Return a module of the class that a module of an unknown model, or an expert, has."""
+    weight = tensors.get("weight")
+    if "weight_packed" not in tensors and (weight is None or len(weight.shape) != 2):
+        return None
+    with torch.device("meta"):
+        return nn.Embedding(1, 1) if "embed" in name else nn.Linear(1, 1)
+
+
+def _states(
+    scheme: QuantizationScheme | None, settings: QuantizationConfig
+) -> dict[str, QuantizationArgs]:
+    if scheme is not None and scheme.weights is None and scheme.input_activations is not None:
+        return dict.fromkeys(_STATES, scheme.input_activations)
+    if settings.kv_cache_scheme is not None:
+        return dict.fromkeys(_STATES[1:], settings.kv_cache_scheme)
+    return {}
+
+
+def _with_states_of_outputs(modules: Mapping[str, StoredModule]) -> dict[str, StoredModule]:
+    """Let output parameters of projections count as those of keys and values."""
+    projections = {
+        name: [local for local in _OUTPUTS if local in module.tensors]
+        for name, module in modules.items()
+        if name.rpartition(".")[2] in ("k_proj", "v_proj")
+    }
+    changed = {}
+    for name, module in modules.items():
+        elsewhere = set(projections.get(name, ()))
+        for side in module.states:
+            outputs = projections.get(join(name, f"{side}_proj"), ())
+            elsewhere |= {local.replace("output", side) for local in outputs}
+        changed[name] = replace(module, elsewhere=frozenset(elsewhere))
+    return changed

@@ -1,0 +1,312 @@
+"""Operations, the backends that run them, and the choice among those.
+
+An :class:`Operation` has one signature and one reference, in torch, that runs on any device. A
+:class:`Backend` has faster implementations of some operations, for the tensors that it accepts.
+Callers call the operation; which backend runs is decided here alone.
+
+``CALIPERS_BACKEND`` in the environment names the backends that may run, the first choice first and
+with commas between them; ``torch`` alone is the reference everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, update_wrapper
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from calipers.errors import CalipersWarning, ConfigurationError, nearest
+from calipers.numerics.formats import Format
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SWITCH = "CALIPERS_BACKEND"
+REFERENCE = "torch"
+GROUP = "calipers.backends"
+
+
+class Workload(NamedTuple):
+    """What a call asks of a backend: to read these tensors, in this format, by this norm."""
+
+    tensors: tuple[Tensor, ...]
+    fmt: Format | None = None
+    norm: float = 2.0
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """The workloads that a backend takes.
+
+    :param devices: types of devices; None for all
+    :param dtypes: of every tensor; None for all
+    :param highest_norm: the highest power of errors
+    :param grids: returns the names of the number grids that it rounds to; None for all
+    """
+
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    highest_norm: float = float("inf")
+    grids: Callable[[], tuple[str, ...]] | None = None
+
+    def __call__(self, workload: Workload) -> bool:
+        """Whether a call with such a workload can be given to the backend."""
+        for tensor in workload.tensors:
+            if self.dtypes is not None and tensor.dtype not in self.dtypes:
+                return False
+            device = "cpu" if tensor.is_cpu else tensor.device.type  # the latter takes a while
+            if self.devices is not None and device not in self.devices:
+                return False
+            if not _has_memory(tensor):
+                return False
+        if workload.norm > self.highest_norm:
+            return False
+        fmt = workload.fmt
+        return fmt is None or self.grids is None or fmt.grid.native_name in self.grids()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether there are numbers to be read; distributed, fake and traced tensors have none."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    try:
+        return tensor.data_ptr() != 0  # zero for empty tensors, too
+    except RuntimeError:
+        return False
+
+
+class Status(NamedTuple):
+    """Whether a backend can run on this machine, and why.
+
+    :param warning: what users are told once if it cannot, though it was to; None to say nothing
+    """
+
+    is_usable: bool
+    reason: str
+    warning: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """A place where operations run.
+
+    :param package: the package with its implementations, in modules named as those of the
+        references: what ``calipers/kernels/extrema.py`` defines is looked for in ``extrema.py``.
+        None if they are registered already.
+    :param status: says whether it can be used; it is asked when an operation is called first
+    :param details: further facts for ``calipers doctor``, where it can be used
+    """
+
+    name: str
+    accepts: Accepts = Accepts()
+    package: str | None = None
+    status: Callable[[], Status] = field(default=lambda: Status(True, "it is registered"))
+    details: Callable[[], Mapping[str, Any]] = field(default=dict)
+
+
+class Declined(NamedTuple):
+    """What an implementation returns that leaves a call to the next backend."""
+
+    reason: str
+
+
+class Operation(Generic[P, R]):
+    """A function with a reference in torch, and with faster implementations in some backends.
+
+    Backends are tried in their order. One that does not accept the tensors is passed over, and so
+    is one whose implementation returns :class:`Declined`, which it does before it writes to
+    anything. What an implementation raises is raised.
+
+    >>> from calipers.kernels.moments import sum_of_squares
+    >>> sum_of_squares.backends[-1]
+    'torch'
+    >>> sum_of_squares.using("torch")(torch.tensor([[3.0]]))
+    tensor([9.], dtype=torch.float64)
+    """
+
+    __name__: str
+
+    def __init__(self, reference: Callable[P, R], workload: Callable[..., Workload]) -> None:
+        update_wrapper(self, reference)
+        self.name = reference.__name__
+        self.reference = reference
+        self._workload = workload
+        self._registered: dict[str, tuple[Callable[P, R | Declined], Accepts]] = {}
+        # The choice of backends that these implementations are of, in their order.
+        self._choice: object = None
+        self._chosen: tuple[tuple[Callable[P, R | Declined], Accepts], ...] = ()
+        assert self.name not in _OPERATIONS, f"two operations are named {self.name}"
+        _OPERATIONS[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the first implementation that takes these arguments, else the reference."""
+        workload = self._workload(*args, **kwargs)
+        choice = chosen_backends()
+        if self._choice is not choice:
+            found = (self._implementation(backend) for backend in choice)
+            self._chosen = tuple(each for each in found if each is not None)
+            self._choice = choice  # last: another thread may be here, too
+        for function, accepts in self._chosen:
+            if accepts(workload):
+                result = function(*args, **kwargs)
+                if not isinstance(result, Declined):
+                    return result
+        return self.reference(*args, **kwargs)
+
+    def register(
+        self, backend: Backend, **restrictions: Any
+    ) -> Callable[[Callable[P, R | Declined]], Callable[P, R | Declined]]:
+        """Make the decorated function, of the same signature, the implementation of a backend.
+
+        :param restrictions: fields of :class:`Accepts` in which this operation differs
+        """
+
+        def decorate(function: Callable[P, R | Declined]) -> Callable[P, R | Declined]:
+            accepts = replace(backend.accepts, **restrictions)
+            self._registered[backend.name] = function, accepts
+            self._choice = None
+            return function
+
+        return decorate
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The backends that can run this, in the order in which they are tried, torch last."""
+        usable = (each for each in chosen_backends() if each.status().is_usable)
+        return (*(each.name for each in usable if self._implementation(each)), REFERENCE)
+
+    def using(self, backend: str) -> Callable[P, R]:
+        """Return the implementation of one backend, whatever it accepts."""
+        if backend == REFERENCE:
+            return self.reference
+        for each in chosen_backends():
+            if each.name == backend and each.status().is_usable:
+                found = self._implementation(each)
+                if found is not None:
+                    return cast(Callable[P, R], found[0])
+        raise ConfigurationError(_unknown(backend, self.backends, f"{self.name} has no backend"))
+
+    def _implementation(self, backend: Backend) -> tuple[Callable[P, R | Declined], Accepts] | None:
+        """Return how a backend runs this, and for which workloads; None if it does not."""
+        status = backend.status()
+        if not status.is_usable:
+            if status.warning is None:
+                return None
+
+            def decline(*_: P.args, **__: P.kwargs) -> Declined:
+                _warn_once(status.warning)
+                return Declined(status.reason)
+
+            return decline, replace(backend.accepts, grids=None)
+        if backend.name not in self._registered and backend.package is not None:
+            module = f"{backend.package}.{self.reference.__module__.rpartition('.')[2]}"
+            if importlib.util.find_spec(module) is not None:
+                importlib.import_module(module)
+        return self._registered.get(backend.name)
+
+
+_OPERATIONS: dict[str, Operation[..., Any]] = {}
+
+
+def operation(workload: Callable[..., Workload]) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Make the decorated function, in torch, the reference of an operation of its name.
+
+    :param workload: tells of the arguments of a call what backends are to accept
+    """
+    return lambda reference: Operation(reference, workload)
+
+
+def operations() -> dict[str, Operation[..., Any]]:
+    """Return all operations of Calipers by their names."""
+    package = importlib.import_module(__package__ or "")
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.ispkg and not module.name.startswith("_"):
+            importlib.import_module(f"{__package__}.{module.name}")
+    return dict(_OPERATIONS)
+
+
+# Backends
+
+_BUILT_IN = ("native",)  # calipers/kernels/<name>/__init__.py defines BACKEND
+_added: dict[str, Backend] = {}
+
+
+def add_backend(backend: Backend) -> None:
+    """Let a backend be chosen in this process, before those that ship.
+
+    A package that is installed names its own under ``calipers.backends`` of its entry points.
+    """
+    _added[backend.name] = backend
+    chosen_backends.cache_clear()
+
+
+def remove_backend(name: str) -> None:
+    """Take back what :func:`add_backend` did."""
+    _added.pop(name, None)
+    chosen_backends.cache_clear()
+
+
+@cache
+def chosen_backends() -> tuple[Backend, ...]:
+    """Return the backends that may run, the first choice first; the reference is behind them."""
+    known: dict[str, Backend | EntryPoint] = {**_entry_points(), **_added}
+    order = (*_added, *(name for name in known if name not in _added))
+    value = os.environ.get(SWITCH, "")
+    names = [name.strip().lower() for name in value.split(",") if name.strip()]
+    for name in names:
+        if name not in (REFERENCE, *order):
+            raise ConfigurationError(
+                _unknown(name, (REFERENCE, *order), f"{SWITCH}={value}: there is no backend")
+            )
+    chosen = []
+    for name in names or order:
+        if name == REFERENCE:
+            break  # it takes whatever comes
+        backend = _loaded(known[name])
+        if names and not (status := backend.status()).is_usable:
+            raise ConfigurationError(
+                f"{SWITCH}={value}: the backend {name} cannot be used here: {status.reason}."
+            )
+        chosen.append(backend)
+    return tuple(chosen)
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    ours = {name: f"{__package__}.{name}:BACKEND" for name in _BUILT_IN}
+    return installed | {name: EntryPoint(name, value, GROUP) for name, value in ours.items()}
+
+
+def _loaded(entry: Backend | EntryPoint) -> Backend:
+    """Load a backend; one that fails is left out, with a warning."""
+    if isinstance(entry, Backend):
+        return entry
+    try:
+        backend = entry.load()
+        if isinstance(backend, Backend):
+            return backend
+        reason = f"{entry.value} is not a Backend"
+    except Exception as error:
+        reason = f"{entry.value} could not be loaded: {error}"
+    warning = f"Calipers runs without the backend {entry.name}: {reason}."
+    return Backend(entry.name, status=lambda: Status(False, reason, warning))
+
+
+def _unknown(name: str, known: tuple[str, ...], problem: str) -> str:
+    similar = nearest(name, known)
+    hint = f" Did you mean {similar}?" if similar else ""
+    return f"{problem} {name!r}. Known: {', '.join(known)}.{hint}"
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, CalipersWarning, stacklevel=4)
