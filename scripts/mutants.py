@@ -30,7 +30,6 @@ import sys
 import sysconfig
 import time
 import venv
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "tests" / "mutants"
 BUILD = ROOT / "build" / "mutants"
 TOOLS = BUILD / "tools"
-NATIVE = "src/calipers/kernels/native"
+NATIVE = "src/calipers/kernels/native/cpp"
 SERVER = ROOT / "scripts" / "pytest_server.py"
 KILLED, TIMED_OUT, SURVIVED = "killed", "killed (timed out)", "SURVIVED"
 TIMEOUT = 300  # seconds, for the tests of a mutant
@@ -231,11 +230,11 @@ def judge(clones: Sequence[Clone], mutants: Sequence[Mutant]) -> dict[str, str]:
     """Return the outcome of each mutant; every clone takes the next until there are none."""
     outcomes: dict[str, str] = {}
     # Those that change the kernels together, since what follows must be compiled again.
-    left = deque(sorted(mutants, key=lambda mutant: not mutant.is_native))
+    left = iter(sorted(mutants, key=lambda mutant: not mutant.is_native))
 
     def work(clone: Clone) -> None:
-        while left:
-            mutant, start = left.popleft(), time.monotonic()
+        for mutant in left:
+            start = time.monotonic()
             outcomes[mutant.name] = outcome = clone.outcome(mutant)
             spent, done = time.monotonic() - start, f"{len(outcomes)}/{len(mutants)}"
             line = f"{done:>7} {spent:6.1f} s  {outcome:<18}  {mutant.name}: {mutant.breaks}"

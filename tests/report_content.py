@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from families import VOCABULARY
 
+from calipers.evaluation import LayerError
+from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
 from calipers.reporting.channels import Channel, ChannelRanges
 from calipers.reporting.content import CheckpointFacts, Content
@@ -18,9 +20,7 @@ from calipers.reporting.modules import ModuleFacts, judged
 from calipers.reporting.outside import (
     Evaluated,
     EvaluatedModel,
-    Finding,
     Interval,
-    LayerErrors,
     Prediction,
     Sufficiency,
 )
@@ -112,7 +112,7 @@ def _input(readers: tuple[str, ...]) -> InputDetail:
 
 
 def _evaluated(names: list[str], layers: int) -> Evaluated:
-    errors = tuple(LayerErrors(f"model.layers.{n}", 0.1, 0.1 + n / 100) for n in range(layers))
+    errors = tuple(LayerError(f"model.layers.{n}", 0.1, 0.1 + n / 100) for n in range(layers))
     interval = Interval(6.5, 6.25, 6.75)
     models = (
         EvaluatedModel(name, interval, interval, interval, interval, layers=errors, notes=(name,))

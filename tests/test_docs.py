@@ -29,16 +29,22 @@ def commands(document: Path, program: str) -> list[str]:
     return [line.partition("#")[0].strip() for line in lines if line.startswith(f"{program} ")]
 
 
-def having(kind: str, found: Any) -> Any:
+def having(kind: str, found: Any, slow: frozenset[str] = frozenset()) -> Any:
     """Parametrize by the documents in which something is found; there must be some."""
-    documents = [document for document in DOCUMENTS if found(document)]
+    documents = {str(path.relative_to(ROOT)): path for path in DOCUMENTS if found(path)}
     assert documents, kind
-    return pytest.mark.parametrize(
-        "document", documents, ids=lambda path: str(path.relative_to(ROOT))
-    )
+    rows = [
+        pytest.param(path, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, path in documents.items()
+    ]
+    return pytest.mark.parametrize("document", rows)
 
 
-@having("python", blocks)
+# These run whole models.
+SLOW = frozenset({"README.md", "docs/measurements.md"})
+
+
+@having("python", blocks, SLOW)
 def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write
     monkeypatch.setattr(formats, "GRIDS", dict(formats.GRIDS))  # and add a format
@@ -54,7 +60,7 @@ def test_what_contributors_are_walked_through() -> None:
         assert "```python" in chapter
 
 
-@having("calipers", lambda document: commands(document, "calipers"))
+@having("calipers", lambda document: commands(document, "calipers"), SLOW)
 def test_commands_run(document: Path, tmp_path: Path) -> None:
     for line in commands(document, "calipers"):
         done = run(*shlex.split(line)[1:], cwd=tmp_path)

@@ -247,6 +247,7 @@ def test_other_python_threads_go_on() -> None:
 
 
 @native_only
+@pytest.mark.slow
 class TestMoreThanTwoToThe31:
     """Zeros that were never written take no memory."""
 

@@ -246,8 +246,11 @@ class TestFromMeasurements:
 
     @pytest.mark.parametrize(
         "recipe",
-        [modifier("W4A16", gptq=True), modifier("W8A8_STATIC"), modifier("NVFP4")],
-        ids=["hessians", "counts", "channels"],
+        [
+            pytest.param(modifier("W4A16", gptq=True), id="hessians"),
+            pytest.param(modifier("W8A8_STATIC"), id="counts", marks=pytest.mark.slow),
+            pytest.param(modifier("NVFP4"), id="channels", marks=pytest.mark.slow),
+        ],
     )
     def test_statistics_come_and_go(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Any

@@ -15,9 +15,9 @@ from linting import DOWN, Q, checkpoint, damaged, of_groups, sources, with_confi
 from safetensors.torch import load_file, save_file
 
 import calipers
-from calipers.checkpoint.description import describe_checkpoint
 from calipers.errors import CalipersError, ConfigurationError, ModelLoadError
 from calipers.reporting.data import page_data
+from calipers.reporting.description import describe_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 

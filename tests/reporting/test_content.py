@@ -22,10 +22,10 @@ from report_content import IDS, Made
 from safetensors.torch import load_file
 
 import calipers
-from calipers.checkpoint.description import describe_checkpoint
 from calipers.observers import Observer
 from calipers.planning.collecting import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
+from calipers.reporting.description import describe_checkpoint
 from calipers.reporting.histograms import LogHistogram, distribution_of
 from calipers.reporting.modules import ModuleFacts, judged
 from calipers.reporting.ranges import OBSERVERS, range_of, ranges_by_observers

@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 import pytest
 from report_content import EVIL, content, error_of
 
-from calipers.reporting.outside import Finding, Sufficiency
 from calipers.reporting.page import json_for_script, page
 
 LARGEST = 15_000_000
@@ -104,12 +103,3 @@ def test_the_figures_of_the_page() -> None:
 def test_the_page_of_a_model_with_32_layers_is_small() -> None:
     size = len(page(content(layers=32)).encode())
     assert 1_500_000 < size < LARGEST / 3
-
-
-def test_what_others_know_is_taken_as_text() -> None:
-    class Theirs:
-        severity, check, name, problem, hint = "error", "scales", "a.b", "NaN", None
-        tensor, is_enough, reason = "a.b.input", 1, "few tokens"
-
-    assert Finding.of(Theirs()) == Finding("error", "scales", "a.b", "NaN", "")
-    assert Sufficiency.of(Theirs()) == Sufficiency("a.b.input", True, "few tokens")

@@ -19,7 +19,7 @@ from calipers.advice.candidates import (
     read_methods,
     read_schemes,
 )
-from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, front
+from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, chosen, front
 from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
 from calipers.engine.job import check_complete
 from calipers.engine.quantize import skeleton_for
@@ -93,7 +93,10 @@ class Advice(NotebookView):
             "compared": {"methods": list(self.methods), "left_out": list(self.left_out)},
             "uniform": {name: asdict(each) for name, each in self.uniform.items()},
             "front": [asdict(each) for each in self.front],
-            "predictions": [_plain(each) for each in self.predictions],
+            "predictions": [
+                {**asdict(each), "decibels": each.decibels, "bits": each.bits}
+                for each in self.predictions
+            ],
             "recipe": None if self.recipe is None else self.recipe.to_yaml(),
         }
 
@@ -224,7 +227,7 @@ def _advice(
         harm,
         tuple(_point(each, weights) for each in front(options)),
         {
-            candidate.name: _point(_uniform(options, column), weights)
+            candidate.name: _point(chosen(options, (column,) * len(groups)), weights)
             for column, candidate in enumerate(candidates)
         },
     )
@@ -235,11 +238,11 @@ def _advice(
         name: column for group, column in zip(groups, found.columns, strict=True) for name in group
     }
     index = {name: number for number, name in enumerate(names)}
-    chosen = {name: rows[column][index[name]] for name, column in by_module.items()}
+    predictions = {name: rows[column][index[name]] for name, column in by_module.items()}
     return replace(
         known,
         budget=budget,
-        chosen={name: chosen[name] for name in names},
+        chosen={name: predictions[name] for name in names},
         total=_point(found, weights),
         gap=found.gap,
         recipe=_recipe_of(candidates, by_module),
@@ -302,14 +305,6 @@ def _nearest(least: float, budget: Budget, weights: int) -> str:
     return f"{least:.4g}nats" if budget.unit == "nats" else f"{decibels(math.sqrt(least)):.2f}dB"
 
 
-def _uniform(options: Options, column: int) -> Chosen:
-    return Chosen(
-        (column,) * len(options.sizes),
-        sum(row[column] for row in options.sizes),
-        sum(row[column] for row in options.harms),
-    )
-
-
 def _point(chosen: Chosen, weights: int) -> Point:
     return Point(int(chosen.size), 8 * chosen.size / weights, chosen.harm)
 
@@ -324,10 +319,6 @@ def _recipe_of(candidates: Sequence[Candidate], chosen: Mapping[str, int]) -> Re
     made = [METHODS[method](config_groups=each) for method, each in groups.items()]
     # What was predicted, and what quantize can do with the same measurements.
     return load_recipe(made).on_float_inputs() if made else None
-
-
-def _plain(each: Prediction) -> dict[str, Any]:
-    return {**asdict(each), "decibels": each.decibels, "bits": each.bits}
 
 
 __all__ = ["UNQUANTIZED", "Advice", "Point", "advise"]

@@ -56,7 +56,9 @@ def choose(options: Options, *, size: float | None = None, harm: float | None = 
     if limit is None:
         assert harm is not None
         wanted, limited, limit = options.sizes, options.harms, harm
-    _check(limited, limit)
+    least = sum(min(row) for row in limited)
+    if least > limit:
+        raise UnreachableError(least)
     goal, held = np.ravel(wanted).astype(float), np.ravel(limited).astype(float)
     groups, count = len(options.sizes), len(options.sizes[0])
     rows = np.repeat(np.arange(groups), count)
@@ -76,7 +78,7 @@ def choose(options: Options, *, size: float | None = None, harm: float | None = 
             f"No choice of schemes was found: {solved.message}", hint="Give a larger budget."
         )
     columns = tuple(int(each) for each in solved.x.reshape(groups, count).argmax(1))
-    return _chosen(options, columns, float(solved.mip_gap or 0.0))
+    return chosen(options, columns, float(solved.mip_gap or 0.0))
 
 
 class UnreachableError(ConfigurationError):
@@ -85,12 +87,6 @@ class UnreachableError(ConfigurationError):
     def __init__(self, least: float) -> None:
         super().__init__("No choice of schemes stays within the budget")
         self.least = least
-
-
-def _check(limited: Sequence[Sequence[float]], limit: float) -> None:
-    least = sum(min(row) for row in limited)
-    if least > limit:
-        raise UnreachableError(least)
 
 
 def front(options: Options) -> list[Chosen]:
@@ -109,10 +105,10 @@ def front(options: Options) -> list[Chosen]:
             more = options.sizes[group][other] - options.sizes[group][one]
             less = options.harms[group][one] - options.harms[group][other]
             steps.append((-less / more, number, group, other))
-    found = [_chosen(options, tuple(columns))]
+    found = [chosen(options, columns)]
     for _, _, group, column in sorted(steps):
         columns[group] = column
-        found.append(_chosen(options, tuple(columns)))
+        found.append(chosen(options, columns))
     return found
 
 
@@ -136,7 +132,8 @@ def _turns_up(
     return across >= (harms[new] - harms[one]) * (sizes[other] - sizes[one])
 
 
-def _chosen(options: Options, columns: tuple[int, ...], gap: float = 0.0) -> Chosen:
+def chosen(options: Options, columns: Sequence[int], gap: float = 0.0) -> Chosen:
+    """Add up what a choice of one candidate for each group costs."""
     size = sum(row[column] for row, column in zip(options.sizes, columns, strict=True))
     harm = sum(row[column] for row, column in zip(options.harms, columns, strict=True))
-    return Chosen(columns, size, harm, gap)
+    return Chosen(tuple(columns), size, harm, gap)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.cli.command import CommandOutput, console, progress, shows_bars
-from calipers.cli.formatting import format_difference, format_interval, format_optional_size
+from calipers.cli.formatting import format_difference, format_optional_size
 from calipers.cli.tables import add_row, table
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _verdict(result: DemoResult) -> str:
     from calipers.demo.run import CLASSIC, OPTIMAL
 
     noise = "beyond noise" if result.gain.beyond_noise else "within noise"
-    change = format_interval(result.gain, "+.4f")
+    change = result.gain.text("+.4f")
     return (
         f"{OPTIMAL.scheme}: {OPTIMAL.weights} changes the perplexity of {CLASSIC.weights} by "
         f"{change}, {noise}."

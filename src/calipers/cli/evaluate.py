@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.cli.command import CommandOutput, show, tell
-from calipers.cli.formatting import format_difference, format_interval, format_optional_size
+from calipers.cli.formatting import format_difference, format_optional_size
 from calipers.cli.options import Data, Model
 from calipers.cli.sources import DATA_KINDS, data_source, model_source, packed
 from calipers.cli.tables import add_row, table
@@ -159,8 +159,8 @@ def _scores(model: str, found: Evaluation) -> Table:
             f"{scores.perplexity.value:.4f}",
             format_difference(scores.change),
             f"{scores.change.noise:.1g}",
-            format_interval(scores.kl, ".5f"),
-            format_interval(scores.agreement, ".2%"),
+            scores.kl.text(".5f"),
+            scores.agreement.text(".2%"),
             *([_to_best(above[name])] if above else []),
         )
     return made

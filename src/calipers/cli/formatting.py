@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from calipers.evaluation import Difference, Estimate
+    from calipers.evaluation import Difference
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -30,16 +30,6 @@ def format_optional_size(size: int | None) -> str:
     return "" if size is None else format_size(size)
 
 
-def format_interval(estimate: Estimate, form: str) -> str:
-    """Return a figure with its interval.
-
-    >>> from calipers.evaluation import Estimate
-    >>> format_interval(Estimate(0.25, 0.2, 0.3125), "+.2f")
-    '+0.25 [+0.20, +0.31]'
-    """
-    return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
-
-
 def format_difference(found: Difference) -> str:
     """Return a difference with its interval; that it is noise is said where that does not.
 
@@ -48,7 +38,7 @@ def format_difference(found: Difference) -> str:
     '+0.2500 [+0.2000, +0.3000] noise'
     """
     hidden = not found.beyond_noise and not found.holds(0)
-    return format_interval(found, "+.4f") + (" noise" if hidden else "")
+    return found.text("+.4f") + (" noise" if hidden else "")
 
 
 def pattern_of(name: str) -> str:

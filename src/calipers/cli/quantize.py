@@ -161,7 +161,8 @@ def _summary(
     from calipers.checkpoint.sizes import size_on_disk
     from calipers.judging.losses import module_losses
 
-    ran_in, rows = result.forward_dtype, tuple(result.plan.rows())
+    rows = tuple(result.plan.rows())
+    ran_in = result.forward_dtype
     return Summary(
         model=model,
         output=str(output),

@@ -18,9 +18,9 @@ from calipers.errors import counted, shortened
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from calipers.checkpoint.description import CheckpointDescription
     from calipers.measurements import Measurements
     from calipers.measurements.sufficiency import Sufficiency
+    from calipers.reporting.description import CheckpointDescription
 
 Source = Annotated[
     Path,
@@ -51,7 +51,7 @@ def show(source: Source) -> CommandOutput:
     Example: calipers show demo.safetensors
     """
     if source.is_dir():
-        from calipers.checkpoint.description import describe_checkpoint
+        from calipers.reporting.description import describe_checkpoint
 
         described = describe_checkpoint(source)
         data = {"folder": str(source), **described.as_dict()}

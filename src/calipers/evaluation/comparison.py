@@ -85,7 +85,14 @@ class Comparison:
                 what = "has only samples of one token, which predict none"
                 raise empty_data("The data", what)
             self._measure_noise(BASE, self._base, found)
-        self._warn_of_few(int((sums["tokens"] > 0).sum()))
+        samples = int((sums["tokens"] > 0).sum())
+        if samples < FEW_SAMPLES:
+            warnings.warn(
+                f"Only {samples} samples were evaluated: the intervals, which come from drawing "
+                f"samples, are unreliable. Use at least {FEW_SAMPLES}, better hundreds.",
+                CalipersWarning,
+                stacklevel=3,
+            )
         self._sums |= {"tokens": sums["tokens"], key("nll", BASE): sums["nll"]}
 
     def load_and_run(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
@@ -112,7 +119,8 @@ class Comparison:
                 with nullcontext() if layers is None else layers.other_runs():
                     logits = self._logits(model, batch)
                 with nullcontext() if layers is None else layers.base_runs(mask):
-                    base = self._base_logits(number, batch)
+                    kept = None if self._kept is None else self._kept[number].to(self._device)
+                    base = self._logits(self._base, batch) if kept is None else kept
                 found.append(self._scored(name, number, logits, batch, base))
             self._measure_noise(name, model, found)
         sums = _joined(found)
@@ -163,15 +171,6 @@ class Comparison:
         change, tokens = (after["nll"] - before["nll"])[counted], before["tokens"][counted]
         self._noise[name] = FACTOR * noise_in_nats(change, tokens, sum(sizes.values()))
 
-    def _warn_of_few(self, samples: int) -> None:
-        if samples < FEW_SAMPLES:
-            warnings.warn(
-                f"Only {samples} samples were evaluated: the intervals, which come from drawing "
-                f"samples, are unreliable. Use at least {FEW_SAMPLES}, better hundreds.",
-                CalipersWarning,
-                stacklevel=4,
-            )
-
     def evaluation(self, base_size: int | None, sizes: Mapping[str, int | None]) -> Evaluation:
         """Return what was found so far."""
         counted = self._sums["tokens"] > 0
@@ -217,11 +216,6 @@ class Comparison:
                 nll, tokens = nll + found[-1]["nll"].sum(), tokens + found[-1]["tokens"].sum()
                 so_far = f"perplexity {float((nll / tokens).exp()):.4f} so far" if tokens else ""
                 add(int(counted_tokens(batch).sum()), so_far)
-
-    def _base_logits(self, number: int, batch: Batch) -> Tensor:
-        if self._kept is not None:
-            return self._kept[number].to(self._device)
-        return self._logits(self._base, batch)
 
     @torch.no_grad()
     def _logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -79,14 +79,21 @@ def _judge_weights(
             layer.ranks.check()
             weight, spec = layer.weight(module.name), module.tensor("weight")
             assert spec is not None
-            streams = streams_of(layer.measurements, module, weight)
-            found, meant = qparams[module.name, "weight"], before.get(module.name)
+            original = before.get(module.name, weight)
+            streams = streams_of(layer.measurements, module, original)
             sensitivity = _sensitivity(layer.measurements, module.name)
-            loss = weight_loss(weight, spec.args, found, streams, meant, sensitivity)
+            loss = weight_loss(
+                weight,
+                spec.args,
+                qparams[module.name, "weight"],
+                streams,
+                before.get(module.name),
+                sensitivity,
+            )
             errors[module.name] = loss.error
             if streams is not None or sensitivity is not None:
                 tensors = known.get(module.name, ModuleCosts()).tensors
-                costs[module.name] = asdict(module_costs(weight, loss, streams, tensors))
+                costs[module.name] = asdict(module_costs(original, loss, streams, tensors))
     all_errors: dict[str, float] = {}
     for error, cost in layer.ranks.share((errors, costs)):
         all_errors |= error

@@ -35,29 +35,6 @@ class WeightLoss(NamedTuple):
     loss: float | None = None
 
 
-class _Judge:
-    """Sums up what the differences of a weight cost, some rows at a time."""
-
-    def __init__(self, streams: Streams | None, sensitivity: Tensor | None = None) -> None:
-        self._streams, self._sensitivity = streams, sensitivity
-        self.energy, self._output, self._loss = 0.0, 0.0, 0.0
-
-    def add(self, differences: Tensor) -> None:
-        """Take in rows of ΔW, except for their own energy."""
-        if self._streams is not None:
-            self._output += self._streams.energy_through(differences)
-        if self._sensitivity is not None:
-            self._loss += _predicted_loss(differences, self._streams, self._sensitivity)
-
-    def loss(self, whole: float) -> WeightLoss:
-        """Return what was lost of a weight with the energy ‖W‖²."""
-        return WeightLoss(
-            relative_error(self.energy, whole),
-            None if self._streams is None else self._output,
-            None if self._sensitivity is None else self._loss,
-        )
-
-
 def weight_loss(
     weight: Tensor,
     args: QuantizationArgs,
@@ -66,7 +43,7 @@ def weight_loss(
     before: Tensor | None = None,
     sensitivity: Tensor | None = None,
 ) -> WeightLoss:
-    """Return what a weight loses; 0 for a weight of zeros. Works in tiles, without a copy.
+    """Return what a weight loses; 0 for a weight of zeros. No copy of it is made.
 
     Codes are those that a checkpoint gets, whose quotients are rounded to the dtype of the weight.
 
@@ -81,50 +58,122 @@ def weight_loss(
     >>> weight_loss(weight, args, qparams, Streams(torch.ones(3).double(), None, 1.0)).output
     0.0625
     """
-    weight, judge = weight.detach(), _Judge(streams, sensitivity)
-    working, coded = torch.promote_types(weight.dtype, torch.float32), _coded_in(weight, qparams)
-    meant = weight if before is None else before.detach()
-    # Only errors count, which kernels find as it lies.
-    is_plain = streams is None and before is None and sensitivity is None
-    at_once = weight.numel() if is_plain else _AT_ONCE
-    for tile, wanted, scale, zero_point in _tiles(weight, meant, args, qparams, at_once):
-        if is_plain:
-            errors = quantization_errors(tile, scale, zero_point, args, working=coded)
-            judge.energy += float(errors.sum())
-            continue
-        values, errors = quantize_with_error(
-            tile.to(working), scale, zero_point, args, working=coded
+    weight, pieces = weight.detach(), _Pieces.of(weight.detach(), args, qparams)
+    if before is not None or (streams is not None and streams.blocks is not None):
+        differences = _differences(pieces, weight, before)
+        return _summed(differences, weight if before is None else before, streams, sensitivity)
+    # Errors of columns count by themselves, and kernels sum them up without keeping them.
+    output = None if streams is None else pieces.lost(streams.energies)
+    loss = None if sensitivity is None else pieces.lost(sensitivity) / 2
+    return WeightLoss(relative_error(pieces.lost(), _energy(weight)), output, loss)
+
+
+class _Pieces(NamedTuple):
+    """A weight cut into pieces that share a scale, as views, with what they are quantized by.
+
+    :param coded: what quotients of values and scales are rounded to when codes are packed
+    """
+
+    layout: Layout
+    pieces: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    coded: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> _Pieces:
+        layout = Layout.of("weight", args)
+        pieces, global_scale = layout.pieces(weight), qparams["global_scale"]
+        shape = pieces.shape[1:-2]
+        scale = qparams["scale"].to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+        coded = torch.promote_types(weight.dtype, qparams["scale"].dtype)
+        if global_scale is not None:  # it is divided out in its own dtype
+            scale, coded = scale / global_scale.to(weight.device), torch.float32
+        coded = torch.float32 if coded.itemsize > 4 else coded
+        zero_point = qparams["zero_point"].to(weight.device).reshape(shape)
+        return cls(layout, pieces, scale.reshape(shape), zero_point, coded)
+
+    def lost(self, energies: Tensor | None = None) -> float:
+        """Return Σ e·(q−w)², e the energy of each column; None: 1."""
+        _, pieces, scale, zero_point, coded = self
+        weights = None if energies is None else self.layout.over_columns(energies)
+        args = self.layout.args
+        errors = quantization_errors(
+            pieces, scale, zero_point, args, weights=weights, working=coded
         )
-        values -= wanted.to(working)
-        judge.energy += float(errors.sum() if before is None else values.double().square().sum())
-        judge.add(_as_rows(values, weight.shape[-1]))
-    return judge.loss(_energy(meant))
+        return float(errors.sum())
+
+    def tiles(self) -> Iterator[_Pieces]:
+        """Cut the pieces, some rows at a time."""
+        shape = self.scale.shape
+        along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
+        each = self.pieces.select(along, 0).numel()
+        for part in runs(self.pieces.shape[along], each, _AT_ONCE):
+            these = part if along == 1 else slice(None)
+            pieces = self.pieces.narrow(along, part.start, part.stop - part.start)
+            scale, zero_point = self.scale[these], self.zero_point[these]
+            yield self._replace(pieces=pieces, scale=scale, zero_point=zero_point)
+
+
+def _differences(
+    pieces: _Pieces, weight: Tensor, before: Tensor | None
+) -> Iterator[tuple[Tensor, float]]:
+    """Quantize a weight in tiles; give the rows of ΔW, and ‖ΔW‖² of each tile."""
+    working = torch.promote_types(weight.dtype, torch.float32)
+    original = weight if before is None else before.detach().to(weight)
+    meant = pieces._replace(pieces=pieces.layout.pieces(original))
+    for tile, wanted in zip(pieces.tiles(), meant.tiles(), strict=True):
+        values, errors = quantize_with_error(
+            tile.pieces.to(working),
+            tile.scale,
+            tile.zero_point,
+            pieces.layout.args,
+            working=pieces.coded,
+        )
+        values -= wanted.pieces.to(working)
+        energy = errors.sum() if before is None else values.double().square().sum()
+        yield _as_rows(values, weight.shape[-1]), float(energy)
 
 
 def stored_weight_loss(
-    parts: Iterable[tuple[Tensor, Tensor]], streams: Streams | None = None
+    parts: Iterable[tuple[Tensor, Tensor]], original: Tensor, streams: Streams | None = None
 ) -> WeightLoss:
-    """Return what a weight has lost in a checkpoint, from pairs of its rows: original and stored.
+    """Return what a weight has lost in a checkpoint. Infinite where something is not finite.
 
-    Infinite where something that is stored is not finite.
+    :param parts: pairs of its rows: original and stored
 
     >>> original, stored = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 4.5]])
-    >>> stored_weight_loss([(original, stored)])
+    >>> stored_weight_loss([(original, stored)], original)
     WeightLoss(error=0.1, output=None, loss=None)
     """
-    judge, whole = _Judge(streams), 0.0
-    for original, stored in parts:
-        differences = stored.float() - original.float()
-        judge.energy += _energy(differences)
-        whole += _energy(original)
-        judge.add(differences)
-    if not math.isfinite(judge.energy) or (judge.energy and not whole):
+    differences = (stored.float() - rows.float() for rows, stored in parts)
+    return _summed(((rows, _energy(rows)) for rows in differences), original, streams)
+
+
+def _summed(
+    differences: Iterable[tuple[Tensor, float]],
+    original: Tensor,
+    streams: Streams | None,
+    sensitivity: Tensor | None = None,
+) -> WeightLoss:
+    """Sum up what differences cost, which come as rows with their energy."""
+    energy = output = loss = 0.0
+    for rows, lost in differences:
+        energy += lost
+        output += 0.0 if streams is None else streams.energy_through(rows)
+        loss += 0.0 if sensitivity is None else _predicted_loss(rows, streams, sensitivity)
+    whole = _energy(original)
+    if not math.isfinite(energy) or (energy and not whole):
         return WeightLoss(math.inf)
-    return judge.loss(whole)
+    return WeightLoss(
+        relative_error(energy, whole),
+        None if streams is None else output,
+        None if sensitivity is None else loss,
+    )
 
 
 def _energy(weight: Tensor) -> float:
-    return float(sum_of_squares(weight.reshape(-1, weight.shape[-1])).sum())
+    return float(sum_of_squares(weight.detach().reshape(-1, weight.shape[-1])).sum())
 
 
 def _predicted_loss(errors: Tensor, streams: Streams | None, sensitivity: Tensor) -> float:
@@ -144,39 +193,6 @@ def _predicted_loss(errors: Tensor, streams: Streams | None, sensitivity: Tensor
         return float((sum_of_squares(errors).cpu() * sensitivity).sum()) / 2
     gains = torch.where(streams.energies > 0, sensitivity / streams.energies, 0.0).sqrt()
     return streams.energy_through(errors * gains.to(errors)) / 2
-
-
-def _coded_in(weight: Tensor, qparams: QParamsDict) -> torch.dtype:
-    """Return what quotients of values and scales are rounded to when codes are packed."""
-    if qparams["global_scale"] is not None:
-        return torch.float32  # it is divided out in its own dtype
-    found = torch.promote_types(weight.dtype, qparams["scale"].dtype)
-    return torch.float32 if found.itemsize > 4 else found
-
-
-def _tiles(
-    weight: Tensor, meant: Tensor, args: QuantizationArgs, qparams: QParamsDict, at_once: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Cut a weight and what was meant into pieces, some rows at a time, with their parameters.
-
-    These are views. Whoever needs more digits than they have widens them: a copy of a weight in
-    float32 takes longer than its errors, which kernels find in any dtype.
-    """
-    working = torch.promote_types(weight.dtype, torch.float32)
-    layout = Layout.of("weight", args)
-    pieces, wanted = layout.pieces(weight), layout.pieces(meant.to(weight))
-    shape = pieces.shape[1:-2]
-    scale = qparams["scale"].to(weight.device, working)
-    if qparams["global_scale"] is not None:
-        scale = scale / qparams["global_scale"].to(weight.device)
-    scale, zeros = scale.reshape(shape), qparams["zero_point"].to(weight.device).reshape(shape)
-    along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
-    each = pieces.select(along, 0).numel()
-    for part in runs(pieces.shape[along], each, at_once):
-        length = part.stop - part.start
-        tile, goal = (whole.narrow(along, part.start, length) for whole in (pieces, wanted))
-        these = part if along == 1 else slice(None)
-        yield tile, goal, scale[these], zeros[these]
 
 
 def _as_rows(pieces: Tensor, columns: int) -> Tensor:

@@ -112,7 +112,7 @@ def stored_loss(
         return None
     weight = QuantizedWeight.of(module)
     pairs = ((original[rows], weight.rows(rows)) for rows in weight.tiles())
-    return stored_weight_loss(pairs, streams)
+    return stored_weight_loss(pairs, original, streams)
 
 
 def _minmax_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -10,6 +11,7 @@ from statistics import median
 from calipers.checkpoint.folder_contents import NOTES
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import counted, shortened
+from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
 from calipers.reporting.details import (
     InputDetail,
@@ -23,7 +25,7 @@ from calipers.reporting.details import (
 from calipers.reporting.labels import args_label, scheme_label
 from calipers.reporting.measured import Measured
 from calipers.reporting.modules import ModuleFacts, facts_of, judged
-from calipers.reporting.outside import Evaluated, Finding, Prediction, Sufficiency, numbers_of
+from calipers.reporting.outside import Evaluated, Prediction, Sufficiency, numbers_of
 from calipers.reporting.ranges import ChosenRange
 from calipers.reporting.source import SourceModel
 
@@ -117,11 +119,15 @@ def gather(
         _checkpoint(each, measured, source, (findings or {}).get(each.name, ()))
         for each in checkpoints
     )
+    named = checkpoints[0].config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if measured.info is not None:
+        architecture = measured.info.model
     names = dict.fromkeys(row.name for of_one in facts for row in of_one.modules)
     weights = {} if source is None else {name: weight_detail(source, name) for name in names}
     return Content(
         checkpoints[0].name if source is None else source.name,
-        _architecture(checkpoints[0], measured),
+        architecture,
         facts,
         measured.info,
         None if source is None else source.size,
@@ -133,13 +139,6 @@ def gather(
         tuple(sufficiency),
         tuple(missing),
     )
-
-
-def _architecture(checkpoint: QuantizedCheckpoint, measured: Measured) -> str:
-    if measured.info is not None:
-        return measured.info.model
-    named = checkpoint.config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _checkpoint(
@@ -168,16 +167,14 @@ def _checkpoint(
 
 
 def _schemes(checkpoint: QuantizedCheckpoint) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for module in checkpoint.quantized.values():
-        label = scheme_label(module.scheme)
-        found[label] = found.get(label, 0) + 1
+    labels = (scheme_label(module.scheme) for module in checkpoint.quantized.values())
+    counts = dict(Counter(labels))
     states = checkpoint.settings.kv_cache_scheme
     if states is not None:
         scales = {"k_scale", "v_scale", "q_scale"}
         with_scales = [each for each in checkpoint.modules.values() if scales & set(each.tensors)]
-        found[f"keys and values {args_label(states)}"] = len(with_scales)
-    return found
+        counts[f"keys and values {args_label(states)}"] = len(with_scales)
+    return counts
 
 
 def _bits(checkpoint: QuantizedCheckpoint) -> float | None:
@@ -197,7 +194,7 @@ def _own_findings(
         yield Finding("warning", "coverage", unseen[0], problem, hint)
     notes = checkpoint.notes.get("notes")
     for name, told in notes.items() if isinstance(notes, Mapping) else ():
-        yield Finding("warning", "recipe", str(name), str(told))
+        yield Finding("warning", "recipe", str(name), str(told), "")
     for row in sorted(rows, key=lambda row: -(row.output_error or 0.0)):
         if row.verdict == "hurts":
             times = f", {row.times_median:.1f} times the median" if row.times_median else ""

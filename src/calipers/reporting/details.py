@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from torch import Tensor
 
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.checkpoint.quantized_weight import QuantizedWeight
@@ -149,10 +148,6 @@ def weight_detail(source: SourceModel, module: str) -> WeightDetail | None:
         weight.shape[0],
         weight.shape[1],
         LogHistogram.of(seen),
-        _largest(seen.values),
+        float(seen.values.abs().max()) if len(seen.values) else 0.0,
         float((energy / seen.counts.sum()).sqrt()),
     )
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if len(values) else 0.0

@@ -79,7 +79,9 @@ def facts_of(
     names = dict.fromkeys([*folder.quantized, *measured_too])
     tokens = numbers_of(_object(folder.notes.get("coverage")).get("tokens"))
     found = []
-    for name in sorted(names, key=_order):
+    layers = {name: Position.of(name).layer for name in names}
+    # Layers in their order, and what stands outside of them last.
+    for name in sorted(names, key=lambda name: (layers[name] is None, layers[name] or 0)):
         seen = inputs.get(name)
         count = tokens.get(name, None if seen is None else seen.tokens)
         module = folder.modules[name]
@@ -242,11 +244,6 @@ def _percent(share: float) -> str:
 def _median(errors: Iterable[float | None]) -> float | None:
     known = [error for error in errors if error is not None]
     return median(known) if known else None
-
-
-def _order(name: str) -> tuple[bool, int]:
-    layer = Position.of(name).layer
-    return layer is None, layer or 0
 
 
 def _object(found: Any) -> Mapping[str, Any]:

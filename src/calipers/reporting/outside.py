@@ -1,7 +1,4 @@
-"""What others know and the page shows: findings, predictions, sufficiency of data, evaluations.
-
-Whoever makes these needs nothing of the page: anything with these attributes will do.
-"""
+"""What the page shows from the results of others: predictions, sufficiency, evaluations."""
 
 from __future__ import annotations
 
@@ -9,81 +6,24 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from calipers.errors import ConfigurationError
+from calipers.evaluation import LayerError
 from calipers.files.json_files import read_json_object
 
 
-class FindingLike(Protocol):
-    """Something that is wrong with a checkpoint, or may be."""
+class Sufficiency(NamedTuple):
+    """Whether enough data was seen of a tensor.
 
-    @property
-    def severity(self) -> str:
-        """How bad it is: ``error``, ``warning`` or ``info``."""
-
-    @property
-    def check(self) -> str:
-        """By which check it was found."""
-
-    @property
-    def name(self) -> str:
-        """The module, tensor or file that it is about; may be empty."""
-
-    @property
-    def problem(self) -> str:
-        """What is wrong."""
-
-    @property
-    def hint(self) -> str:
-        """What to do about it; may be empty."""
-
-
-class SufficiencyLike(Protocol):
-    """Whether enough data was seen of a tensor."""
-
-    @property
-    def tensor(self) -> str:
-        """The tensor, as measurements call it: ``layers.0.up_proj.input``."""
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether more data would hardly change the parameters."""
-
-    @property
-    def reason(self) -> str:
-        """Why, in a sentence."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the page shows of a finding; see :class:`FindingLike`."""
-
-    severity: str
-    check: str
-    name: str
-    problem: str
-    hint: str = ""
-
-    @classmethod
-    def of(cls, found: FindingLike) -> Finding:
-        """Take what the page shows of somebody's finding."""
-        parts = (found.severity, found.check, found.name, found.problem, found.hint)
-        return cls(*(str(getattr(part, "value", part) or "") for part in parts))
-
-
-@dataclass(frozen=True)
-class Sufficiency:
-    """Whether enough data was seen of a tensor; see :class:`SufficiencyLike`."""
+    :param tensor: as measurements call it: ``layers.0.up_proj.input``
+    :param is_enough: whether more data would hardly change the parameters
+    :param reason: why, in a sentence
+    """
 
     tensor: str
     is_enough: bool
     reason: str = ""
-
-    @classmethod
-    def of(cls, found: SufficiencyLike) -> Sufficiency:
-        """Take what the page shows of somebody's verdict."""
-        return cls(str(found.tensor), bool(found.is_enough), str(found.reason))
 
 
 class Prediction(NamedTuple):
@@ -130,14 +70,6 @@ class Interval(NamedTuple):
     high: float | None = None
 
 
-class LayerErrors(NamedTuple):
-    """‖h′ − h‖ / ‖h‖ at the output of a decoder layer: by itself, and come together."""
-
-    layer: str
-    own: float
-    output: float
-
-
 @dataclass(frozen=True)
 class EvaluatedModel:
     """The figures of a model; those that compare are None for the float model itself."""
@@ -149,7 +81,7 @@ class EvaluatedModel:
     agreement: Interval | None = None
     is_beyond_noise: bool = True
     reliable: bool = True
-    layers: tuple[LayerErrors, ...] = ()
+    layers: tuple[LayerError, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -204,12 +136,12 @@ def _evaluated(file: Path, name: str, scores: Any) -> EvaluatedModel:
     )
 
 
-def _layers(found: Any) -> Iterator[LayerErrors]:
+def _layers(found: Any) -> Iterator[LayerError]:
     for each in found if isinstance(found, list) else ():
         if isinstance(each, dict):
             own, output = number(each.get("own")), number(each.get("output"))
             if own is not None and output is not None:
-                yield LayerErrors(str(each.get("layer", "")), own, output)
+                yield LayerError(str(each.get("layer", "")), own, output)
 
 
 def _interval(found: Any) -> Interval | None:

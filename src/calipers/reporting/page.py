@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from calipers import __version__
 from calipers.errors import ConfigurationError
 from calipers.judging.errors import format_decibels
+from calipers.linting import Finding
 from calipers.reporting.content import CheckpointFacts, Content
 from calipers.reporting.data import page_data
 from calipers.reporting.modules import ModuleFacts
-from calipers.reporting.outside import EvaluatedModel, Finding
+from calipers.reporting.outside import EvaluatedModel
 
 PLOTLY = "plotly-cartesian.min.js"
 """The part of plotly.js that draws bars, lines and heat maps; it evaluates no text as code."""
@@ -159,7 +160,7 @@ def _findings(content: Content) -> list[tuple[str, Finding]]:
     found = [(each.name, one) for each in content.checkpoints for one in each.findings]
     for scores in content.evaluation.models[1:] if content.evaluation else ():
         for note in scores.notes:
-            found.append((scores.name, Finding("info", "evaluation", "", note)))
+            found.append((scores.name, Finding("note", "evaluation", "", note, "")))
     return sorted(found, key=lambda pair: ranks.get(pair[1].severity, 2))
 
 

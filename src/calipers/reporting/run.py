@@ -19,17 +19,14 @@ from calipers.errors import (
 )
 from calipers.files.output_file import check_output_file, output_file
 from calipers.kernels.threads import kernels_only
+from calipers.linting import Finding
 from calipers.linting.lint import lint_checkpoint
 from calipers.measurements import Measurements
 from calipers.reporting.content import Content, gather
 from calipers.reporting.measured import Measured
 from calipers.reporting.outside import (
-    Evaluated,
-    Finding,
-    FindingLike,
     Prediction,
     Sufficiency,
-    SufficiencyLike,
     read_advice,
     read_evaluation,
 )
@@ -76,8 +73,8 @@ def report(
     source: PathLike | None = None,
     evaluation: PathLike | None = None,
     advice: Advice | PathLike | Sequence[Prediction] | None = None,
-    findings: Mapping[str, Iterable[FindingLike]] | None = None,
-    sufficiency: Iterable[SufficiencyLike] | None = None,
+    findings: Mapping[str, Sequence[Finding]] | None = None,
+    sufficiency: Iterable[Sufficiency] | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -96,7 +93,11 @@ def report(
     :param sufficiency: whether enough data was seen of tensors; None: what measurements tell
     :param overwrite: whether a file that is there may be replaced
     """
-    folders = _paths(checkpoints)
+    if isinstance(checkpoints, (str, os.PathLike)):
+        checkpoints = [checkpoints]
+    folders = [os.fspath(each) for each in checkpoints]
+    if not folders:
+        raise ConfigurationError("There is no checkpoint to report on", hint="Give one or more.")
     target = None
     if output_file is not None:
         inputs: dict[str, object] = {f"checkpoint {path}": path for path in folders}
@@ -105,29 +106,26 @@ def report(
         target = check_output_file(output_file, overwrite, inputs)
     opened = _opened(folders)
     model, missing = _source(source, opened[0], trust_remote_code)
-    seen = _seen(measurements)
+    seen = measurements
+    if seen is not None and not isinstance(seen, Measurements):
+        seen = Measurements.load(seen)
     with kernels_only():
+        if findings is None:
+            findings = {each.name: lint_checkpoint(each).findings for each in opened}
         content = gather(
             opened,
             _measured(seen, model, missing),
             model,
-            evaluation=_evaluation(evaluation),
+            evaluation=None if evaluation is None else read_evaluation(Path(evaluation)),
             predictions=_predictions(advice),
             sufficiency=_sufficiency(sufficiency, seen),
-            findings=_findings(findings, opened),
+            findings=findings,
             missing=missing,
         )
     made = Report(content)
     if target is None:
         return made
     return Report(content, made.save(target, overwrite=overwrite))
-
-
-def _paths(checkpoints: PathLike | Sequence[PathLike]) -> list[str]:
-    given = [checkpoints] if isinstance(checkpoints, (str, os.PathLike)) else list(checkpoints)
-    if not given:
-        raise ConfigurationError("There is no checkpoint to report on", hint="Give one or more.")
-    return [os.fspath(each) for each in given]
 
 
 def _opened(paths: Sequence[str]) -> list[QuantizedCheckpoint]:
@@ -164,29 +162,12 @@ def _source(
     return None, ["Distributions of weights, since the source model is not at hand"]
 
 
-def _seen(given: Measurements | PathLike | None) -> Measurements | None:
-    if given is None or isinstance(given, Measurements):
-        return given
-    return Measurements.load(given)
-
-
-def _findings(
-    given: Mapping[str, Iterable[FindingLike]] | None, checkpoints: Sequence[QuantizedCheckpoint]
-) -> dict[str, list[Finding]]:
-    """Return what was found wrong with each checkpoint; look for it where nobody has."""
-    found: Mapping[str, Iterable[FindingLike]]
-    found = given or {}
-    if given is None:
-        found = {each.name: lint_checkpoint(each).findings for each in checkpoints}
-    return {name: [Finding.of(each) for each in of_one] for name, of_one in found.items()}
-
-
 def _sufficiency(
-    given: Iterable[SufficiencyLike] | None, seen: Measurements | None
+    given: Iterable[Sufficiency] | None, seen: Measurements | None
 ) -> list[Sufficiency]:
     """Return whether enough data was seen of each tensor, as far as halves of it tell."""
     if given is not None:
-        return [Sufficiency.of(each) for each in given]
+        return list(given)
     if seen is None or not seen.has_halves:
         return []
     found = seen.sufficiency()
@@ -217,10 +198,6 @@ def _measured(
             "--collect outputs): they are estimated from weights and inputs"
         )
     return measured
-
-
-def _evaluation(file: PathLike | None) -> Evaluated | None:
-    return None if file is None else read_evaluation(Path(file))
 
 
 def _predictions(

@@ -80,7 +80,7 @@ def loss_of(module: StoredModule, original: Tensor, streams: Streams | None) -> 
         kept = module.read("weight")
         if kept is None or kept.shape != original.shape:
             return None
-        return stored_weight_loss([(original, kept)], streams)
+        return stored_weight_loss([(original, kept)], original, streams)
     if not module.is_sound or grid_of(module.weights) is None:
         return None
     return stored_loss(module, original, streams)

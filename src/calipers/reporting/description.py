@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.checkpoint.folder_contents import NOTES
+from calipers.checkpoint.notes import is_error, recorded_costs
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import ModelLoadError, damaged_file
 from calipers.judging.costs import ModuleCosts
@@ -79,7 +79,7 @@ def describe_checkpoint(folder: Path) -> CheckpointDescription:
             problem = f"'{module.name}.weight_shape' does not hold the shape of a weight"
             raise damaged_file(noted.file, problem)
     errors = notes.get("weight_errors")
-    if not isinstance(errors, dict) or not all(map(_is_error, errors.values())):
+    if not isinstance(errors, dict) or not all(map(is_error, errors.values())):
         raise damaged_file(file, "'weight_errors' must be the finite errors of modules")
     classes = checkpoint.config.get("architectures")
     return CheckpointDescription(
@@ -105,34 +105,6 @@ def _number(found: object, file: Path, key: str) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise damaged_file(file, f"'{key}' must be a whole number, got {found!r}")
     return found
-
-
-def _is_error(found: object) -> bool:
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    return is_number and math.isfinite(found) and found >= 0  # type: ignore[arg-type, operator]
-
-
-def recorded_costs(checkpoint: QuantizedCheckpoint) -> dict[str, ModuleCosts]:
-    """Return the costs of modules that were recorded with a checkpoint; refuse damaged ones."""
-    file, found = checkpoint.folder / NOTES, checkpoint.notes.get("costs", {})
-    if not isinstance(found, dict):
-        raise damaged_file(file, "'costs' must be an object")
-    try:
-        costs = {name: ModuleCosts.from_dict(each) for name, each in found.items()}
-    except (TypeError, KeyError, AttributeError) as error:
-        raise damaged_file(file, f"'costs' are not those of modules ({error})") from error
-    for name, cost in costs.items():
-        shares = (cost.weight, cost.input, cost.typical_input)
-        figures = [share for share in shares if share is not None]
-        figures += [
-            value
-            for tensor in cost.tensors.values()
-            for value in vars(tensor).values()
-            if not isinstance(value, bool)
-        ]
-        if not all(map(_is_error, figures)):
-            raise damaged_file(file, f"the costs of '{name}' are no finite numbers")
-    return costs
 
 
 def _schemes(checkpoint: QuantizedCheckpoint) -> Iterator[dict[str, str]]:
