@@ -21,10 +21,11 @@ from transformers import (
 )
 
 from calipers.calibration.context import Calibration
-from calipers.calibration.coverage import Coverage, UnseenPolicy
+from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import Run
 from calipers.engine.driver import Solution, StepDriver
+from calipers.options import OnUnseen
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec, tensor_specs
 from calipers.runtime.progress import Progress
@@ -134,7 +135,7 @@ def calibrated(
     plan: Plan,
     pipeline: Callable[..., None],
     *data: Any,
-    policy: UnseenPolicy = "error",
+    policy: OnUnseen = "error",
     **options: Any,
 ) -> Solution:
     """What a pipeline finds."""

@@ -28,6 +28,7 @@ class ThreadRanks(Ranks):
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world_size = rank, len(board)
         self._board, self._barrier = board, barrier
+        self.knows_failure = False  # all ranks do: nobody waits for another one
 
     @contextmanager
     def step(self, what: str, *, together: bool = False) -> Iterator[None]:  # noqa: ARG002
@@ -37,6 +38,7 @@ class ThreadRanks(Ranks):
         except Exception as error:
             failure = error
         everyone = self.share(failure)
+        self.knows_failure = any(theirs is not None for theirs in everyone)
         if failure is not None:
             raise failure
         for rank, theirs in enumerate(everyone):
@@ -74,7 +76,8 @@ def in_threads(world: int, job: Callable[[Ranks], T]) -> list[T]:
             with use_ranks(ranks):
                 return job(ranks)
         except BaseException:
-            barrier.abort()
+            if not ranks.knows_failure:  # else others may still be leaving the barrier
+                barrier.abort()
             raise
 
     with ThreadPoolExecutor(world) as pool:

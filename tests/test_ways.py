@@ -1,90 +1,70 @@
-"""The files that docs/architecture.md names are those that a weight and an activation pass."""
+"""The files that docs/architecture.md names are those that tensors pass."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from models import small_llama
+from tracing import files_passed
 
-import calipers
-from calipers import oneshot
+from calipers.cli.main import main
+from calipers.kernels import describe
 
-SOURCE = Path(calipers.__file__).parent
 DOCUMENT = Path(__file__).parent.parent / "docs" / "architecture.md"
-DECORATORS = ("statistics/locking.py", "errors/mistakes.py")
-PLANNED = {
-    ("recipes/schema.py", "_from_preset"),
-    ("observers/spec.py", "resolve"),
-}
-SOLVED = {("solvers/exact.py", "_searched"), ("engine/applying.py", "apply_changes")}
-WRITTEN = {("checkpoint/shards.py", "_write"), ("checkpoint/compression.py", "compressed_state")}
-OF_A_WEIGHT = {("statistics/moments.py", "_summed"), ("solvers/importance.py", "weights")}
-OF_AN_ACTIVATION = {("statistics/value_counts.py", "count")}
+DATA = ["--data", "demo", "--samples", "4", "--dtype", "float32"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("native" not in str(describe()), reason="other files without native"),
+]
 
 
-def file_of(frame: FrameType) -> str | None:
-    path = Path(frame.f_code.co_filename)
-    return path.relative_to(SOURCE).as_posix() if path.is_relative_to(SOURCE) else None
+def call(*arguments: str) -> None:
+    with mock.patch.object(sys, "argv", ["calipers", *arguments]), suppress(SystemExit):
+        main()
 
 
-@contextmanager
-def passed_on_the_way_to(moments: set[tuple[str, str]]) -> Iterator[list[str]]:
-    """Note the files of Calipers on the stack whenever one of some functions is called."""
-    passed: dict[str | None, None] = {}
+def quantizing(folder: Path, *arguments: str) -> Callable[[], None]:
+    numbers = itertools.count()
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or frame.f_code.co_name not in names:
-            return
-        if (file_of(frame), frame.f_code.co_name) in moments:
-            stack = [frame]
-            while stack[-1].f_back is not None:
-                stack.append(stack[-1].f_back)
-            passed.update(dict.fromkeys(map(file_of, reversed(stack))))
+    def run() -> None:
+        output = str(folder / str(next(numbers)))
+        call("quantize", "demo", "--scheme", "W4A16", *arguments, "--output", output)
+        assert (Path(output) / "model.safetensors").exists()
 
-    names, found = {name for _, name in moments}, list[str]()
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(before)
-    found += [file for file in passed if file is not None and file not in DECORATORS]
+    return run
 
 
-def documented(title: str) -> list[str]:
-    chapter = DOCUMENT.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (\d+) \| `(\S+)` \|", chapter, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(
-        range(int(rows[0][0]), int(rows[0][0]) + len(rows))
-    )
-    return [file for _, file in rows]
+def documented(title: str) -> set[str]:
+    """Read a table of packages, each with its files, without their ending."""
+    chapter = DOCUMENT.read_text(encoding="utf-8").split(f"### {title}\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| `(\w+)/` \| (.+) \|$", chapter, re.MULTILINE)
+    return {f"{package}/{name}.py" for package, files in rows for name in files.split(", ")}
 
 
-def data() -> torch.Tensor:
-    return torch.arange(5, 69).reshape(4, 16)
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
-@pytest.mark.filterwarnings("ignore:The data has:calipers.errors.CalipersWarning")
-def test_way_of_a_weight(tmp_path: Path) -> None:
-    model, folder = small_llama(hidden_size=128), tmp_path / "checkpoint"
-    with passed_on_the_way_to(PLANNED | OF_A_WEIGHT | SOLVED | WRITTEN) as passed:
-        oneshot(model, "W4A16", data(), weight_observer="optimal", output_dir=folder)
-    assert passed == documented("The way of a weight")
-    assert len(passed) <= 21
-
-
-@pytest.mark.filterwarnings("ignore:(The data has|.*static):calipers.errors.CalipersWarning")
-def test_way_of_a_static_activation() -> None:
-    with passed_on_the_way_to(PLANNED | OF_AN_ACTIVATION | SOLVED) as passed:
-        oneshot(small_llama(), "FP8", data(), activation_observer="histogram_mse")
-    first = documented("The way of a weight")[:10]
-    assert passed == [*first, *documented("The way of a static activation")]
-    assert len(passed) <= 17
+@pytest.mark.parametrize(
+    ("title", "arguments"),
+    [
+        ("A weight that is calibrated", ["--observer", "optimal", *DATA]),
+        ("A weight under GPTQ", ["--method", "gptq", *DATA]),
+        ("A weight from disk to disk", ["--observer", "optimal", "--measurements"]),
+    ],
+)
+def test_the_way_of_a_weight(title: str, arguments: list[str], tmp_path: Path) -> None:
+    if arguments[-1] == "--measurements":
+        measured = str(tmp_path / "measured.safetensors")
+        call("measure", "demo", *DATA, "--output", measured)
+        arguments = [*arguments, measured]
+    assert set(files_passed(quantizing(tmp_path, *arguments))) == documented(title)

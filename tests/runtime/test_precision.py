@@ -20,6 +20,8 @@ from calipers import evaluate, oneshot
 from calipers.calibration.context import Calibration
 from calipers.errors import CalipersWarning, ConfigurationError
 from calipers.observers import Observer
+from calipers.observers.solving import solve_stream
+from calipers.observers.spec import RANGE
 from calipers.recipes import load_recipe
 from calipers.runtime import precision
 from calipers.runtime.precision import computing_in, forward_dtype
@@ -164,11 +166,13 @@ def test_observers_see_activations_in_the_dtype_of_their_module() -> None:
             model(token_ids(2, 8))
         calibration.finish(plan.names)
     assert computed == {torch.float32}
-    observers = [s for s in calibration.measurements.of(plan.names) if isinstance(s, Observer)]
-    assert len(observers) >= len(plan.names)
-    for observer in observers:
-        assert observer.observed_like.dtype == torch.bfloat16
-        assert observer.get_qparams()["scale"].dtype == torch.bfloat16
+    seen = calibration.measurements
+    tensors = [(m.name, t) for m, t in plan if t.base_name != "weight" and t.observer is not None]
+    assert len(tensors) >= len(plan.names)
+    for name, tensor in tensors:
+        found = {key: seen.get(name, tensor.base_name, key) for key in tensor.observer.statistics}
+        assert found[RANGE].observed_like.dtype == torch.bfloat16
+        assert solve_stream(tensor.observer, found)["scale"].dtype == torch.bfloat16
 
 
 def test_weights_are_judged_in_the_dtype_of_the_model(tmp_path: Path) -> None:
