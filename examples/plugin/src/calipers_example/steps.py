@@ -38,7 +38,9 @@ class ClipWeights(Modifier):
         """Return the clipped weights."""
         named = dict(layer.model.named_modules())
         names = [name for name in layer.names if self.aims_at(name, named[name])]
-        return Changes(weights={name: self._clipped(layer.weight(name)) for name in names})
+        return Changes(
+            tensors={(name, "weight"): self._clipped(layer.weight(name)) for name in names}
+        )
 
     def _clipped(self, weight: torch.Tensor) -> torch.Tensor:
         magnitudes = weight.detach().abs().flatten()
