@@ -25,6 +25,7 @@ from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import Run
 from calipers.engine.driver import Solution, StepDriver
+from calipers.observers.spec import RANGE
 from calipers.options import OnUnseen
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec, tensor_specs
@@ -152,8 +153,20 @@ def run_of(calibration: Calibration, solution: Solution) -> Run:
 
 
 def observer(calibration: Calibration, name: str, base_name: str) -> Any:
-    """The observer of an activation."""
-    return calibration.measurements.get(name, base_name, "observer")
+    """The statistic that the range of an activation comes from."""
+    return calibration.measurements.get(name, base_name, RANGE)
+
+
+def show(
+    calibration: Calibration,
+    name: str,
+    base_name: str,
+    tensor: Tensor,
+    mask: Tensor | None = None,
+) -> None:
+    """Show an activation to all its statistics, without running the module."""
+    for statistic in calibration.measurements.tensors()[name, base_name].values():
+        statistic.update(tensor, mask)
 
 
 @contextlib.contextmanager

@@ -15,12 +15,12 @@ from calibrating import (
     heads,
     joined,
     linears,
-    observer,
     plan_of,
     run,
     run_of,
     same_qparams,
     samples,
+    show,
     small,
 )
 from compressed_tensors.quantization import QuantizationArgs
@@ -66,7 +66,7 @@ def replayed(model: Any, plan: Plan, recorded: Any, size: int, side: str) -> Sol
                     for base in "kv":
                         tensors = [x[0] for x in outputs[f"{name}.{base}_proj"][rows]]
                         states = joined(tensors, side, torch.nan)["input_ids"]
-                        observer(calibration, name, base)(heads([states])[0], mask=mask)
+                        show(calibration, name, base, heads([states])[0], mask)
         run_of(calibration, solution).finish(plan.names)
     return solution
 
