@@ -255,12 +255,12 @@ def _same(old: Path, new: Path) -> bool:
 
 
 def _figures(value: Any) -> Any:
-    """Return plain data with its numbers to nine digits: sums may be added in another order."""
+    """Return plain data with its numbers to seven digits: sums may have other orders and dtypes."""
     if isinstance(value, dict):
         return {key: _figures(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_figures(each) for each in value]
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def main() -> int:
