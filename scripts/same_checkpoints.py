@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -249,18 +250,19 @@ def _same(old: Path, new: Path) -> bool:
     if not (old.exists() and new.exists()):
         return False
     if old.name == "calipers.json":
-        one, two = (_figures(json.loads(path.read_text())) for path in (old, new))
-        return bool(one == two)
+        return _is_close(*(json.loads(path.read_text()) for path in (old, new)))
     return old.read_bytes() == new.read_bytes()
 
 
-def _figures(value: Any) -> Any:
-    """Return plain data with its numbers to seven digits: sums may have other orders and dtypes."""
-    if isinstance(value, dict):
-        return {key: _figures(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_figures(each) for each in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+def _is_close(one: Any, two: Any) -> bool:
+    """Whether plain data is the same, but for the last digits of sums in another order or dtype."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_is_close(one[key], two[key]) for key in one)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_is_close, one, two))
+    if isinstance(one, float) and isinstance(two, float):
+        return math.isclose(one, two, rel_tol=1e-7)
+    return bool(one == two)
 
 
 def main() -> int:
