@@ -20,7 +20,7 @@ from one_table import measure_and_print
 from racing import calling, race
 from tables import Column, Row, milliseconds, number
 
-from calipers.kernels.packing import pack_weight
+from calipers.kernels.rounding import pack_weight
 
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 CASES: dict[str, tuple[CompressionFormat, dict[str, Any]]] = {

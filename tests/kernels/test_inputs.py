@@ -21,9 +21,8 @@ from calipers.kernels.joint import choose_together
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.operations import operations
 from calipers.kernels.optimum import best_scales
-from calipers.kernels.packing import pack_weight
 from calipers.kernels.products import sum_of_products
-from calipers.kernels.quantize import quantization_errors, quantize_with_error
+from calipers.kernels.rounding import pack_weight, quantization_errors, quantize_with_error
 from calipers.kernels.search import search_range
 from calipers.numerics.formats import Format
 from calipers.numerics.scales import windows_of

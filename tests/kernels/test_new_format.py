@@ -17,7 +17,7 @@ from calipers.errors import ConfigurationError
 from calipers.kernels.native import BACKEND
 from calipers.kernels.operations import Workload
 from calipers.kernels.optimum import best_scales
-from calipers.kernels.quantize import quantization_errors, quantize_with_error
+from calipers.kernels.rounding import quantization_errors, quantize_with_error
 from calipers.kernels.search import search_range
 from calipers.numerics.formats import GRIDS, Floats, Format
 from calipers.numerics.qparams import qparams_of

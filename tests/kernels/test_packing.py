@@ -14,8 +14,7 @@ from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from geometries import MEMORIES
 from torch import Tensor
 
-from calipers.kernels import packing
-from calipers.kernels.packing import pack_weight
+from calipers.kernels.rounding import pack_weight
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"int{bits}": ("pack-quantized", {"num_bits": bits}) for bits in range(2, 9)},
@@ -40,7 +39,7 @@ ZERO_POINTS = ["none", "zeros", "any"]
 @pytest.fixture(autouse=True)
 def nothing_is_left_to_torch(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine != "torch":
-        monkeypatch.setattr(packing, "_in_torch", None)
+        monkeypatch.setattr(rounding, "_pack_in_torch", None)
 
 
 def by_the_library(
@@ -214,7 +213,7 @@ def test_what_the_kernel_does_not_know(case: str, monkeypatch: pytest.MonkeyPatc
 def test_torch_packs_some_rows_at_a_time(
     fmt: str, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_PART", 400)
+    monkeypatch.setattr(rounding, "_PART", 400)
     form, of_format = FORMATS[fmt]
     args = QuantizationArgs(**of_format, **CUTS[cut])
     weight = torch.randn(31, 48)

@@ -9,7 +9,7 @@ from data import DISTRIBUTIONS, DTYPES, FORMATS
 from engines import with_engines
 from geometries import in_any_memory, pieces
 
-from calipers.kernels.quantize import quantization_errors, quantize_with_error
+from calipers.kernels.rounding import quantization_errors, quantize_with_error
 from calipers.numerics.qparams import qparams_of
 
 

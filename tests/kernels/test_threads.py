@@ -18,7 +18,7 @@ from calipers.kernels.channels import summarize_channels
 from calipers.kernels.counts import BINS, count_values
 from calipers.kernels.extrema import extrema
 from calipers.kernels.moments import sum_of_squares
-from calipers.kernels.quantize import quantize_with_error
+from calipers.kernels.rounding import quantize_with_error
 from calipers.kernels.search import search_range
 from calipers.kernels.threads import in_threads, kernels_only, num_threads
 

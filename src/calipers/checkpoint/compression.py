@@ -27,7 +27,7 @@ from calipers.checkpoint.state import join, module_state, offloaded_tensors, own
 from calipers.checkpoint.ties import tied_names
 from calipers.errors import CheckpointError, listing
 from calipers.kernels.memory import Freed
-from calipers.kernels.packing import IN_BYTES, IN_PAIRS, IN_WORDS, pack_weight
+from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS, pack_weight
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import strategy_name
 

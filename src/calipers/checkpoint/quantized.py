@@ -41,7 +41,7 @@ from calipers.errors import (
 )
 from calipers.files.json_files import read_json_object
 from calipers.files.safetensors_header import StoredTensor
-from calipers.kernels.packing import IN_BYTES, IN_PAIRS, IN_WORDS
+from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS
 
 _STATES = ("q", "k", "v")
 _KEYS_OF_ATTENTION = ("k_proj", "qkv_proj", "kv_b_proj", "query_key_value")

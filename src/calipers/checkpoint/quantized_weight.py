@@ -15,7 +15,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 
 from calipers.checkpoint.stored_module import IN_MX, StoredModule
-from calipers.kernels.packing import IN_PAIRS, IN_WORDS
+from calipers.kernels.rounding import IN_PAIRS, IN_WORDS
 from calipers.kernels.tiles import runs
 from calipers.numerics.layout import strategy_name
 

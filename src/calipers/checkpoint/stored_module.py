@@ -14,7 +14,7 @@ from compressed_tensors.quantization import DynamicType, QuantizationArgs, Quant
 from torch import Tensor
 
 from calipers.files.safetensors_header import StoredTensor
-from calipers.kernels.packing import IN_BYTES, IN_PAIRS, IN_WORDS
+from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import (
     has_global_scale,

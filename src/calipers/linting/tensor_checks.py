@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from calipers.checkpoint.stored_module import PARAMETERS, ExpectedTensor, StoredModule
 from calipers.errors import listing
-from calipers.kernels.packing import IN_WORDS
+from calipers.kernels.rounding import IN_WORDS
 from calipers.linting.results import Finding
 from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
 

@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.quantize import quantization_errors
+from calipers.kernels.rounding import quantization_errors
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize
 from calipers.solvers.hessian import quadratic_error

@@ -1,6 +1,8 @@
-"""Packed codes of a weight, natively."""
+"""Rounded values, their errors and packed codes, natively."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from compressed_tensors.quantization import QuantizationType
@@ -8,14 +10,23 @@ from torch import Tensor
 
 from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.operations import Declined
-from calipers.kernels.packing import IN_BYTES, IN_PAIRS, IN_WORDS, Packing, pack
 from calipers.kernels.pieces import as_grid
+from calipers.kernels.rounding import (
+    IN_BYTES,
+    IN_PAIRS,
+    IN_WORDS,
+    Packing,
+    Quantization,
+    pack,
+    quantize,
+    sum_errors,
+)
 from calipers.kernels.threads import num_threads
 from calipers.numerics.formats import GRIDS, Grid
 
 
 @pack.register(BACKEND)
-def _natively(asked: Packing, shared: tuple[int, int]) -> Tensor | Declined:
+def _pack(asked: Packing, shared: tuple[int, int]) -> Tensor | Declined:
     grid = _grid(asked)
     if grid is None:
         return Declined("the codes are not known")
@@ -79,3 +90,38 @@ def _grid(asked: Packing) -> Grid | None:
     of_cpu = all(part is None or part.device.type == "cpu" for part in asked[1:3])
     is_known = is_known and of_cpu and asked.scale.dtype in (BACKEND.accepts.dtypes or ())
     return GRIDS.get((kind, bits)) if is_known else None
+
+
+@quantize.register(BACKEND)
+def _values_and_errors(asked: Quantization) -> tuple[Tensor, Tensor]:
+    pieces = asked.pieces
+    observations, *shape, rows, columns = pieces.shape
+    by_piece = pieces.new_empty(math.prod(shape), observations, rows, columns)
+    errors = _run(asked, by_piece)
+    return by_piece.movedim(1, 0).reshape(pieces.shape), errors
+
+
+@sum_errors.register(BACKEND)
+def _errors(asked: Quantization) -> Tensor:
+    return _run(asked)
+
+
+def _run(asked: Quantization, output: Tensor | None = None) -> Tensor:
+    """Return the errors; the quantized values go nowhere but into ``output``, if it is given."""
+    kernels = library()
+    grid, shape = as_grid(asked.pieces, ordered=True), asked.pieces.shape[1:-2]
+    count, zero_point = shape.numel(), asked.zero_point
+    errors = asked.pieces.new_empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
+    kernels.quantize(
+        values=grid,
+        weights=None if asked.weights is None else as_grid(asked.weights, ordered=True),
+        scales=asked.scale.detach().float().reshape(count).contiguous(),
+        zero_points=None if zero_point is None else zero_point.float().reshape(count).contiguous(),
+        working=str(asked.working).removeprefix("torch."),
+        numbers=numbers_of(asked.fmt.grid),
+        norm=asked.norm,
+        output=output,
+        errors=errors,
+        threads=num_threads(),
+    )
+    return errors.sum(0).reshape(shape)
