@@ -14,6 +14,7 @@ from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from geometries import MEMORIES
 from torch import Tensor
 
+from calipers.kernels import rounding
 from calipers.kernels.rounding import pack_weight
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
