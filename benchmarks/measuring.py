@@ -30,7 +30,7 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.pipelines import call_model
 from calipers.kernels import describe
 from calipers.measurements.halves import with_halves
-from calipers.planning.collecting import collecting_plan
+from calipers.planning.measuring import collecting_plan
 from calipers.runtime.precision import forward_dtype
 
 DTYPES = ("float32", "bfloat16")

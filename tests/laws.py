@@ -16,12 +16,10 @@ from torch import Tensor
 
 from calipers.errors import MergeError
 from calipers.observers import Observer
-from calipers.observers.solving import Weight, solve_stream, solve_weights
-from calipers.observers.spec import ObserverSpec
+from calipers.observers.spec import ObserverSpec, Weight, solve_stream, solve_weights
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians, PairedHessians
-from calipers.statistics.moments import SquareSums, TokenSquares
 from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
+from calipers.statistics.sums import BlockHessians, PairedHessians, SquareSums, TokenSquares
 from calipers.statistics.value_counts import ValueCounts
 
 

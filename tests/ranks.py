@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from calipers.errors import CalipersError
 from calipers.observers import Observer
-from calipers.statistics import communication
+from calipers.statistics import distributed
 
 INT8 = QuantizationArgs(num_bits=8)
 INT4 = QuantizationArgs(num_bits=4, group_size=8)
@@ -238,7 +238,7 @@ def different_configurations(rank: int, _world: int) -> Any:
 def different_amounts(rank: int, _world: int) -> Any:
     """Each process gives as many tensors as its number says, so that one gives none."""
     given = [torch.full((1000,), rank, dtype=torch.float8_e4m3fn) for _ in range(rank)]
-    found = communication.gather({("mine", 1): given})
+    found = distributed.gather({("mine", 1): given})
     for other, data in enumerate(found):
         assert all(tensor.float().eq(other).all() for tensor in data["mine", 1])
     return [sum(tensor.numel() for tensor in data["mine", 1]) for data in found]

@@ -38,7 +38,7 @@ from calipers.planning.plan import StepPlan
 from calipers.planning.specs import SQUARES, Requirement
 from calipers.recipes import load_recipe
 from calipers.runtime.progress import Progress
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.sums import SquareSums
 from calipers.steps import Modifier
 from calipers.steps.layer import Changes
 

@@ -35,7 +35,7 @@ from calipers.errors import CalipersWarning, UnseenModulesError
 from calipers.observers import Observer
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.sums import SquareSums
 from calipers.steps import IMatrixGatherer
 
 RECIPE = """

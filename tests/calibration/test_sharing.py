@@ -18,7 +18,7 @@ from torch import Tensor
 from calipers.calibration.sharing import SharedInputs
 from calipers.errors import ModelRunError
 from calipers.observers import Observer
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.sums import SquareSums
 from calipers.statistics.tensor_statistics import TensorStatistics
 from calipers.statistics.value_counts import ValueCounts
 

@@ -10,7 +10,7 @@ import yaml
 from shell import run, run_here
 
 import calipers
-from calipers.planning.schemes import regrouped
+from calipers.planning.specs import regrouped
 from calipers.steps.choices import PRESETS, preset
 from calipers.steps.targets import RUNS, runs_on, scheme_runs_on
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import calipers
 from calipers.cli.app import app
 from calipers.measurements import Measurements
-from calipers.planning.collecting import HESSIAN
+from calipers.planning.measuring import HESSIAN
 from calipers.planning.specs import COUNTS, SQUARES
 
 IDS = torch.randint(48, (32, 128), generator=torch.Generator().manual_seed(5))

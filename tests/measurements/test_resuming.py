@@ -22,7 +22,7 @@ from calipers import Measurements
 from calipers.engine import job as jobs
 from calipers.errors import CheckpointExistsError, ConfigurationError, MeasurementsError
 from calipers.measurements.partial import PartialFile
-from calipers.statistics.hessian import BlockHessians
+from calipers.statistics.sums import BlockHessians
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 

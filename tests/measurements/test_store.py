@@ -6,7 +6,7 @@ import torch
 
 from calipers.measurements import Measurements
 from calipers.measurements.tensors import readers_of
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.sums import SquareSums
 
 
 def test_two_who_want_the_same_of_a_tensor_share_it() -> None:

@@ -20,7 +20,7 @@ from calipers.errors import MeasurementsError
 from calipers.measurements import MeasurementsInfo
 from calipers.measurements.stored_fields import OpenFile
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians
+from calipers.statistics.sums import BlockHessians
 from calipers.statistics.value_counts import ValueCounts
 
 INFO = MeasurementsInfo("Model", "f" * 64, ("0" * 16,), 20)

@@ -21,7 +21,7 @@ from weights import (
 from calipers.errors import (
     ImportanceError,
 )
-from calipers.statistics.hessian import shrunk
+from calipers.statistics.sums import shrunk
 
 
 @pytest.mark.parametrize("fmt", ["int3", "int4_asym", "fp4"])

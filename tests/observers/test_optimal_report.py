@@ -26,7 +26,7 @@ from weights import (
 
 from calipers.errors import NoStatisticsError, TensorValueError
 from calipers.observers import Observer
-from calipers.statistics.hessian import shrunk
+from calipers.statistics.sums import shrunk
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -63,7 +63,7 @@ def test_a_name_is_taken_once() -> None:
         class Impostor(StaticMinMaxObserver):
             pass
 
-    assert "The name 'minmax' already stands for calipers.observers.minmax.MinMaxObserver" in str(
+    assert "The name 'minmax' already stands for calipers.observers.classic.MinMaxObserver" in str(
         caught.value
     )
     assert Observer.get_value_from_registry("minmax") is MinMaxObserver

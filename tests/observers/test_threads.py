@@ -17,8 +17,7 @@ from data import nvfp4
 
 from calipers.errors import NoStatisticsError
 from calipers.observers import Observer
-from calipers.statistics.hessian import BlockHessians
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.sums import BlockHessians, SquareSums
 
 THREADS, BATCHES, TOKENS, WIDTH = 8, 100, 4, 32
 INT8 = QuantizationArgs(num_bits=8)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 import calipers
 from calipers.observers import Observer
-from calipers.planning.collecting import CHANNEL_EXTREMA, EXTREMA
+from calipers.planning.measuring import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
 from calipers.reporting.description import describe_checkpoint
 from calipers.reporting.histograms import LogHistogram, distribution_of

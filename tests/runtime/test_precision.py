@@ -20,8 +20,7 @@ from calipers import evaluate, oneshot
 from calipers.calibration.context import Calibration
 from calipers.errors import CalipersWarning, ConfigurationError
 from calipers.observers import Observer
-from calipers.observers.solving import solve_stream
-from calipers.observers.spec import RANGE
+from calipers.observers.spec import RANGE, solve_stream
 from calipers.recipes import load_recipe
 from calipers.runtime import precision
 from calipers.runtime.precision import computing_in, forward_dtype

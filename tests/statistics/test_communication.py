@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import calipers
-from calipers.statistics.communication import decode, encode
+from calipers.statistics.distributed import decode, encode
 
 WHOLE = torch.arange(12.0).reshape(3, 4)
 NAN = float("nan")

@@ -9,12 +9,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from calipers import Observer
-from calipers.observers.minmax import StaticMinMaxObserver
+from calipers.observers.classic import StaticMinMaxObserver
 from calipers.observers.options import MovingAverageOptions
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians
-from calipers.statistics.moments import SquareSums, TokenSquares
 from calipers.statistics.ranges import Extrema, MovingAverage
+from calipers.statistics.sums import BlockHessians, SquareSums, TokenSquares
 from calipers.statistics.value_counts import ValueCounts
 
 CHANNELS = 24

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calipers.errors import TensorValueError
-from calipers.statistics.hessian import BlockHessians, PairedHessians, block_width, shrunk
+from calipers.statistics.sums import BlockHessians, PairedHessians, block_width, shrunk
 
 
 def exact(x: torch.Tensor, width: int) -> torch.Tensor:

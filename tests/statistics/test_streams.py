@@ -14,9 +14,8 @@ from laws import STATISTIC_LAWS, STATISTICS, Stream, assert_same_statistic, meas
 import calipers.statistics
 from calipers.errors import LayoutError, MergeError, TensorValueError
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians
-from calipers.statistics.moments import SquareSums
 from calipers.statistics.ranges import Extrema, MovingAverage
+from calipers.statistics.sums import BlockHessians, SquareSums
 from calipers.statistics.value_counts import ValueCounts
 
 

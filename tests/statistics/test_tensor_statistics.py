@@ -15,8 +15,8 @@ from torch import Tensor
 
 from calipers.errors import DataError, TensorValueError
 from calipers.statistics.base import Statistic
-from calipers.statistics.moments import SquareSums, TokenSquares
 from calipers.statistics.ranges import Extrema, MovingAverage
+from calipers.statistics.sums import SquareSums, TokenSquares
 from calipers.statistics.tensor_statistics import TensorStatistics
 from calipers.statistics.value_counts import ValueCounts
 

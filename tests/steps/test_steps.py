@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calipers import QuantizationModifier, oneshot
 from calipers.errors import CalipersWarning
-from calipers.planning.matching import matches
+from calipers.planning.checks import matches
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import Requirement
 from calipers.statistics.base import Reduction, Statistic

@@ -28,7 +28,7 @@ from calipers.judging.errors import decibels, format_decibels
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
 from calipers.options import IGNORED_BY_DEFAULT
-from calipers.planning.collecting import HESSIAN
+from calipers.planning.measuring import HESSIAN
 from calipers.recipes import Recipe, load_recipe
 from calipers.runtime.progress import Progress
 from calipers.steps.registry import steps_by_method

@@ -18,7 +18,7 @@ from calipers.errors import (
     no_meaning,
     not_allowed,
 )
-from calipers.planning.schemes import has_free_groups, regrouped
+from calipers.planning.specs import has_free_groups, regrouped
 from calipers.recipes import Recipe, load_changed_recipe, load_recipe
 from calipers.steps import QuantizationModifier
 from calipers.steps.choices import ObserverChoice, preset_name, read_choice, scheme_to_data

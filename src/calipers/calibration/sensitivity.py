@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calipers.calibration.data import Batch, counted_tokens
 from calipers.errors import ModelRunError
-from calipers.statistics.sensitivity import Sensitivity
+from calipers.statistics.sums import Sensitivity
 
 
 @torch.enable_grad()

@@ -50,14 +50,14 @@ from calipers.options import (
     MeasureKeywords,
     MeasureOptions,
 )
-from calipers.planning.collecting import check_collected, collecting_plan
+from calipers.planning.measuring import check_collected, collecting_plan
 from calipers.planning.plan import Plan
 from calipers.planning.specs import SENSITIVITY
 from calipers.runtime.joining import joined_ranks
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
-from calipers.statistics.sensitivity import Sensitivity
+from calipers.statistics.sums import Sensitivity
 from calipers.topology.experts import fused_experts
 from calipers.topology.unfusing import unfuse_experts
 

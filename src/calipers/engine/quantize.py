@@ -61,7 +61,7 @@ from calipers.options import (
     QuantizeOptions,
     RecipeOptions,
 )
-from calipers.planning.from_measurements import derived_measurements
+from calipers.planning.measuring import derived_measurements
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.progress import Progress

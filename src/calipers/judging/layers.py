@@ -22,7 +22,7 @@ from calipers.planning.specs import (
     SQUARES,
     ModuleSpec,
 )
-from calipers.statistics.sensitivity import Sensitivity
+from calipers.statistics.sums import Sensitivity
 from calipers.statistics.value_counts import ValueCounts
 from calipers.steps.layer import Layer, QParams
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.products import sum_of_products
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians
-from calipers.statistics.moments import SquareSums, TokenSquares
+from calipers.statistics.sums import BlockHessians, SquareSums, TokenSquares
 
 
 class Streams(NamedTuple):

@@ -13,17 +13,17 @@ from calipers.errors import CalipersError
 from calipers.kernels.counts import BINS
 from calipers.registry import Registry
 from calipers.statistics.base import Statistic
-from calipers.statistics.moments import NonFinite
+from calipers.statistics.sums import NonFinite
 from calipers.statistics.value_counts import TABLES
 
 STATISTICS: Registry[type[Statistic]] = Registry(
     "statistic",
     "calipers.statistics",
     {
-        "BlockHessians": "calipers.statistics.hessian:BlockHessians",
+        "BlockHessians": "calipers.statistics.sums:BlockHessians",
         "Extrema": "calipers.statistics.ranges:Extrema",
-        "Sensitivity": "calipers.statistics.sensitivity:Sensitivity",
-        "SquareSums": "calipers.statistics.moments:SquareSums",
+        "Sensitivity": "calipers.statistics.sums:Sensitivity",
+        "SquareSums": "calipers.statistics.sums:SquareSums",
         "ValueCounts": "calipers.statistics.value_counts:ValueCounts",
     },
     base=Statistic,

@@ -46,7 +46,7 @@ class Measurements(NotebookView):
 
     :param info: of which model and which data they are
 
-    >>> from calipers.statistics.moments import SquareSums
+    >>> from calipers.statistics.sums import SquareSums
     >>> seen = Measurements()
     >>> sums = seen.add("layers.0.up_proj", "input", "importance", SquareSums())
     >>> seen.get("layers.0.up_proj", "input", "importance") is sums

@@ -22,8 +22,8 @@ from calipers.measurements.tensors import Statistics
 from calipers.notebook import NotebookView
 from calipers.solvers.exact import least_error
 from calipers.solvers.problem import Counted
-from calipers.statistics.moments import SquareSums
 from calipers.statistics.ranges import Extrema
+from calipers.statistics.sums import SquareSums
 from calipers.statistics.value_counts import ValueCounts
 
 TOLERANCE = 0.1

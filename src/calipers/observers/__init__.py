@@ -2,28 +2,26 @@
 
 from calipers.numerics.layout import flatten_for_calibration
 from calipers.observers.base import Observer
+from calipers.observers.classic import (
+    IMatrixMSEObserver,
+    MemorylessMinMaxObserver,
+    MemorylessMSEObserver,
+    MinMaxObserver,
+    MovingAverageMSEObserver,
+    NVFP4ExpandedIMatrixObserver,
+    NVFP4ExpandedMSEObserver,
+    StaticMinMaxObserver,
+)
 from calipers.observers.definition import QParamsDict
-from calipers.observers.fusion import fuse_weight_observers
 from calipers.observers.histogram import (
     EntropyObserver,
     HistogramMSEObserver,
     PercentileObserver,
     ValueCountsObserver,
 )
-from calipers.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
-from calipers.observers.minmax import (
-    MemorylessMinMaxObserver,
-    MinMaxObserver,
-    StaticMinMaxObserver,
-)
-from calipers.observers.mse import (
-    MemorylessMSEObserver,
-    MovingAverageMSEObserver,
-    NVFP4ExpandedMSEObserver,
-)
 from calipers.observers.optimal import OptimalObserver
 from calipers.observers.spec import ObserverSpec
-from calipers.observers.tokens import get_observer_token_count
+from calipers.observers.whole_model import fuse_weight_observers, get_observer_token_count
 from calipers.topology.names import FUSED_LAYER_NAMES
 
 __all__ = [

@@ -42,12 +42,10 @@ from calipers.observers.registry import class_in_file, is_file_of_code, observer
 from calipers.registry import Registry
 from calipers.solvers.exact import Solutions
 from calipers.solvers.importance import Importance, Weighed, Weights, importance_named
-from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.locking import Lock, guarded
+from calipers.statistics.base import Lock, Reduction, Statistic, guarded
+from calipers.statistics.distributed import sync_statistics
 from calipers.statistics.module import StatisticModule
-from calipers.statistics.observation import Observation, observation_of
-from calipers.statistics.ranges import Extrema, LastRange
-from calipers.statistics.sync import sync_statistics
+from calipers.statistics.ranges import Extrema, LastRange, Observation, observation_of
 from calipers.statistics.value_counts import ValueCounts
 
 C = TypeVar("C", bound=type)

@@ -16,8 +16,7 @@ from calipers.errors import CalipersWarning, ImportanceError, text_of
 from calipers.kernels.extrema import Extrema
 from calipers.solvers.importance import Weights
 from calipers.solvers.problem import Counted, Problem
-from calipers.statistics.observation import Observation
-from calipers.statistics.ranges import LastRange
+from calipers.statistics.ranges import LastRange, Observation
 
 Range = tuple[Tensor, Tensor]
 """The low and the high end of each piece."""

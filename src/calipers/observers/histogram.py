@@ -26,7 +26,7 @@ from calipers.observers.pieces import in_pieces
 from calipers.solvers.distribution import entropy, percentile
 from calipers.solvers.exact import least_error
 from calipers.solvers.problem import Counted
-from calipers.statistics.locking import guarded
+from calipers.statistics.base import guarded
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 

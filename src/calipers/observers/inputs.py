@@ -10,8 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from calipers.numerics.tensors import first_tensor
 from calipers.solvers.importance import Importance
-from calipers.statistics.base import Statistic
-from calipers.statistics.locking import Lock
+from calipers.statistics.base import Lock, Statistic
 
 
 class GathersInputs(Protocol):

@@ -24,8 +24,7 @@ from calipers.solvers.grid_search import best_range
 from calipers.solvers.importance import ImportanceName, Weights
 from calipers.solvers.minmax import minmax, of_range
 from calipers.solvers.problem import Problem, error_of
-from calipers.statistics.base import Reduction
-from calipers.statistics.locking import guarded
+from calipers.statistics.base import Reduction, guarded
 
 LEAST_IMPORTANCE = 2.0**-20
 """Of the mean. An idle channel counts so little, but it counts: its weights get a sound scale."""

@@ -9,8 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 
 from calipers.errors import RecipeError, nearest
-from calipers.planning.checks import check_modules
-from calipers.planning.matching import what_cannot_be, what_there_is
+from calipers.planning.checks import check_modules, what_cannot_be, what_there_is
 from calipers.planning.plan import PROPAGATIONS, Plan, Step
 from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
 from calipers.topology.experts import fused_experts

@@ -15,11 +15,11 @@ from calipers.errors import MeasurementsError, counted, shortened
 from calipers.judging.streams import Streams
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.tensors import Statistics, readers_of
-from calipers.planning.collecting import CHANNEL_EXTREMA, HESSIAN
+from calipers.planning.measuring import CHANNEL_EXTREMA, HESSIAN
 from calipers.planning.specs import COUNTS, SQUARES
 from calipers.reporting.channels import ChannelRanges
-from calipers.statistics.moments import TokenSquares
 from calipers.statistics.ranges import Extrema
+from calipers.statistics.sums import TokenSquares
 from calipers.statistics.value_counts import Distribution, ValueCounts
 
 

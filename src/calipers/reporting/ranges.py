@@ -11,8 +11,7 @@ from torch import Tensor
 from calipers.errors import CalipersError
 from calipers.judging.activations import RoundedValues
 from calipers.numerics.formats import Format
-from calipers.observers.solving import solve_stream
-from calipers.observers.spec import ObserverSpec
+from calipers.observers.spec import ObserverSpec, solve_stream
 from calipers.statistics.base import Statistic
 from calipers.statistics.value_counts import Distribution
 

@@ -19,8 +19,7 @@ from calipers.runtime.heartbeat import Heartbeat
 from calipers.runtime.ranks import Ranks
 from calipers.runtime.termination import TerminationHandler, my_address
 from calipers.statistics.base import Statistic
-from calipers.statistics.communication import gather
-from calipers.statistics.sync import sync_statistics
+from calipers.statistics.distributed import gather, sync_statistics
 
 T = TypeVar("T")
 

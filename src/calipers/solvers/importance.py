@@ -18,8 +18,14 @@ from calipers.errors import ImportanceError, ImportanceUnsupportedError
 from calipers.numerics.layout import Layout, shared_columns, strategy_name
 from calipers.registry import Registry
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import BlockHessians, PairedHessians, block_width, shrunk
-from calipers.statistics.moments import NonFinite, SquareSums
+from calipers.statistics.sums import (
+    BlockHessians,
+    NonFinite,
+    PairedHessians,
+    SquareSums,
+    block_width,
+    shrunk,
+)
 
 
 class Weights(NamedTuple):

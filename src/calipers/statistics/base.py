@@ -1,15 +1,28 @@
 """Mergeable state: each tensor is declared once, with the reduction that combines two of them.
 
 Reset, merge, synchronisation across ranks, saving, loading and device moves follow from the
-declaration; no statistic writes them again.
+declaration; no statistic writes them again. One thread at a time reads or writes it, in full
+precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
+from functools import cache, wraps
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
@@ -17,8 +30,97 @@ from torch import distributed as dist
 from typing_extensions import Self
 
 from calipers.errors import DataError, MergeError, different_configurations, listing
-from calipers.statistics.locking import Lock, guarded
-from calipers.statistics.summary import TensorSummary
+from calipers.kernels.channels import ChannelSummary
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Lock(type(threading.RLock())):  # type: ignore[misc]
+    """A lock that one thread may take again, and that a copy does not share with its original.
+
+    Copies of objects that have one lock in common have one in common too.
+    """
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
+
+
+class Guarded(Protocol):
+    """What has a lock."""
+
+    @property
+    def lock(self) -> Lock:
+        """The lock to hold while state is read or written."""
+
+
+Owner = TypeVar("Owner", bound=Guarded)
+
+
+def guarded(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
+    """Let a method run alone: under the lock of its object, and outside of autocast."""
+
+    @wraps(method)
+    def alone(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            if not _is_autocast():
+                return method(self, *args, **kwargs)
+            with full_precision():
+                return method(self, *args, **kwargs)
+
+    return alone
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Switch off autocast, which would run float32 arithmetic in half precision.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16), full_precision():
+    ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+    torch.float32
+    """
+    with ExitStack() as stack:
+        for device in _devices():
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _is_autocast() -> bool:
+    return any(map(torch.is_autocast_enabled, _devices()))
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+class TensorSummary:
+    """What was found in tensors of shape (…, channels) whose values are all finite.
+
+    :param tokens: how many of them count, in all
+    :param channels: what was found in the channels of each tensor, in the order of the tensors
+    """
+
+    def __init__(self, tokens: int, channels: Sequence[ChannelSummary]) -> None:
+        ranges = torch.stack([each.extrema for each in channels])
+        self.min_vals, self.max_vals = ranges[:, 0].amin(0), ranges[:, 1].amax(0)
+        self.square_sums = [each.square_sums for each in channels]
+        self.tokens = torch.tensor(tokens, device=ranges.device)
+        self.like = ranges.new_empty(0)  # has the dtype, and nothing else
+
+    def extrema(self, *, of_channels: bool) -> dict[str, Tensor]:
+        """Return the extrema of each channel, or of all, and what is remembered beside them."""
+        low, high = self.min_vals, self.max_vals
+        return {
+            "min_vals": low if of_channels else low.amin(0, keepdim=True),
+            "max_vals": high if of_channels else high.amax(0, keepdim=True),
+            "observed_tokens": self.tokens,
+            "observed_nonfinite": torch.zeros_like(self.tokens),
+            "observed_like": self.like,
+        }
+
 
 Load: TypeAlias = Callable[[], Tensor]
 """Loads a field; the same tensor to the bit each time."""

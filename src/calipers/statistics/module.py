@@ -12,8 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import different_configurations
-from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.locking import Lock, guarded
+from calipers.statistics.base import Lock, Reduction, Statistic, guarded
 
 
 class StatisticModule(Statistic, torch.nn.Module):

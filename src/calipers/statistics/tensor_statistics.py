@@ -11,9 +11,7 @@ from typing_extensions import Self
 
 from calipers.kernels.channels import ChannelSummary, summarize_channels
 from calipers.kernels.counts import count_values
-from calipers.statistics.base import Statistic
-from calipers.statistics.locking import guarded
-from calipers.statistics.summary import TensorSummary
+from calipers.statistics.base import Statistic, TensorSummary, guarded
 
 MOST_PENDING = 8
 """Tensors whose summaries are kept until statistics take them; one by one it would cost more."""
@@ -25,7 +23,7 @@ class TensorStatistics:
     Each then keeps what its own ``update`` would have it keep, to the bit. All of them are such as
     :attr:`Statistic.takes_summaries`, and at most one counts values.
 
-    >>> from calipers.statistics.moments import SquareSums
+    >>> from calipers.statistics.sums import SquareSums
     >>> from calipers.statistics.value_counts import ValueCounts
     >>> sums, counts = SquareSums(), ValueCounts()
     >>> both = TensorStatistics([sums, counts])

@@ -14,9 +14,7 @@ from calipers.errors import MergeError
 from calipers.kernels.counts import BINS, count_values
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.tensors import as_float
-from calipers.statistics.base import Reduction, Statistic
-from calipers.statistics.locking import guarded
-from calipers.statistics.summary import TensorSummary
+from calipers.statistics.base import Reduction, Statistic, TensorSummary, guarded
 
 TABLES = {"counts_bfloat16": torch.bfloat16, "counts_float16": torch.float16}
 

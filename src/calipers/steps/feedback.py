@@ -18,7 +18,7 @@ from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
 from calipers.solvers.gptq import Curvature, corrected, curvature, feed_back_errors
 from calipers.solvers.refit import Scales
 from calipers.statistics.base import Statistic
-from calipers.statistics.hessian import HessianSums, shrunk
+from calipers.statistics.sums import HessianSums, shrunk
 from calipers.steps.layer import Changes, Layer
 from calipers.steps.solving import Group, counted_groups, fused_groups, observed
 

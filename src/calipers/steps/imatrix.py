@@ -8,10 +8,10 @@ import torch
 from compressed_tensors.utils.match import match_named_modules
 
 from calipers.errors import RecipeError
-from calipers.planning.matching import Unmatched, check_patterns, what_there_is
+from calipers.planning.checks import Unmatched, check_patterns, what_there_is
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import Requirement
-from calipers.statistics.moments import SquareSums
+from calipers.statistics.sums import SquareSums
 from calipers.steps.base import Modifier, Patterns
 from calipers.steps.layer import Changes, Layer
 

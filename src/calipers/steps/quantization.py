@@ -13,7 +13,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 
 from calipers.errors import CalipersWarning, Option, RecipeError, listing, unfit
 from calipers.numerics.library_versions import is_aimed_at, is_cached_attention_module
-from calipers.planning.matching import check_patterns, report, what_there_is
+from calipers.planning.checks import check_patterns, report, what_there_is
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import (
     SCHEME_FIELDS,

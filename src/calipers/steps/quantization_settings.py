@@ -12,14 +12,15 @@ from typing_extensions import Self
 from calipers.errors import RecipeError
 from calipers.numerics.library_versions import named_observer
 from calipers.observers.spec import default_observer
-from calipers.planning.matching import Unmatched
-from calipers.planning.schemes import (
+from calipers.planning.checks import Unmatched
+from calipers.planning.specs import (
+    SCHEME_FIELDS,
+    TensorSpec,
     args_without_observer,
     has_free_groups,
     regrouped,
     without_observers,
 )
-from calipers.planning.specs import SCHEME_FIELDS, TensorSpec
 from calipers.steps.base import Modifier, Path, Patterns, to_plain
 from calipers.steps.choices import (
     ARGS_FIELDS,

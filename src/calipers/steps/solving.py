@@ -10,9 +10,9 @@ from torch import Tensor
 from calipers.kernels.memory import Freed
 from calipers.kernels.threads import in_threads
 from calipers.numerics.layout import has_global_scale
-from calipers.observers import QParamsDict, solving
-from calipers.observers.solving import Weight, solve_stream
-from calipers.observers.spec import COUNTS, RANGE
+from calipers.observers import QParamsDict
+from calipers.observers import spec as observers
+from calipers.observers.spec import COUNTS, RANGE, Weight, solve_stream
 from calipers.planning.specs import IMPORTANCE, ModuleSpec
 from calipers.statistics.base import Statistic
 from calipers.steps.layer import Layer
@@ -81,7 +81,7 @@ def observed(
 
     :param inputs: what is known of the inputs of each
     """
-    solved = solving.solve_weights(
+    solved = observers.solve_weights(
         [_weight(layer, module, value, inputs[module]) for module, value in weights.items()]
     )
     places = [(module.name, "weight") for module in weights]

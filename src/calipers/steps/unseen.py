@@ -12,8 +12,7 @@ from torch import Tensor
 from calipers.calibration.coverage import Coverage
 from calipers.errors import Option, UnseenModulesError, Words, counted, shortened
 from calipers.measurements import Measurements
-from calipers.observers.solving import range_of_stream
-from calipers.observers.spec import COUNTS, RANGE
+from calipers.observers.spec import COUNTS, RANGE, range_of_stream
 from calipers.options import OnUnseen
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
 from calipers.runtime.ranks import Ranks

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from calipers.planning.matching import matches
+from calipers.planning.checks import matches
 from calipers.planning.plan import Changes, StepPlan
 from calipers.steps import Modifier
 from calipers.steps.base import Patterns

@@ -1,6 +1,8 @@
-"""Layers that run as one share one global scale."""
+"""Functions for the observers that are attached to the modules of a model."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 
@@ -28,3 +30,16 @@ def _weight_observer(module: torch.nn.Module, name: str) -> Observer | None:
     if not isinstance(observer, Observer):
         return None
     return observer if has_global_scale(observer.args) else None
+
+
+def get_observer_token_count(model: torch.nn.Module) -> Counter[str]:
+    """Count for each module the tokens that its activation observers have seen.
+
+    Of several observers on one module, the one that saw most counts.
+    """
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        owner, _, attribute = name.rpartition(".")
+        if isinstance(module, Observer) and attribute != "weight_observer":
+            counts[owner] = max(counts[owner], module.num_observed_tokens)
+    return counts

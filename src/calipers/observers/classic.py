@@ -1,0 +1,210 @@
+"""The classic observers: extrema, searched ranges, and searches under importance."""
+
+from __future__ import annotations
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import Tensor
+
+from calipers.errors import ImportanceUnsupportedError
+from calipers.numerics.layout import strategy_name
+from calipers.observers.base import Observer
+from calipers.observers.definition import Definition
+from calipers.observers.options import (
+    Expand,
+    Grid,
+    ImportanceOptions,
+    MovingAverageOptions,
+    MovingAverageSearchOptions,
+    Norm,
+    ObserverOptions,
+    Patience,
+    SearchOptions,
+    Shrink,
+)
+from calipers.observers.pieces import in_pieces
+from calipers.solvers.grid_search import best_range
+from calipers.solvers.importance import Weights
+from calipers.solvers.problem import Problem
+from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
+
+
+class MemorylessMinMaxObserver(Observer):
+    """Takes the extrema of the last tensor. The default for weights."""
+
+    remembers = "extrema of the last tensor"
+    when = "weights, fast"
+    Options = ObserverOptions
+    Range = LastRange
+    definition = Definition()
+
+    @in_pieces
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """Keep the extrema as the statistic does."""
+        low, high = self.extrema(observed)
+        self._absorb({"min_vals": low, "max_vals": high})
+
+
+class StaticMinMaxObserver(MemorylessMinMaxObserver):
+    """Takes the extrema of all tensors. The default for static activations."""
+
+    remembers = "extrema of all tensors"
+    when = "static activations"
+    Range = Extrema
+    definition = Definition(Extrema)
+
+    @classmethod
+    def keeps_extrema(cls) -> bool:
+        """Whether it still looks at tensors as this class does."""
+        own = MemorylessMinMaxObserver.update_statistics_from_observed
+        return cls.update_statistics_from_observed is own
+
+
+class MinMaxObserver(MemorylessMinMaxObserver):
+    """Takes a moving average of the extrema of each tensor."""
+
+    remembers = "moving average of extrema"
+    when = "static activations whose extremes differ from batch to batch; it clips rare spikes"
+    Options = MovingAverageOptions
+    Range = MovingAverage
+    definition = Definition(MovingAverage)
+
+
+def searched_range(problem: Problem, options: SearchOptions) -> tuple[Tensor, Tensor]:
+    """Return the best of the shrunk ranges of one tensor."""
+    return best_range(problem._replace(norm=options.norm), options.tried)
+
+
+class MemorylessMSEObserver(Observer):
+    """Takes the best of the shrunk ranges of the last tensor."""
+
+    remembers = "best shrunk range of the last tensor"
+    when = "weights"
+    Options = SearchOptions
+    options: SearchOptions
+    definition = Definition(search=searched_range)
+
+    @in_pieces
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """Search, and reduce what was found as the class declares it."""
+        low, high = self.extrema(observed)
+        pieces = self.pieces(observed)
+        weights = self.weights(pieces)
+        problem = Problem(pieces, low, high, self.args, weights=weights)
+        low, high = searched_range(problem, self.options)
+        self.absorb(min_vals=low, max_vals=high)
+
+
+class MovingAverageMSEObserver(MemorylessMSEObserver):
+    """Takes a moving average of the best ranges of each tensor."""
+
+    remembers = "moving average of the best shrunk ranges"
+    when = "activations"
+    Options = MovingAverageSearchOptions
+    Range = MovingAverage
+    definition = Definition(MovingAverage, searched_range)
+
+
+class ExpandedSearchOptions(SearchOptions):
+    """Options of a search that starts beyond the observed range: from 1.8 down to 0.8 times it."""
+
+    maxshrink: Shrink = 1 - 0.8 / 1.8
+    patience: Patience = 1000
+    grid: Grid = 200.0
+    expand: Expand = 1.8
+
+
+class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
+    """Tries wider ranges too: fp4 is so coarse that its largest code may be better left unused.
+
+    To leave out the code 6, so that 4 is the largest, is to widen the range by half: one of the
+    candidates. llm-compressor calls this observer ``fouroversix`` too, and so may recipes here.
+    """
+
+    remembers = "best of wider and narrower ranges"
+    when = "weights in NVFP4"
+    Options = ExpandedSearchOptions
+    definition = Definition(search=searched_range)
+
+
+_SUPPORTED = (
+    QuantizationStrategy.CHANNEL,
+    QuantizationStrategy.GROUP,
+    QuantizationStrategy.TENSOR_GROUP,
+)
+
+
+class IMatrixOptions(SearchOptions, ImportanceOptions):
+    """Options of a coarse and wide search under importance. Patience 0 tries every candidate."""
+
+    maxshrink: Shrink = 0.95
+    grid: Grid = 20.0
+    norm: Norm = 3.0
+
+    @property
+    def steps(self) -> int:
+        """At least two candidates, and the last one included."""
+        return max(1, super().steps) + 1
+
+    @property
+    def stop_after(self) -> int | None:
+        """Return the patience, or None for endless."""
+        return self.patience or None
+
+
+def check_importance(base_name: str, args: QuantizationArgs, label: str) -> None:
+    """Refuse importance for anything but weights whose pieces are of one row."""
+    if base_name != "weight" or args.strategy not in _SUPPORTED:
+        raise ImportanceUnsupportedError(
+            f"importance has no meaning for '{base_name}' with strategy "
+            f"'{strategy_name(args)}' (only for weights: channel, group, tensor_group)",
+            where=label,
+        )
+
+
+_DEFINITION = Definition(
+    search=searched_range, check_importance=check_importance, is_of_weights=True
+)
+
+
+class IMatrixMSEObserver(MemorylessMSEObserver):
+    """Weighs the error of each weight by E[x²] of its input channel.
+
+    ``attach`` it to a Linear, run data through the model, ``detach`` it, observe the weight. The
+    sums stay on the module for the next observer that is attached there.
+    """
+
+    remembers = "best shrunk range under importance, Σx² and tokens"
+    when = "weights at 4 bits and below"
+    gathers_inputs = True
+    Options = IMatrixOptions
+    options: IMatrixOptions
+    definition = _DEFINITION
+
+    @classmethod
+    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
+        """Return the name of the importance by which the errors of a weight are counted."""
+        return "imatrix"
+
+    def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
+        """Return E[x²] of each column over its mean; refuse pieces of more than one row."""
+        check_importance(self.base_name, self.args, self.label())
+        return super().possible_weights(pieces, least)
+
+
+class ExpandedIMatrixOptions(IMatrixOptions):
+    """Options of a search under importance from 1.8 down to 0.8 times the observed range."""
+
+    maxshrink: Shrink = 1 - 0.8 / 1.8
+    patience: Patience = 1000
+    grid: Grid = 200.0
+    norm: Norm = 2.4
+    expand: Expand = 1.8
+
+
+class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
+    """Weighs errors by E[x²], and tries wider ranges too, as ``nvfp4_expanded_mse`` does."""
+
+    remembers = "best of wider and narrower ranges under importance, Σx² and tokens"
+    when = "weights in NVFP4, as llm-compressor does it"
+    Options = ExpandedIMatrixOptions
+    definition = _DEFINITION

@@ -1,0 +1,178 @@
+"""Plans that measure for whoever quantizes later, and plans that are fed from such measurements."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from calipers.errors import ConfigurationError, counted, not_allowed, shortened
+from calipers.measurements import Measurements
+from calipers.numerics.library_versions import is_cached_attention_module
+from calipers.planning.checks import what_there_is
+from calipers.planning.plan import Plan
+from calipers.planning.specs import (
+    COUNTS,
+    IMPORTANCE,
+    SENSITIVITY,
+    SQUARES,
+    ModuleSpec,
+    Requirement,
+)
+from calipers.statistics.base import Statistic
+from calipers.statistics.ranges import Extrema
+from calipers.statistics.sums import BlockHessians, Sensitivity, SquareSums
+from calipers.statistics.value_counts import ValueCounts
+
+Collected = Literal["hessian", "outputs", "attention", "sensitivity"]
+"""What is collected on request, beside what is known of the input of every Linear module."""
+
+EXTREMA = "extrema"
+CHANNEL_EXTREMA = "channel_extrema"
+HESSIAN = "hessian"
+HEAD_COUNTS = "head_counts"
+HEAD_EXTREMA = "head_extrema"
+
+_TENSOR = QuantizationArgs(num_bits=8, strategy="tensor")
+_CHANNEL = QuantizationArgs(num_bits=8, strategy="group", group_size=1)
+_HEAD = QuantizationArgs(num_bits=8, strategy="attn_head")
+
+
+def check_collected(collect: str | Collection[str]) -> tuple[str, ...]:
+    """Return what is to be collected, in a fixed order; refuse what cannot be.
+
+    >>> check_collected("outputs,hessian")
+    ('hessian', 'outputs')
+    """
+    words = collect.split(",") if isinstance(collect, str) else collect
+    names = {str(word).strip() for word in words} - {""}
+    known = get_args(Collected)
+    for name in sorted(names - set(known)):
+        raise not_allowed("collect", name, known)
+    return tuple(name for name in known if name in names)
+
+
+def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Plan:
+    """Ask for statistics of the input of every Linear module, and for what is on request."""
+    measured: dict[str, tuple[Requirement, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            measured[name] = tuple(_of_linear(module.in_features, collect))
+        elif "attention" in collect and is_cached_attention_module(module):
+            measured[name] = tuple(each for base in ("q", "k", "v") for each in _of_states(base))
+    if not measured:
+        problem = f"{type(model).__name__} has no Linear module to measure"
+        raise ConfigurationError(problem, hint=what_there_is(model))
+    return Plan(measured=measured)
+
+
+def _of_linear(channels: int, collect: Collection[str]) -> Iterator[Requirement]:
+    yield from _of_values("input")
+    yield _halved("input", CHANNEL_EXTREMA, partial(Extrema, "input", _CHANNEL))
+    yield _halved("input", SQUARES, SquareSums)
+    if "hessian" in collect:
+        yield _required("input", HESSIAN, partial(BlockHessians, channels))
+    if "outputs" in collect:
+        yield from _of_values("output")
+    if "sensitivity" in collect:
+        yield _required("weight", SENSITIVITY, Sensitivity)
+
+
+def _of_states(base_name: str) -> Iterator[Requirement]:
+    yield from _of_values(base_name)
+    yield _required(base_name, HEAD_COUNTS, partial(ValueCounts, base_name, "attn_head"))
+    yield _required(base_name, HEAD_EXTREMA, partial(Extrema, base_name, _HEAD))
+
+
+def _of_values(base_name: str) -> Iterator[Requirement]:
+    yield _halved(base_name, COUNTS, partial(ValueCounts, base_name))
+    yield _halved(base_name, EXTREMA, partial(Extrema, base_name, _TENSOR))
+
+
+def _required(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
+    def create(name: str) -> Statistic:
+        statistic = make()
+        statistic.owner = f"{base_name} of {name}"
+        return statistic
+
+    return Requirement(base_name, key, create)
+
+
+def _halved(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
+    """Ask for a statistic of each half of the data."""
+    return replace(_required(base_name, key, make), in_halves=True)
+
+
+def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
+    """Return the statistics that a plan asks for; refuse a plan that asks for more than is known.
+
+    :param known: what :func:`calipers.measure` has found of the same model
+    """
+    found, tensors = Measurements(known.info), known.tensors()
+    missing: dict[_Lack, list[str]] = defaultdict(list)
+    modules = {module.name: module for module in plan.modules}
+    for name, requirements in plan.requirements(with_costs=True):
+        for each in requirements:
+            statistic, place = each.create(name), (name, each.base_name)
+            if statistic.derive_from(tensors.get(place, {}).values()):
+                optional = each.is_optional
+                found.add(name, each.base_name, each.key, statistic, is_optional=optional)
+            elif not each.is_optional:
+                lack = _lack(each, modules.get(name), is_measured=place in tensors)
+                missing[lack].append(".".join(place))
+    for module in plan.modules:
+        sensitivity = tensors.get((module.name, "weight"), {}).get(SENSITIVITY)
+        if sensitivity is not None and sensitivity.num_tokens:
+            found.add(module.name, "weight", SENSITIVITY, sensitivity, is_optional=True)
+    for lack, names in missing.items():
+        raise ConfigurationError(
+            f"do not tell what {counted(len(names), 'tensor')} of the recipe "
+            f"{'needs' if len(names) == 1 else 'need'} ({shortened(names, 3)}): {lack.problem}",
+            subject="The measurements",
+            hint=lack.remedy,
+        )
+    return found
+
+
+class _Lack(NamedTuple):
+    """Why something cannot be read from measurements, and what to do about it."""
+
+    problem: str
+    remedy: str
+
+    @classmethod
+    def of_collected(cls, problem: str, word: str) -> _Lack:
+        """Return what is measured on request only."""
+        return cls(problem, f"Measure again, with 'calipers measure … --collect {word}'")
+
+
+_NOT_MEASURED = _Lack("they were not measured", "Measure this model again")
+_NO_HESSIAN = _Lack.of_collected("how their channels go together (a Hessian)", "hessian")
+_NO_OUTPUTS = _Lack.of_collected("outputs were not measured", "outputs")
+_NO_STATES = _Lack.of_collected("queries, keys and values were not measured", "attention")
+_NOT_QUANTIZED = _Lack(
+    "inputs as they become when layers before are quantized",
+    "Give the recipe 'error_propagation: float', or calibrate with data",
+)
+_ON_REQUEST = {"output": _NO_OUTPUTS, **dict.fromkeys(("q", "k", "v"), _NO_STATES)}
+
+
+def _lack(requirement: Requirement, module: ModuleSpec | None, *, is_measured: bool) -> _Lack:
+    """Say why a requirement cannot be met."""
+    if not is_measured:
+        return _ON_REQUEST.get(requirement.base_name, _NOT_MEASURED)
+    weight = None if module is None else module.tensor("weight")
+    if requirement.key == IMPORTANCE and weight is not None:
+        return _NOT_QUANTIZED if weight.importance.uses_quantized_inputs else _NO_HESSIAN
+    tensor = None if module is None else module.tensor(requirement.base_name)
+    observer = "the observer" if tensor is None else f"observer {tensor.observer_with_options}"
+    return _Lack(
+        f"{observer} keeps something else than extrema and counts of values, such as an average "
+        "that depends on the order of the data",
+        "Choose static_minmax, histogram_mse, percentile or entropy, or calibrate with data",
+    )
