@@ -24,7 +24,7 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import Run
-from calipers.engine.driver import Solution, StepDriver
+from calipers.engine.loop import Solution, StepDriver
 from calipers.observers.spec import RANGE
 from calipers.options import OnUnseen
 from calipers.planning.plan import Plan

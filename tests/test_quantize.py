@@ -40,7 +40,7 @@ from calipers.recipes import load_recipe
 from calipers.runtime.progress import Progress
 from calipers.statistics.sums import SquareSums
 from calipers.steps import Modifier
-from calipers.steps.layer import Changes
+from calipers.steps.base import Changes
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 

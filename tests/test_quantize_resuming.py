@@ -15,7 +15,7 @@ from shell import PROGRAM, environment, run
 
 import calipers
 from calipers.checkpoint.journal import NAME, Journal
-from calipers.engine.driver import StepDriver
+from calipers.engine.loop import StepDriver
 
 SIZE = "60KB"
 RECIPE = modifier("NVFP4A16", weight_observer="memoryless_mse")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calipers.advice import Advice, advise
+    from calipers.engine.loop import OneshotResult, QuantizeResult
     from calipers.engine.measure import measure
     from calipers.engine.oneshot import oneshot
     from calipers.engine.quantize import quantize
-    from calipers.engine.results import OneshotResult, QuantizeResult
     from calipers.errors import CalipersError, CalipersWarning
     from calipers.evaluation import Evaluation, evaluate
     from calipers.linting import LintResult, lint
@@ -75,10 +75,10 @@ _HOMES = {
     "LintResult": "calipers.linting",
     "Measurements": "calipers.measurements",
     "Observer": "calipers.observers",
-    "OneshotResult": "calipers.engine.results",
+    "OneshotResult": "calipers.engine.loop",
     "QParamsDict": "calipers.observers",
     "QuantizationModifier": "calipers.steps",
-    "QuantizeResult": "calipers.engine.results",
+    "QuantizeResult": "calipers.engine.loop",
     "Recipe": "calipers.recipes",
     "Report": "calipers.reporting",
     "advise": "calipers.advice",

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import call_model, run_basic
-from calipers.engine.driver import Solution
+from calipers.engine.loop import Solution
 from calipers.planning.plan import Plan
 
 ACTIVATIONS = ["static_minmax", "histogram_mse", "percentile"]

@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import call_model, run_basic, run_datafree
-from calipers.engine.driver import Solution
+from calipers.engine.loop import Solution
 from calipers.errors import ConfigurationError, ModelRunError, TensorValueError
 from calipers.observers import Observer
 from calipers.planning.plan import Plan

@@ -11,8 +11,8 @@ import torch
 from models import small_mixtral
 
 from calipers import oneshot
+from calipers.calibration.coverage import no_tokens
 from calipers.errors import CalipersWarning, UnseenModulesError
-from calipers.steps.unseen import no_tokens
 
 RECIPE = """
 modifiers:

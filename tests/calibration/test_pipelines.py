@@ -49,7 +49,7 @@ from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
 from calipers.calibration.sequential import run_sequential
-from calipers.engine.driver import Solution
+from calipers.engine.loop import Solution
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for

@@ -14,12 +14,12 @@ import typer
 from typer.testing import CliRunner, Result
 
 from calipers import errors
+from calipers.calibration.coverage import no_tokens
 from calipers.cli import INTERRUPTED, command
 from calipers.cli.app import app
 from calipers.cli.command import OUR_BUG, CommandOutput, add_to
 from calipers.cli.spelling import FLAGS, as_typed
 from calipers.errors import ANY, CalipersWarning, Call, Option
-from calipers.steps.unseen import no_tokens
 
 
 @pytest.mark.parametrize(

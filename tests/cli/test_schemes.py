@@ -10,9 +10,9 @@ import yaml
 from shell import run, run_here
 
 import calipers
+from calipers.engine.presets import RUNS, runs_on, scheme_runs_on
 from calipers.planning.specs import regrouped
 from calipers.steps.choices import PRESETS, preset
-from calipers.steps.targets import RUNS, runs_on, scheme_runs_on
 
 
 @pytest.fixture(scope="module")

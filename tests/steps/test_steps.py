@@ -18,8 +18,7 @@ from calipers.planning.plan import StepPlan
 from calipers.planning.specs import Requirement
 from calipers.statistics.base import Reduction, Statistic
 from calipers.steps import Modifier
-from calipers.steps.base import Patterns
-from calipers.steps.layer import Changes, Layer
+from calipers.steps.base import Changes, Layer, Patterns
 
 TARGET = "re:.*down_proj"
 

@@ -31,7 +31,7 @@ from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.measuring import HESSIAN
 from calipers.recipes import Recipe, load_recipe
 from calipers.runtime.progress import Progress
-from calipers.steps.registry import steps_by_method
+from calipers.steps.base import steps_by_method
 from calipers.topology.names import groups_of_one_scheme
 
 Harm = Literal["loss", "error"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
 
+from calipers.engine.presets import RUNS, check_target, runs_on
 from calipers.errors import (
     ConfigurationError,
     Option,
@@ -21,9 +22,8 @@ from calipers.errors import (
 from calipers.planning.specs import has_free_groups, regrouped
 from calipers.recipes import Recipe, load_changed_recipe, load_recipe
 from calipers.steps import QuantizationModifier
+from calipers.steps.base import steps_by_method
 from calipers.steps.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
-from calipers.steps.registry import steps_by_method
-from calipers.steps.targets import RUNS, check_target, runs_on
 from calipers.topology.names import groups_of_one_scheme, patterns_for
 
 UNQUANTIZED = "UNQUANTIZED"

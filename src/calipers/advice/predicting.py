@@ -20,7 +20,7 @@ from calipers.measurements import Measurements
 from calipers.planning.specs import COUNTS, ModuleSpec
 from calipers.runtime.progress import Progress
 from calipers.statistics.value_counts import ValueCounts
-from calipers.steps.feedback import CurvatureCache
+from calipers.steps.gptq import CurvatureCache
 
 
 @dataclass(frozen=True)

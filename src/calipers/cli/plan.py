@@ -88,7 +88,7 @@ def _view(found: DryRun, every: bool) -> RenderableType:
 
 def _where_it_runs(found: DryRun) -> Iterable[str]:
     """Say where each scheme runs; a column of it would leave narrow terminals none for names."""
-    from calipers.steps.targets import targets_text
+    from calipers.engine.presets import targets_text
 
     seen = {
         (f"{row.format} per {row.strategy}", targets_text(row.runs_on))

@@ -81,7 +81,7 @@ def _single(preset: PresetInfo) -> RenderableType:
 
 
 def _facts(preset: PresetInfo) -> dict[str, str]:
-    from calipers.steps.targets import targets_text
+    from calipers.engine.presets import targets_text
 
     return {
         "name": preset.name,

@@ -28,7 +28,7 @@ from calipers.checkpoint.ties import tied_names
 from calipers.errors import ConfigurationError, listing, shortened
 from calipers.planning.plan import Changes, Plan
 from calipers.planning.specs import ModuleSpec
-from calipers.steps.layer import Layer
+from calipers.steps.base import Layer
 
 # What a step answers
 

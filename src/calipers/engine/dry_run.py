@@ -13,11 +13,11 @@ from calipers.checkpoint.state import module_state, offloaded_tensors
 from calipers.checkpoint.ties import tied_names, unquantized_ties
 from calipers.engine.applying import give_schemes
 from calipers.engine.needs import FeedbackNeeds, feedback_needs, statistics_bytes
+from calipers.engine.presets import scheme_runs_on
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
-from calipers.steps.targets import scheme_runs_on
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from calipers.checkpoint.fingerprint import model_fingerprint
 from calipers.checkpoint.source import source_folder
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.engine.applying import freeze
-from calipers.engine.driver import Solution, StepDriver, report
 from calipers.engine.job import (
     PIPELINES,
     Arguments,
@@ -28,8 +27,8 @@ from calipers.engine.job import (
     read_arguments,
     tensors_without_data,
 )
+from calipers.engine.loop import OneshotResult, Solution, StepDriver, report
 from calipers.engine.quantize import check_same_model, driver_for, quantize_files
-from calipers.engine.results import OneshotResult
 from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted
 from calipers.measurements import Measurements
 from calipers.options import (

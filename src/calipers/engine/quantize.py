@@ -32,14 +32,13 @@ from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, write_stream
 from calipers.engine.applying import give_schemes
-from calipers.engine.driver import Solution, StepDriver, report
 from calipers.engine.job import (
     Arguments,
     check_not_running,
     read_arguments,
     tensors_without_data,
 )
-from calipers.engine.results import OneshotResult
+from calipers.engine.loop import OneshotResult, Solution, StepDriver, report
 from calipers.engine.streaming import SolvedTensors
 from calipers.errors import (
     ANY,
@@ -66,7 +65,7 @@ from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import SingleProcess
-from calipers.steps.feedback import CurvatureCache
+from calipers.steps.gptq import CurvatureCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

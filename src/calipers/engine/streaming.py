@@ -19,7 +19,7 @@ from calipers.checkpoint.state import join, module_state, own_modules
 from calipers.checkpoint.stored_weights import WeightSource
 from calipers.checkpoint.ties import tied_names
 from calipers.engine.applying import apply_changes
-from calipers.engine.driver import StepDriver
+from calipers.engine.loop import StepDriver
 from calipers.engine.needs import grouped_by_input, hessian_bytes
 from calipers.errors import ConfigurationError, shortened
 from calipers.judging.costs import ModuleCosts

@@ -24,7 +24,7 @@ from calipers.planning.specs import (
 )
 from calipers.statistics.sums import Sensitivity
 from calipers.statistics.value_counts import ValueCounts
-from calipers.steps.layer import Layer, QParams
+from calipers.steps.base import Layer, QParams
 
 
 def judge_layer(

@@ -16,8 +16,8 @@ from calipers.errors import (
     not_allowed,
 )
 from calipers.steps import Modifier
+from calipers.steps.base import steps_by_method
 from calipers.steps.choices import ObserverChoice, read_choice
-from calipers.steps.registry import steps_by_method
 
 Modifiers = tuple[Modifier, ...]
 

@@ -28,8 +28,8 @@ from calipers.recipes.changing import observe, regroup, round_by
 from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document, refuse_surrogates
 from calipers.steps import Modifier, QuantizationModifier
+from calipers.steps.base import STEPS
 from calipers.steps.choices import check_observer, named_observers, preset_name
-from calipers.steps.registry import STEPS
 from calipers.topology.names import EXPERT_PROJECTIONS
 
 _FOREIGN = (

@@ -11,7 +11,7 @@ import yaml
 
 from calipers.advice import Advice
 from calipers.calibration.coverage import Coverage
-from calipers.engine.results import OneshotResult
+from calipers.engine.loop import OneshotResult
 from calipers.evaluation import Evaluation
 from calipers.judging.errors import format_decibels
 from calipers.judging.losses import DECIBELS, loss_grid, module_losses

@@ -1,19 +1,80 @@
-"""What all modifiers have in common: typed, frozen, and clear about what they refuse."""
+"""What a step of a recipe is: a modifier, what it is given to solve, and where it is registered."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from compressed_tensors.utils.match import is_match
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from torch import Tensor
 
 from calipers.errors import CalipersError, ConfigurationError, RecipeError, first_line, nearest
-from calipers.planning.plan import StepPlan
-from calipers.steps.layer import Changes, Layer
+from calipers.measurements import Measurements
+from calipers.planning.plan import Changes, QParams, StepPlan
+from calipers.planning.specs import ModuleSpec
+from calipers.registry import Registry
+from calipers.runtime.progress import Progress
+from calipers.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from calipers.steps.gptq import CurvatureCache
+
+__all__ = ["Changes", "Layer", "Modifier", "Patterns", "QParams"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Modules whose data has run: those of a decoder layer, or all of a model.
+
+    :param modules: those that the step quantizes, with the tensors that it solves
+    :param names: all whose data has run, also those that are measured only
+    :param unseen: those that no token has reached, and what was done about it
+    :param new_tensors: (module, tensor) → the value that an earlier step has given it
+    :param curvatures: factorised Hessians that others solve with, too; None: there are no others
+    """
+
+    model: torch.nn.Module
+    modules: tuple[ModuleSpec, ...]
+    names: tuple[str, ...]
+    measurements: Measurements
+    ranks: Ranks
+    progress: Progress
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    new_tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    curvatures: CurvatureCache | None = None
+
+    def module(self, name: str) -> torch.nn.Module:
+        """Return a module by its name."""
+        return self.model.get_submodule(name)
+
+    def weight(self, name: str) -> Tensor:
+        """Return the weight of a module as earlier steps left it, loaded if it was offloaded."""
+        return self.tensor(name, "weight")
+
+    def tensor(self, name: str, tensor: str) -> Tensor:
+        """Return a parameter or buffer of a module as earlier steps left it."""
+        if (name, tensor) in self.new_tensors:
+            return self.new_tensors[name, tensor]
+        value = getattr(self.module(name), tensor)
+        assert isinstance(value, Tensor)
+        return value
+
+    def size(self, module: ModuleSpec) -> int:
+        """Return how many numbers the weight of a module has, without loading it."""
+        with disable_onloading():
+            return self.weight(module.name).numel()
+
+    def of_step(self, step: str) -> Layer:
+        """Return what concerns one step."""
+        mine = (module.of_step(step) for module in self.modules)
+        return replace(self, modules=tuple(module for module in mine if module.tensors))
+
 
 Path = tuple[str | int, ...]
 
@@ -196,3 +257,27 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     return str(value)
+
+
+STEPS: Registry[type[Modifier]] = Registry(
+    "modifier",
+    "calipers.steps",
+    {
+        "QuantizationModifier": "calipers.steps.quantization:QuantizationModifier",
+        "GPTQModifier": "calipers.steps.gptq:GPTQModifier",
+        "IMatrixGatherer": "calipers.steps.imatrix:IMatrixGatherer",
+    },
+    base=Modifier,
+    error=RecipeError,
+)
+"""The steps by the names of their classes."""
+
+
+def steps_by_method() -> dict[str, type[Modifier]]:
+    """Return the steps that round weights, by the values that ``method`` may have.
+
+    >>> list(steps_by_method())
+    ['rtn', 'gptq']
+    """
+    steps = (step for _, step in STEPS.parts())
+    return {vars(step)["method"]: step for step in steps if vars(step).get("method")}

@@ -12,8 +12,7 @@ from calipers.planning.checks import Unmatched, check_patterns, what_there_is
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import Requirement
 from calipers.statistics.sums import SquareSums
-from calipers.steps.base import Modifier, Patterns
-from calipers.steps.layer import Changes, Layer
+from calipers.steps.base import Changes, Layer, Modifier, Patterns
 
 _KEY = "imatrix"
 

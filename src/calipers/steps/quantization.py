@@ -1,31 +1,327 @@
-"""The modifier that quantizes: which modules of a model, and what their parameters are."""
+"""The modifier that quantizes: what a recipe says of it, and which modules of a model it means."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils.match import match_named_modules, match_targets
+from pydantic import model_validator
+from typing_extensions import Self
 
 from calipers.errors import CalipersWarning, Option, RecipeError, listing, unfit
-from calipers.numerics.library_versions import is_aimed_at, is_cached_attention_module
-from calipers.planning.checks import check_patterns, report, what_there_is
+from calipers.numerics.library_versions import (
+    is_aimed_at,
+    is_cached_attention_module,
+    named_observer,
+)
+from calipers.observers.spec import default_observer
+from calipers.planning.checks import Unmatched, check_patterns, report, what_there_is
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import (
     SCHEME_FIELDS,
     ModuleKind,
     ModuleSpec,
     TensorSpec,
+    args_without_observer,
+    has_free_groups,
+    regrouped,
     tensor_specs,
+    without_observers,
 )
-from calipers.steps.choices import ARGS_FIELDS
-from calipers.steps.layer import Changes, Layer
-from calipers.steps.quantization_settings import QuantizationSettings
+from calipers.steps.base import Changes, Layer, Modifier, Path, Patterns, to_plain
+from calipers.steps.choices import (
+    ARGS_FIELDS,
+    Args,
+    Choice,
+    Choices,
+    Groups,
+    ObserverChoice,
+    ObserverChoices,
+    SchemeChoice,
+    args_to_data,
+    build_scheme,
+    preset,
+    scheme_to_data,
+)
 from calipers.steps.solving import solve_activations, solve_weights
+
+_DEFAULT_TARGETS = ("Linear",)
+_OBSERVER_KEYS = (
+    *("weight_observer", "input_observer", "output_observer", "activation_observer", "observer"),
+)
+_PASSED_OVER = ("bypass_divisibility_checks", "requires_calibration_data")
+
+
+class QuantizationSettings(Modifier):
+    """What is quantized how, and by which observers, as a recipe says it."""
+
+    targets: Patterns = _DEFAULT_TARGETS
+    ignore: Patterns = ()
+    scheme: SchemeChoice = None
+    config_groups: Groups = None
+    weights: Args | None = None
+    input_activations: Args | None = None
+    output_activations: Args | None = None
+    kv_cache_scheme: Args | None = None
+    weight_observer: Choice | None = None
+    input_observer: Choice | None = None
+    output_observer: Choice | None = None
+    activation_observer: Choice | None = None
+    observer: Choices | None = None
+    unmatched: Unmatched = "error"
+
+    @classmethod
+    def known_keys(cls, path: Path) -> Iterable[str]:
+        """Return the keys allowed at a path inside the modifier."""
+        if not path:
+            return list(cls.model_fields)
+        if path[-1] in (*ARGS_FIELDS, "kv_cache_scheme") and path != ("observer", "weights"):
+            return list(QuantizationArgs.model_fields)
+        if path[-1] == "observer":
+            return list(ObserverChoices.model_fields)
+        return list(QuantizationScheme.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pass_over(cls, given: Any) -> Any:
+        """Pass over what llm-compressor writes into every recipe, and the plan knows better."""
+        if given.get("bypass_divisibility_checks"):
+            raise RecipeError(
+                "Groups that do not divide a weight cannot be written. Choose another group_size, "
+                "or ignore the modules.",
+                path=("bypass_divisibility_checks",),
+            )
+        return {key: value for key, value in given.items() if key not in _PASSED_OVER}
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Self:
+        ways = [name for name in ("scheme", "config_groups") if getattr(self, name) is not None]
+        explicit = [name for name in ARGS_FIELDS if getattr(self, name) is not None]
+        if len(ways) + bool(explicit) > 1:
+            raise RecipeError(
+                f"{self.label()} has {_both([*ways, *explicit])}: they say the same thing "
+                "twice. Keep one way: 'scheme', 'config_groups', or weights and activations.",
+                path=(([*ways, *explicit])[1],),
+            )
+        if not ways and not explicit and self.kv_cache_scheme is None:
+            raise RecipeError(
+                f"{self.label()} does not say how to quantize. Give it a 'scheme' such as "
+                "W4A16, 'config_groups', 'weights' and activations, or a 'kv_cache_scheme'."
+            )
+        self._check_targets()
+        self._check_observers()
+        return self
+
+    def _check_targets(self) -> None:
+        own = isinstance(self.scheme, dict) or self.config_groups is not None
+        own = own or bool(isinstance(self.scheme, QuantizationScheme) and self.scheme.targets)
+        if own and self.targets != _DEFAULT_TARGETS:
+            raise RecipeError(
+                f"{self.label()}.targets has no meaning here: the schemes name their own "
+                "targets. Leave it out.",
+                path=("targets",),
+            )
+        for name, scheme in (self.config_groups or {}).items():
+            if not scheme.targets:
+                raise RecipeError(
+                    f"{self.label()}.config_groups.{name} needs the key 'targets'.",
+                    path=("config_groups", name),
+                )
+        if not self.targets:
+            raise RecipeError(f"{self.label()}.targets is empty.", path=("targets",))
+        self._refuse_doubles()
+
+    def _refuse_doubles(self) -> None:
+        """A target stands for one scheme."""
+        seen: dict[str, str] = {}
+        for name, scheme in self._unobserved().items():
+            for target in scheme.targets:
+                if seen.setdefault(target, name) != name:
+                    raise RecipeError(
+                        f"{self.label()} has two schemes for the target '{target}': "
+                        f"{seen[target]} and {name}. Keep one.",
+                        path=("scheme" if self.config_groups is None else "config_groups",),
+                    )
+
+    def _check_observers(self) -> None:
+        for base_name in SCHEME_FIELDS:
+            names = [key for key, _ in self._choices(base_name)]
+            if len(names) > 1:
+                raise RecipeError(
+                    f"{self.label()} has {_both(names)}: both choose the observer of "
+                    f"'{base_name}'. Keep one.",
+                    path=(names[1].split(".")[0],),
+                )
+        if not isinstance(self.scheme, str | dict):
+            for scheme in self._unobserved().values():
+                self._check_one_observer(scheme)
+
+    def _check_one_observer(self, scheme: QuantizationScheme) -> None:
+        for base_name, field in SCHEME_FIELDS.items():
+            args, choice = getattr(scheme, field), self._choice(base_name)
+            if choice and args and named_observer(args) and choice.put_into(args) != args:
+                key = next(key for key, _ in self._choices(base_name))
+                raise RecipeError(
+                    f"{self.label()}.{key} chooses '{choice.name}', but '{field}' names the "
+                    f"observer '{args.observer}' itself. Keep one.",
+                    path=(key.split(".")[0],),
+                )
+
+    @property
+    def schemes(self) -> dict[str, QuantizationScheme]:
+        """The schemes by the names of their groups, with their targets and observers."""
+        return {name: self._observed(scheme) for name, scheme in self._unobserved().items()}
+
+    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the patterns of what is meant, and of what is not."""
+        return [t for scheme in self._unobserved().values() for t in scheme.targets], self.ignore
+
+    def regrouped(self, size: int) -> Self | None:
+        """Return the same with weights in groups of a size; None where none can have it."""
+        if not any(has_free_groups(scheme.weights) for scheme in self.schemes.values()):
+            return None
+        groups = {name: regrouped(scheme, size) for name, scheme in self.schemes.items()}
+        said = ("targets", "scheme", *ARGS_FIELDS)
+        return self._changed({"config_groups": groups, **dict.fromkeys((*said, *_OBSERVER_KEYS))})
+
+    def observed_by(self, key: str, choice: ObserverChoice) -> Self | None:
+        """Return the same with another observer of weights, or of static activations."""
+        base_names = ["weight"] if key == "weight_observer" else ["input", "output"]
+        fields = [SCHEME_FIELDS[base_name] for base_name in base_names]
+        if not any(_watched(each, fields) for each in self._unobserved().values()):
+            return None
+        changes: dict[str, Any] = {f"{base_name}_observer": None for base_name in base_names}
+        changes |= {name: args_without_observer(getattr(self, name)) for name in fields}
+        if isinstance(self.scheme, QuantizationScheme):
+            changes["scheme"] = without_observers(self.scheme, fields)
+        if self.config_groups is not None:
+            groups = self.config_groups.items()
+            changes["config_groups"] = {n: without_observers(each, fields) for n, each in groups}
+        if self.observer is not None:
+            rest = dict.fromkeys("weights" if name == "weight" else name for name in base_names)
+            changes["observer"] = self.observer.model_copy(update=rest)
+        return self._changed({**changes, key: choice})
+
+    def remade_as(self, kind: type[Modifier]) -> Modifier | None:
+        """Return one of another kind that says the same; None where it quantizes no weights."""
+        if not any(scheme.weights for scheme in self._unobserved().values()):
+            return None
+        if kind is type(self):
+            return self
+        shared = self.model_fields_set & kind.model_fields.keys()
+        given = {name: getattr(self, name) for name in shared}
+        return kind(**(given if kind.orders_columns else _unordered(given)))
+
+    def weight_formats(self) -> list[str]:
+        """Say how weights are quantized, such as ``int4 per group 128``."""
+        schemes = self._unobserved().values()
+        tensors = (TensorSpec("weight", each.weights, None) for each in schemes if each.weights)
+        return [f"{tensor.format} per {tensor.strategy}" for tensor in tensors]
+
+    def _changed(self, changes: dict[str, Any]) -> Self:
+        kept = {name: getattr(self, name) for name in self.model_fields_set - changes.keys()}
+        given = {name: value for name, value in changes.items() if value is not None}
+        return type(self)(**kept, **given)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the modifier as plain data, as a recipe would give it."""
+        data: dict[str, Any] = {}
+        if not isinstance(self.scheme, dict) and self.config_groups is None:
+            data["targets"] = list(self.targets)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            says = value not in (None, ()) or value != type(self).model_fields[name].default
+            if says and name not in ("targets", "unmatched"):
+                data[name] = _plain(value)
+        if data.get("targets") and isinstance(self.scheme, QuantizationScheme):
+            data = {k: v for k, v in data.items() if k != "targets" or not self.scheme.targets}
+        return data if self.unmatched == "error" else {**data, "unmatched": self.unmatched}
+
+    def _unobserved(self) -> dict[str, QuantizationScheme]:
+        if self.config_groups is not None:
+            return self.config_groups
+        if isinstance(self.scheme, str):
+            return {"group_0": preset(self.scheme, self.targets)}
+        if isinstance(self.scheme, dict):
+            named = enumerate(self.scheme.items())
+            return {f"group_{index}": preset(name, targets) for index, (name, targets) in named}
+        if isinstance(self.scheme, QuantizationScheme):
+            targets = self.scheme.targets or list(self.targets)
+            return {"group_0": self.scheme.model_copy(update={"targets": targets})}
+        given = {name: getattr(self, name) for name in ARGS_FIELDS}
+        if not any(given.values()):
+            return {}
+        return {"group_0": build_scheme({"targets": list(self.targets), **given})}
+
+    def _observed(self, scheme: QuantizationScheme) -> QuantizationScheme:
+        """Return a copy in which every observer is named; dynamic arguments need none."""
+        chosen = {}
+        for base_name, field in SCHEME_FIELDS.items():
+            args: QuantizationArgs | None = getattr(scheme, field)
+            if args is None or args.dynamic is True:
+                continue
+            choice = self._choice(base_name)
+            if choice is None and named_observer(args) is None:
+                choice = self._default_choice(base_name, args.observer_kwargs or {})
+            if choice is not None:
+                chosen[field] = choice.put_into(args)
+        copy: QuantizationScheme = scheme.model_copy(deep=True).model_copy(update=chosen)
+        return copy
+
+    def _default_choice(self, base_name: str, options: dict[str, Any]) -> ObserverChoice:
+        """Return the observer of what nobody has chosen one for."""
+        return ObserverChoice(name=default_observer(base_name), options=options)
+
+    def _choices(self, base_name: str) -> Iterator[tuple[str, ObserverChoice]]:
+        """Go through the keys that choose the observer of weight, input or output."""
+        alone = getattr(self, f"{base_name}_observer")
+        if alone is not None:
+            yield f"{base_name}_observer", alone
+        if base_name != "weight" and self.activation_observer is not None:
+            yield "activation_observer", self.activation_observer
+        key = "weights" if base_name == "weight" else base_name
+        together = None if self.observer is None else getattr(self.observer, key)
+        if together is not None:
+            yield f"observer.{key}", together
+
+    def _choice(self, base_name: str) -> ObserverChoice | None:
+        return next((choice for _, choice in self._choices(base_name)), None)
+
+
+def _watched(scheme: QuantizationScheme, fields: Iterable[str]) -> bool:
+    """Whether an observer watches any of these."""
+    given = (getattr(scheme, field) for field in fields)
+    return any(args is not None and args.dynamic is not True for args in given)
+
+
+def _unordered(value: Any) -> Any:
+    """Return fields whose schemes have no order of columns."""
+    if isinstance(value, dict):
+        return {name: _unordered(each) for name, each in value.items()}
+    if isinstance(value, QuantizationScheme):
+        return value.model_copy(update={"weights": _unordered(value.weights)})
+    if isinstance(value, QuantizationArgs):
+        return value.model_copy(update={"actorder": None})
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, QuantizationArgs):
+        return args_to_data(value)
+    if isinstance(value, QuantizationScheme):
+        return scheme_to_data(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return to_plain(value)
+
+
+def _both(names: list[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)
 
 
 class QuantizationModifier(QuantizationSettings):

@@ -15,7 +15,7 @@ from calipers.observers import spec as observers
 from calipers.observers.spec import COUNTS, RANGE, Weight, solve_stream
 from calipers.planning.specs import IMPORTANCE, ModuleSpec
 from calipers.statistics.base import Statistic
-from calipers.steps.layer import Layer
+from calipers.steps.base import Layer
 from calipers.topology import names as topology
 
 _SMALL = 1 << 20  # numbers of weights that are solved beside others

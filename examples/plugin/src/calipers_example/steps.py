@@ -11,8 +11,7 @@ from pydantic import Field
 from calipers.planning.checks import matches
 from calipers.planning.plan import Changes, StepPlan
 from calipers.steps import Modifier
-from calipers.steps.base import Patterns
-from calipers.steps.layer import Layer
+from calipers.steps.base import Layer, Patterns
 
 
 class ClipWeights(Modifier):

@@ -1,30 +1,36 @@
-"""From what was measured to changes: steps are asked in turn, and what they lose is judged."""
+"""The loop over the parts of a model: each is solved, judged, and handed to a sink."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from calipers.calibration.coverage import Coverage
+from calipers.calibration.coverage import Coverage, settle_unseen
+from calipers.checkpoint.source import source_folder
 from calipers.engine.applying import check_changes
 from calipers.errors import CalipersWarning, shortened
 from calipers.judging.costs import ModuleCosts, report_costs
 from calipers.judging.layers import judge_layer
 from calipers.measurements import Measurements
+from calipers.notebook import NotebookView
 from calipers.numerics.qparams import fake_quantize
 from calipers.numerics.tensors import digest_of
 from calipers.planning.plan import Plan
+from calipers.recipes import Recipe
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
 from calipers.statistics.base import Statistic
-from calipers.steps.feedback import CurvatureCache
-from calipers.steps.layer import Changes, Layer, QParams
-from calipers.steps.unseen import settle_unseen
+from calipers.steps.base import Changes, Layer, QParams
+from calipers.steps.gptq import CurvatureCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -201,3 +207,87 @@ def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
         statistic.mark_common()
         return int(counts[0])
     return sum(counts)
+
+
+@dataclass(frozen=True)
+class OneshotResult(NotebookView):
+    """What ``oneshot`` or ``quantize`` did.
+
+    :param model: the frozen model, which computes with fake quantization; where it went from disk
+        to disk, its tensors have no values (they are on the meta device)
+    :param plan: what was quantized, how, and by which observers
+    :param coverage: how many tokens each module saw
+    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param recipe: the recipe, as it was carried out
+    :param output_dir: where the checkpoint is, if one was asked for
+    :param costs: module → what its static activations and its output lose, where data ran
+    :param notes: module → what was done otherwise than the recipe says, and why
+    :param pipeline: how data ran; ``measurements`` where it had run before, ``datafree`` where none
+        was needed
+    :param samples: how many samples were seen, and ``tokens`` how many tokens
+    :param forward_dtype: in which the model computed; None: it did not
+    :param seconds: how long it took
+    """
+
+    model: PreTrainedModel
+    plan: Plan
+    coverage: Coverage
+    errors: Mapping[str, float]
+    recipe: Recipe
+    output_dir: Path | None = None
+    costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    pipeline: str = "datafree"
+    samples: int = 0
+    tokens: int = 0
+    forward_dtype: torch.dtype | None = None
+    seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        solution: Solution,
+        recipe: Recipe,
+        output_dir: Path | None,
+        seconds: float,
+    ) -> OneshotResult:
+        """Return what a solution has made of a model."""
+        return cls(
+            model,
+            solution.plan,
+            solution.coverage,
+            solution.errors,
+            recipe,
+            output_dir,
+            solution.costs,
+            solution.changes.notes,
+            solution.pipeline,
+            solution.samples,
+            solution.tokens,
+            solution.forward_dtype,
+            seconds,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the model."""
+        return self.model.dtype
+
+    @property
+    def source(self) -> Path | None:
+        """The folder that the model came from, if it is at hand."""
+        return source_folder(self.model)
+
+    def __repr__(self) -> str:
+        return f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
+
+    def facts(self) -> dict[str, object]:
+        """Return what matters most, by its name."""
+        facts = {"model": type(self.model).__name__, "plan": self.plan, "coverage": self.coverage}
+        if self.errors:
+            facts["largest error of a weight"] = f"{max(self.errors.values()):.2%}"
+        return facts if self.output_dir is None else {**facts, "written to": self.output_dir}
+
+
+QuantizeResult = OneshotResult
