@@ -37,7 +37,7 @@ _CALLS = (
     *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"),
     *("shutil.rmtree", "fcntl.flock", "ctypes.dlopen", "ctypes.dlsym"),
 )
-_AT_ONCE = "calipers.checkpoint.swap._swap_at_once"
+_AT_ONCE = "calipers.checkpoint.output._swap_at_once"
 
 
 def run_child(job: Job, *, die_at: int = -1, die_after: float | None = None) -> tuple[int, int]:

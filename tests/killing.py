@@ -20,7 +20,7 @@ from calipers.checkpoint.output import output_folder, restore_outputs
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "kills.py"
 FILES = ("calipers.json", "config.json", "model.safetensors")
-AT_ONCE = "calipers.checkpoint.swap._swap_at_once"
+AT_ONCE = "calipers.checkpoint.output._swap_at_once"
 
 
 def load_script() -> Any:

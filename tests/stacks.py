@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from calipers.topology.unfusing import UnfusedExperts, unfuse_experts
+from calipers.topology.experts import UnfusedExperts, unfuse_experts
 
 EXPERTS, HIDDEN, INNER, TOKENS = 6, 16, 24, 11
 MODELS = Path(transformers.__file__).parent / "models"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import calipers
 from calipers import errors
-from calipers.checkpoint import shards
+from calipers.checkpoint import writer
 from calipers.checkpoint.writer import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
@@ -109,14 +109,14 @@ def test_nothing_is_written_into_the_folder_of_the_model(holder: str, tmp_path: 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, tensors: int) -> None:
     """Let the disk be full when this many tensors are written."""
-    write, count = shards.Shard._write, iter(range(10**6))
+    write, count = writer.Shard._write, iter(range(10**6))
 
-    def failing(shard: shards.Shard, name: str, tensor: torch.Tensor) -> None:
+    def failing(shard: writer.Shard, name: str, tensor: torch.Tensor) -> None:
         if next(count) >= tensors:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(shard, name, tensor)
 
-    monkeypatch.setattr(shards.Shard, "_write", failing)
+    monkeypatch.setattr(writer.Shard, "_write", failing)
 
 
 @FAMILIES

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import calipers
 from calipers import OneshotResult
-from calipers.checkpoint.names import stored_module_names
+from calipers.checkpoint.state import stored_module_names
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 

@@ -14,7 +14,7 @@ from quantizing import IDS, model_folder, modifier
 from shell import PROGRAM, environment, run
 
 import calipers
-from calipers.checkpoint.journal import NAME, Journal
+from calipers.checkpoint.output import NAME, Journal
 from calipers.engine.loop import StepDriver
 
 SIZE = "60KB"

@@ -54,7 +54,7 @@ from calipers.errors import CalipersWarning, ConfigurationError, TensorValueErro
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
 from calipers.steps import IMatrixGatherer
-from calipers.topology.layers import decoder_layers
+from calipers.topology.model import decoder_layers
 
 KINDS = ["llama", "qwen2", "mistral", "gemma3", "mixtral", "qwen2_moe"]
 W8A8 = """

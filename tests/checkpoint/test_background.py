@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from calipers.checkpoint.background import in_background
+from calipers.checkpoint.writer import in_background
 
 
 def test_it_is_at_most_so_many_ahead() -> None:

@@ -190,7 +190,7 @@ def test_experts_that_checkpoints_hold_fused_keep_their_own_names(
     turned = WeightConverter(part, part, operations=[Transpose(1, 2, check_dims=True)])
     renamed = WeightRenaming("model.layers", "blocks")
     monkeypatch.setattr(
-        "calipers.checkpoint.names.get_model_conversion_mapping",
+        "calipers.checkpoint.state.get_model_conversion_mapping",
         lambda *_, **__: [renamed.reverse_transform(), turned],
     )
     with pytest.warns(CalipersWarning, match="transformers has no place for single experts of"):

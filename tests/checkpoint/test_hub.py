@@ -12,7 +12,7 @@ import pytest
 from families import build, saved
 from huggingface_hub import constants
 
-from calipers.checkpoint.hub import refuse_mistyped
+from calipers.checkpoint.location import refuse_mistyped
 from calipers.checkpoint.reader import load_model, load_skeleton, load_tokenizer
 from calipers.errors import ModelLoadError
 

@@ -156,7 +156,7 @@ def test_an_old_checkpoint_is_replaced_as_a_whole(old: Path) -> None:
 def test_the_old_checkpoint_comes_back_if_renaming_fails(
     old: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: BaseException
 ) -> None:
-    monkeypatch.setattr("calipers.checkpoint.swap._swap_at_once", lambda *_: False)
+    monkeypatch.setattr("calipers.checkpoint.output._swap_at_once", lambda *_: False)
     rename, calls = os.rename, []
 
     def broken(source: Path, target: Path) -> None:
@@ -205,7 +205,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["os.fsync", "calipers.checkpoint.shards.Shard.finish"])
+@pytest.mark.parametrize("where", ["os.fsync", "calipers.checkpoint.writer.Shard.finish"])
 def test_a_disk_that_runs_full_leaves_nothing(
     model: PreTrainedModel,
     tmp_path: Path,

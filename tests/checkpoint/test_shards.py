@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from calipers.checkpoint.shards import ShardWriter, header_room
+from calipers.checkpoint.writer import ShardWriter, header_room
 
 TENSORS = {
     "byte": torch.tensor([3], dtype=torch.uint8),

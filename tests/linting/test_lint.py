@@ -19,7 +19,7 @@ from linting import DOWN, RECIPES, Q, checkpoint, damaged, sources, with_value
 from safetensors.torch import load_file
 
 import calipers
-from calipers.checkpoint import quantized_weight
+from calipers.checkpoint import stored_module
 from calipers.linting.codes import count_codes
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_sound_checkpoint(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is found, and errors are those of codes times scales, as quantization noted them."""
-    monkeypatch.setattr(quantized_weight, "_TILE", 3000)  # several parts of each weight
+    monkeypatch.setattr(stored_module, "_TILE", 3000)  # several parts of each weight
     folder, source = checkpoint(place, name), sources(place, name)
     found = calipers.lint(folder, against=source)
     assert [str(each) for each in found.findings] == []

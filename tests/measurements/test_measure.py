@@ -15,7 +15,7 @@ from torch import Tensor
 
 import calipers
 from calipers import Measurements
-from calipers.checkpoint.fingerprint import fingerprint_of, model_fingerprint
+from calipers.checkpoint.stored_weights import fingerprint_of, model_fingerprint
 from calipers.errors import CalipersWarning, ConfigurationError
 from calipers.measurements.info import sample_digest
 from calipers.statistics.value_counts import ValueCounts

@@ -16,8 +16,7 @@ from models import small_llama
 from safetensors.torch import load_file
 
 from calipers import oneshot
-from calipers.checkpoint.loading_progress import loading_counted
-from calipers.checkpoint.reader import load_model
+from calipers.checkpoint.reader import load_model, loading_counted
 from calipers.cli.command import _as_json
 from calipers.cli.command import progress as command_progress
 from calipers.runtime.progress import Phase, Progress

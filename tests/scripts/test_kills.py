@@ -18,8 +18,8 @@ from killing import checkpoint, load_script, state, write
 
 from calipers.checkpoint.output import check_output, output_folder, restore_outputs
 from calipers.errors import CalipersWarning, CheckpointError, CheckpointExistsError
-from calipers.files import locked_folder
-from calipers.files.locked_folder import LockedFolder, remove_scratch, scratch_folder
+from calipers.files import writing
+from calipers.files.writing import LockedFolder, remove_scratch, scratch_folder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -126,7 +126,7 @@ def test_without_locks_an_owner_lives_if_its_process_does(
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(locked_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(writing.fcntl, "flock", no_locks)
     LockedFolder.claim(tmp_path / ".out.calipers")
     (tmp_path / ".out.calipers" / "new").mkdir()
     lock = tmp_path / ".out.calipers" / "lock"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from calipers import GPTQModifier, QuantizationModifier, oneshot
 from calipers.errors import CalipersError, CalipersWarning, RecipeError, TensorValueError
 from calipers.recipes import load_recipe
-from calipers.topology.unfusing import unfuse_experts
+from calipers.topology.experts import unfuse_experts
 
 STAGES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from calipers.observers import Observer
 from calipers.statistics.masks import current_mask, token_mask
-from calipers.topology.unfusing import UnfusedExperts, unfuse_experts
+from calipers.topology.experts import UnfusedExperts, unfuse_experts
 
 
 def test_a_class_that_declares_nothing_is_tried() -> None:

@@ -18,8 +18,7 @@ from stacks import (
 )
 from torch import nn
 
-from calipers.topology.experts import fused_experts
-from calipers.topology.unfusing import unfuse_experts
+from calipers.topology.experts import fused_experts, unfuse_experts
 
 IN_FLOAT32 = {"OpenAIPrivacyFilterExperts"}  # whatever the dtype of its weights
 UNDECLARED = {"LongcatFlashExperts", "Step3p7Experts"}

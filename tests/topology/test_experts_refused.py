@@ -11,8 +11,7 @@ from stacks import EXPERTS, REFUSED, Handmade, fused_module, unfused
 from torch import nn
 
 from calipers.errors import FusedExpertsError
-from calipers.topology.experts import fused_experts
-from calipers.topology.unfusing import UnfusedExperts, unfuse_experts
+from calipers.topology.experts import UnfusedExperts, fused_experts, unfuse_experts
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

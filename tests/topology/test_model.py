@@ -33,8 +33,8 @@ from transformers import (
 )
 
 from calipers.numerics.tensors import first_tensor
+from calipers.topology.experts import UnfusedExperts, unfuse_experts
 from calipers.topology.model import Topology
-from calipers.topology.unfusing import UnfusedExperts, unfuse_experts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -9,7 +9,7 @@ import torch
 from models import random_model
 from transformers import Gemma2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, OPTConfig
 
-from calipers.topology.layers import decoder_layers
+from calipers.topology.model import decoder_layers
 from calipers.topology.tracing import residuals_of, traced
 
 SIZES: dict[str, Any] = {

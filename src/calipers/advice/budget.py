@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from calipers.checkpoint.shards import parse_size
+from calipers.checkpoint.writer import parse_size
 from calipers.errors import ConfigurationError, Option
 from calipers.judging.errors import error_of_decibels
 

@@ -23,7 +23,7 @@ from calipers.calibration.pipelines import (
 from calipers.calibration.propagation import NewTensors, stop_after_calls
 from calipers.runtime.precision import computing_in
 from calipers.runtime.progress import Add
-from calipers.topology.layers import decoder_layers
+from calipers.topology.model import decoder_layers
 from calipers.topology.tracing import (
     Stage,
     TracedTensor,

@@ -22,9 +22,17 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from torch import nn
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.names import StoredNames, converted_back, stored_names
-from calipers.checkpoint.state import join, module_state, offloaded_tensors, own_modules, owner_of
-from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.state import (
+    StoredNames,
+    converted_back,
+    join,
+    module_state,
+    offloaded_tensors,
+    own_modules,
+    owner_of,
+    stored_names,
+    tied_names,
+)
 from calipers.errors import CheckpointError, listing
 from calipers.kernels.memory import Freed
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS, pack_weight

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import compressed_tensors
+import torch
 from compressed_tensors.base import (
     COMPRESSION_VERSION_NAME,
     QUANTIZATION_CONFIG_NAME,
@@ -22,19 +24,19 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
+from compressed_tensors.utils.match import is_match, match_targets
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.compressed_tensors import get_experts_scheme
 
+from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.compression import module_format, scheme_of
-from calipers.checkpoint.groups import group_of
-from calipers.checkpoint.names import expert_names, stored_module_names
-from calipers.checkpoint.source import source_folder
-from calipers.checkpoint.state import own_modules
-from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.state import expert_names, own_modules, stored_module_names, tied_names
 from calipers.checkpoint.unknown_model import UnknownModel
+from calipers.numerics.layout import strategy_name
+from calipers.topology.experts import unfused_experts
+from calipers.topology.model import says_tied
 from calipers.topology.names import EXPERTS_PATTERN
-from calipers.topology.ties import says_tied
 
 # What calibration may change, under each of the names that models have for it.
 _PATCHED = (
@@ -49,6 +51,12 @@ _INESSENTIAL = {
 }
 # Typed: the function is not.
 _experts_scheme: Callable[[QuantizationConfig], QuantizationScheme] = get_experts_scheme
+_DECODED_AS_BFLOAT16 = {
+    CompressionFormat.nvfp4_pack_quantized,
+    CompressionFormat.mxfp4_pack_quantized,
+    CompressionFormat.mxfp8_quantized,
+}
+_ONE_SCALE = ("tensor", "channel")
 
 
 def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -204,3 +212,100 @@ def _groups_by_targets(model: nn.Module, config: QuantizationConfig) -> Iterator
             key = group_of(module, [name], config)
             if key is not None:
                 yield name, key
+
+
+def group_of(module: nn.Module, names: Iterable[str], config: QuantizationConfig) -> str | None:
+    """Return the key of the group that compressed-tensors takes for a module, if any.
+
+    Where several groups match, a target that is the name of the module wins over a pattern, and a
+    pattern over a class; of several patterns the first in alphabetical order wins.
+
+    :param names: the name on disk and the one in memory, where they differ; the first that matches
+        counts
+
+    >>> weights = {"num_bits": 4}
+    >>> all_of_them = {"targets": ["Linear"], "weights": weights}
+    >>> some = {"targets": ["re:.*up_proj"], "weights": {**weights, "num_bits": 8}}
+    >>> config = QuantizationConfig.model_validate({"config_groups": {"a": all_of_them, "b": some}})
+    >>> [group_of(nn.Linear(1, 1), [name], config) for name in ("mlp.up_proj", "mlp.down_proj")]
+    ['b', 'a']
+    """
+    names = list(dict.fromkeys(names))
+    if any(is_match(name, module, config.ignore or []) for name in names):
+        return None
+    owner = {target: key for key, group in config.config_groups.items() for target in group.targets}
+    matched = (match_targets(name, module, owner) for name in names)
+    return next((owner[targets[0]] for targets in matched if targets), None)
+
+
+@dataclass(frozen=True)
+class LoadingProblem:
+    """Something that goes wrong when transformers loads a checkpoint.
+
+    :param cause: a sentence without its full stop
+    :param advice: another one
+    :param loads_as: the dtype in which nothing goes wrong; None if there is none
+    """
+
+    cause: str
+    advice: str
+    loads_as: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"{self.cause}. {self.advice}"
+
+
+def loading_problems(model: PreTrainedModel) -> Iterator[LoadingProblem]:
+    """Find what goes wrong when transformers loads the checkpoint of a model."""
+    schemes = {n: (m, s) for n, m in own_modules(model) if (s := scheme_of(m)) is not None}
+    formats = {name: module_format(*pair) for name, pair in schemes.items()}
+    small = sorted({form.value for form in formats.values() if form in _DECODED_AS_BFLOAT16})
+    if small and model.dtype != torch.bfloat16:
+        yield LoadingProblem(
+            f"transformers decodes {', '.join(small)} to bfloat16, and this model is {model.dtype}",
+            "Load the checkpoint with from_pretrained(…, dtype=torch.bfloat16).",
+            loads_as=torch.bfloat16,
+        )
+    for name, (module, _) in schemes.items():
+        if isinstance(module, nn.Embedding) and formats[name].value.endswith("pack-quantized"):
+            yield LoadingProblem(
+                f"transformers cannot load an Embedding in the format {formats[name].value} (here "
+                f"'{name}')",
+                "The tensors are complete, for clients that read them.",
+            )
+    yield from _problems_of_experts(model, {n: (formats[n], s) for n, (_, s) in schemes.items()})
+
+
+def _problems_of_experts(
+    model: PreTrainedModel, quantized: dict[str, tuple[CompressionFormat, QuantizationScheme]]
+) -> Iterator[LoadingProblem]:
+    """transformers fuses experts while loading, and decodes few formats on the way."""
+    known, said = expert_names(model), set()
+    for experts in unfused_experts(model):
+        if isinstance(model.get_submodule(experts), nn.ModuleList):
+            continue  # so it is in transformers, too
+        for name in (name for name in quantized if name.startswith(f"{experts}.")):
+            missing = "has no place for single experts of this model"
+            problem = _expert_problem(*quantized[name]) if name in known else missing
+            if problem is not None and problem not in said:
+                said.add(problem)
+                yield LoadingProblem(
+                    f"transformers {problem} (here '{name}')",
+                    "The tensors are complete, in the layout of the original checkpoint, for "
+                    "clients that read single experts.",
+                )
+
+
+def _expert_problem(form: CompressionFormat, scheme: QuantizationScheme) -> str | None:
+    weights = scheme.weights
+    if form is CompressionFormat.nvfp4_pack_quantized:
+        return "loads NVFP4 experts without their global scale, and so computes nonsense"
+    if form is CompressionFormat.pack_quantized and not weights.symmetric:
+        return "cannot load experts with zero points"
+    plain = form is CompressionFormat.float_quantized and strategy_name(weights) in _ONE_SCALE
+    packed = (CompressionFormat.pack_quantized, CompressionFormat.mxfp4_pack_quantized)
+    if not plain and form not in packed:
+        return f"cannot load experts in the format {form.value} per {strategy_name(weights)}"
+    if scheme.input_activations is not None:
+        return "does not quantize what goes into experts, so that its results differ a little"
+    return None

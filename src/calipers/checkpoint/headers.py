@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from calipers.errors import damaged_file
-from calipers.files.json_files import read_json_object
+from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
 
 SINGLE = "model.safetensors"

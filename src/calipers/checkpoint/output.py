@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import json
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calipers.checkpoint.folder_contents import foreign_files, is_quantized
-from calipers.checkpoint.journal import Journal, has_journal, remove_journal
-from calipers.checkpoint.swap import swap_folders
+from calipers.checkpoint.auxiliary_files import foreign_files, is_quantized
 from calipers.errors import (
+    CalipersError,
     CalipersWarning,
     CheckpointError,
     CheckpointExistsError,
@@ -23,8 +26,13 @@ from calipers.errors import (
     shortened,
     would_replace,
 )
-from calipers.files.locked_folder import LockedFolder
-from calipers.files.output_file import SUFFIX, nearest_ancestor, sync, sync_folder
+from calipers.files.reading import read_json_object
+from calipers.files.writing import SUFFIX, LockedFolder, nearest_ancestor, sync, sync_folder
+
+NAME = "journal.json"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NOT_POSSIBLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def check_output(
@@ -245,3 +253,113 @@ def _sync_move(*paths: Path) -> None:
     """Let moves last; what was moved is whole in any case, also where folders cannot be synced."""
     for folder in {path.parent for path in paths} | set(paths):
         sync_folder(folder)
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A file of tensors.
+
+    :param size: bytes of the tensors
+    :param length: bytes of the file
+    """
+
+    file: str
+    tensors: list[str]
+    size: int
+    length: int
+
+
+class Journal:
+    """A file beside the folder of an unfinished checkpoint; it is written whole each time.
+
+    :param arguments: what two runs must have in common for the second one to go on, as plain data
+    """
+
+    def __init__(self, work: Path, folder: Path, arguments: Mapping[str, Any]) -> None:
+        self._file, self.folder, self._arguments = work / NAME, folder, dict(arguments)
+        self.shards: list[FinishedShard] = []
+        self.state: dict[str, Any] = {}
+
+    @property
+    def tensors(self) -> set[str]:
+        """The names of all tensors in finished files."""
+        return {name for shard in self.shards for name in shard.tensors}
+
+    def load(self) -> bool:
+        """Read what an earlier run has finished; False if it did not do the same, or left ruins."""
+        with suppress(OSError, CalipersError, TypeError, KeyError):
+            found = read_json_object(self._file)
+            shards = [FinishedShard(**each) for each in found["shards"]]
+            if found["arguments"] == self._arguments and all(map(self._is_whole, shards)):
+                self.shards, self.state = shards, dict(found["state"])
+                return True
+        return False
+
+    def add(self, shard: FinishedShard, state: Mapping[str, Any]) -> None:
+        """Note that a file is finished.
+
+        :param state: what is to be known again by whoever goes on, as plain data
+        """
+        sync(self.folder / shard.file)
+        self.shards.append(shard)
+        content = {
+            "arguments": self._arguments,
+            "shards": list(map(asdict, self.shards)),
+            "state": dict(state),
+        }
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(content), encoding="utf-8")
+        sync(new)
+        os.replace(new, self._file)
+        sync_folder(self._file.parent)
+
+    def remove_unfinished(self) -> None:
+        """Remove from the folder what is not a finished file."""
+        finished = {shard.file for shard in self.shards}
+        for path in self.folder.iterdir():
+            if path.name not in finished:
+                path.unlink()
+
+    def _is_whole(self, shard: FinishedShard) -> bool:
+        """Whether a file is as it was when it was finished; it was on disk before it was noted."""
+        path = self.folder / shard.file
+        return path.parent == self.folder and path.stat().st_size == shard.length
+
+
+def remove_journal(work: Path) -> None:
+    """Let nobody go on with what is in a folder."""
+    for name in (NAME, "journal.new"):
+        (work / name).unlink(missing_ok=True)
+
+
+def has_journal(work: Path) -> bool:
+    """Whether somebody may go on with what is in a folder."""
+    return (work / NAME).is_file()
+
+
+def swap_folders(one: Path, other: Path, aside: Path) -> None:
+    """Let two folders on one disk change places.
+
+    Where the system cannot do it at once, ``other`` is under no name but ``aside`` for a moment:
+    whoever stops in that moment has to move it back.
+    """
+    if not _swap_at_once(one, other):
+        os.rename(other, aside)
+        os.rename(one, other)
+        os.rename(aside, one)
+
+
+def _swap_at_once(one: Path, other: Path) -> bool:
+    """Exchange two folders with one call of the system; False if it, or the disk, cannot."""
+    if not hasattr(os, "uname") or os.uname().sysname != "Linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_POSSIBLE:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))

@@ -23,15 +23,13 @@ from compressed_tensors.quantization import (
 from torch import nn
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.folder_contents import NOTES
-from calipers.checkpoint.groups import group_of
+from calipers.checkpoint.auxiliary_files import NOTES
+from calipers.checkpoint.config import group_of
 from calipers.checkpoint.headers import INDEX, SINGLE, IndexDefect, readable_tensors, stored_tensors
 from calipers.checkpoint.location import check_location
-from calipers.checkpoint.names import stored_names
 from calipers.checkpoint.reader import build_unchecked
-from calipers.checkpoint.state import join
+from calipers.checkpoint.state import join, stored_names, tied_names
 from calipers.checkpoint.stored_module import StoredModule
-from calipers.checkpoint.ties import tied_names
 from calipers.errors import (
     CalipersError,
     ConfigurationError,
@@ -39,8 +37,9 @@ from calipers.errors import (
     damaged_file,
     library_errors,
 )
-from calipers.files.json_files import read_json_object
+from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
+from calipers.judging.costs import ModuleCosts
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS
 
 _STATES = ("q", "k", "v")
@@ -308,3 +307,32 @@ def _with_states_of_outputs(modules: Mapping[str, StoredModule]) -> dict[str, St
             elsewhere |= {local.replace("output", side) for local in outputs}
         changed[name] = replace(module, elsewhere=frozenset(elsewhere))
     return changed
+
+
+def is_error(found: object) -> bool:
+    """Whether it is a finite number that is not negative."""
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    return is_number and math.isfinite(found) and found >= 0  # type: ignore[arg-type, operator]
+
+
+def recorded_costs(checkpoint: QuantizedCheckpoint) -> dict[str, ModuleCosts]:
+    """Return the costs of modules that were recorded with a checkpoint; refuse damaged ones."""
+    file, found = checkpoint.folder / NOTES, checkpoint.notes.get("costs", {})
+    if not isinstance(found, dict):
+        raise damaged_file(file, "'costs' must be an object")
+    try:
+        costs = {name: ModuleCosts.from_dict(each) for name, each in found.items()}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise damaged_file(file, f"'costs' are not those of modules ({error})") from error
+    for name, cost in costs.items():
+        shares = (cost.weight, cost.input, cost.typical_input)
+        figures = [share for share in shares if share is not None]
+        figures += [
+            value
+            for tensor in cost.tensors.values()
+            for value in vars(tensor).values()
+            if not isinstance(value, bool)
+        ]
+        if not all(map(is_error, figures)):
+            raise damaged_file(file, f"the costs of '{name}' are no finite numbers")
+    return costs

@@ -16,7 +16,7 @@ from transformers import (
 
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
 from calipers.errors import RecipeError, damaged_file, shortened
-from calipers.files.json_files import read_json_object
+from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 
 

@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
+import re
+import struct
+import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.auxiliary_files import write_auxiliary_files, write_json, write_notes
-from calipers.checkpoint.compatibility import loading_problems
+from calipers.checkpoint.auxiliary_files import (
+    check_apart,
+    write_auxiliary_files,
+    write_json,
+    write_notes,
+)
 from calipers.checkpoint.compression import (
     check_frozen,
     checkpoint_tensors,
     estimated_size,
     tensor_names,
 )
-from calipers.checkpoint.config import checkpoint_config
-from calipers.checkpoint.names import StoredNames
-from calipers.checkpoint.output import free_space, resumable_folder
-from calipers.checkpoint.shards import ShardWriter, header_room, parse_size
-from calipers.checkpoint.source import check_apart
-from calipers.errors import CalipersWarning, CheckpointError
+from calipers.checkpoint.config import checkpoint_config, loading_problems
+from calipers.checkpoint.output import FinishedShard, Journal, free_space, resumable_folder
+from calipers.checkpoint.state import StoredNames
+from calipers.errors import CalipersWarning, CheckpointError, ConfigurationError, Option
 from calipers.runtime.progress import Progress
 
 _MEGABYTE = 1e6
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+_BARE = 64
+_MOST_ROOM = 1 << 20
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+T = TypeVar("T")
 
 
 def write_checkpoint(
@@ -145,3 +177,217 @@ def _check_space(path: Path, needed: int) -> None:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:,.3f} GB"
+
+
+def parse_size(size: int | str) -> int:
+    """Return a size in bytes.
+
+    >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(100)
+    (5000000000, 1572864, 100)
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if match is None or number <= 0:
+        raise ConfigurationError(
+            "is no size",
+            subject=Option("max_shard_size", size),
+            hint="Give bytes, or a number with a unit: '5GB'.",
+        )
+    unit = _UNITS[match[2].upper()]
+    binary = 1024 ** list(_UNITS.values()).index(unit)
+    return int(number * (binary if match[3] else unit))
+
+
+@dataclass
+class Shard:
+    """One file: the length of its header, the header with a place for each tensor, the tensors.
+
+    The header comes first and is known last, so room is left for it; what it does not need is
+    filled with blanks, as the format allows. Tensors may not have gaps between them, and readers
+    want each at a multiple of the size of its numbers: the few of odd length wait for the end.
+    """
+
+    file: BinaryIO
+    room: int
+    header: dict[str, Any] = field(default_factory=lambda: {"__metadata__": {"format": "pt"}})
+    size: int = 0
+    last: str = ""
+    _header_size: int = _BARE
+    _waiting: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Leave room for the header."""
+        self.file.write(b" " * (_LENGTH.size + self.room))
+
+    def has_room_for(self, name: str) -> bool:
+        """Whether one more tensor can be listed in the header."""
+        return self._header_size + _entry_size(name) <= self.room
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor, now or at the end."""
+        self._header_size += _entry_size(name)
+        self.size += tensor.nbytes
+        self.last = name
+        if tensor.nbytes % _ALIGNMENT:
+            self._waiting.append((name, tensor.clone()))
+        else:
+            self._write(name, tensor)
+
+    def finish(self) -> None:
+        """Write what has waited, and the header."""
+        for name, tensor in sorted(self._waiting, key=lambda pair: -pair[1].element_size()):
+            self._write(name, tensor)
+        text = json.dumps(self.header, separators=(",", ":"), ensure_ascii=False).encode()
+        self.file.seek(0)
+        self.file.write(_LENGTH.pack(self.room) + text)
+        self.file.close()
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        start = self.file.tell()
+        begin = start - _LENGTH.size - self.room
+        # A memoryview of the bytes: no copy is made of a tensor that is in memory as a whole.
+        self.file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self.header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + tensor.nbytes],
+        }
+        if hasattr(os, "posix_fadvise"):  # the disk begins now: little is left for fsync
+            advice = os.POSIX_FADV_DONTNEED
+            os.posix_fadvise(self.file.fileno(), start, tensor.nbytes, advice)
+
+
+@dataclass
+class ShardWriter:
+    """Writes tensors in the order in which they come, and forgets them.
+
+    :param room: the bytes that the header of a file may take; a file whose header is full ends
+    :param journal: where each finished file is noted; what it knows is finished is not written
+    :param state: returns what is to be known again by whoever goes on behind a tensor
+    """
+
+    folder: Path
+    max_size: int
+    room: int = _MOST_ROOM
+    journal: Journal | None = None
+    state: Callable[[str], Mapping[str, Any]] = lambda _: {}
+    _open: Shard | None = None
+    _shards: list[FinishedShard] = field(default_factory=list)
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write all tensors, and the index if there is more than one shard."""
+        done: set[str] = set()
+        if self.journal is not None:
+            self._shards, done = list(self.journal.shards), self.journal.tensors
+        try:
+            for name, tensor in tensors:
+                if name in done:
+                    continue
+                self._shard_for(name, tensor.nbytes).add(name, tensor.detach().cpu().contiguous())
+            self._end_shard()
+        finally:
+            if self._open is not None:
+                with suppress(OSError):  # there is another error already
+                    self._open.file.close()
+        self._finish()
+
+    def _shard_for(self, name: str, size: int) -> Shard:
+        """Return the open shard if one more tensor fits into it, or begin another."""
+        shard = self._open
+        if shard and shard.size + size <= self.max_size and shard.has_room_for(name):
+            return shard
+        self._end_shard()
+        path = self.folder / f"model-{len(self._shards) + 1:05d}.safetensors"
+        room = max(self.room, _aligned(_BARE + _entry_size(name)))
+        self._open = Shard(path.open("wb"), room)
+        self._open.begin()
+        return self._open
+
+    def _end_shard(self) -> None:
+        if self._open is not None:
+            self._open.finish()
+            names = [name for name in self._open.header if name != "__metadata__"]
+            path = Path(self._open.file.name)
+            shard = FinishedShard(path.name, names, self._open.size, path.stat().st_size)
+            self._shards.append(shard)
+            if self.journal is not None:
+                self.journal.add(shard, self.state(self._open.last))
+            self._open = None
+
+    def _finish(self) -> None:
+        if len(self._shards) == 1:
+            path = self.folder / self._shards[0].file
+            path.rename(self.folder / "model.safetensors")
+            return
+        weight_map = {}
+        for shard in self._shards:
+            path = self.folder / shard.file
+            final = f"{path.stem}-of-{len(self._shards):05d}.safetensors"
+            path.rename(self.folder / final)
+            weight_map.update(dict.fromkeys(shard.tensors, final))
+        total = sum(shard.size for shard in self._shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def header_room(names: Iterable[str]) -> int:
+    """Return enough room for tensors of these names, and for as many again that are put to them."""
+    return min(_MOST_ROOM, _aligned(_BARE + 2 * sum(map(_entry_size, names))))
+
+
+def _entry_size(name: str) -> int:
+    """Return how many bytes a tensor takes in the header at most, for up to eight dimensions."""
+    return len(json.dumps(name, ensure_ascii=False).encode()) + 256
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def in_background(items: Generator[T, None, None], ahead: int = 1) -> Generator[T, None, None]:
+    """Give what a generator gives, which works in a thread of its own.
+
+    It has at most ``ahead`` items ready that nobody has asked for. What it raises is raised here.
+    Whoever stops asking must close what is returned, which waits for the item that is at work.
+
+    >>> list(in_background(number for number in range(3)))
+    [0, 1, 2]
+    """
+    ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(ahead)
+    over = threading.Event()
+
+    def put(item: tuple[T] | BaseException | None) -> None:
+        while not over.is_set():
+            with suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                break
+
+    def work() -> None:
+        torch.set_num_threads(threads)
+        try:
+            with closing(items):
+                for item in items:
+                    put((item,))
+                    del item  # it may be large, and the next one is about to be made
+                    if over.is_set():
+                        return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    threads = torch.get_num_threads()
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    try:
+        while (found := ready.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found[0]
+            del found
+    finally:
+        over.set()
+        worker.join()

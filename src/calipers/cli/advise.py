@@ -14,7 +14,7 @@ from calipers.cli.options import GroupSize, Ignored, Model, TrustRemoteCode
 from calipers.cli.sources import model_source
 from calipers.cli.tables import add_row, table
 from calipers.errors import listing
-from calipers.files.output_file import check_output_file, output_file
+from calipers.files.writing import check_output_file, output_file
 from calipers.options import IGNORED_BY_DEFAULT
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from calipers.cli.options import Data, Model, Without, read_number
 from calipers.cli.show import about
 from calipers.cli.sources import DATA_KINDS, data_source, model_source, packed
 from calipers.errors import ConfigurationError, Mistakes
-from calipers.files.output_file import PARTIAL, check_output_file
+from calipers.files.writing import PARTIAL, check_output_file
 from calipers.options import CalibrationOptions, ComputeOptions, DataOptions, MeasureOptions
 
 Output = Annotated[

@@ -11,7 +11,7 @@ from calipers.cli.command import CommandOutput
 from calipers.cli.measure import Output, Overwrite
 from calipers.cli.show import about
 from calipers.errors import ConfigurationError
-from calipers.files.output_file import check_output_file
+from calipers.files.writing import check_output_file
 
 Files = Annotated[
     list[Path], typer.Argument(metavar="FILE…", help="Files of measurements, two or more.")

@@ -12,7 +12,7 @@ from calipers.cli.formatting import format_size
 from calipers.cli.options import TrustRemoteCode
 from calipers.cli.sources import model_source
 from calipers.errors import counted
-from calipers.files.output_file import check_output_file
+from calipers.files.writing import check_output_file
 
 if TYPE_CHECKING:
     from calipers.reporting.content import CheckpointFacts, Content

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from calipers.calibration.attention import expose_states
 from calipers.calibration.lifecycle import store_qparams
-from calipers.checkpoint.state import join
-from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.state import join, tied_names
 from calipers.errors import ConfigurationError, listing, shortened
 from calipers.planning.plan import Changes, Plan
 from calipers.planning.specs import ModuleSpec

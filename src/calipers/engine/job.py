@@ -21,11 +21,10 @@ from calipers.calibration.pipelines import (
     usable_device,
 )
 from calipers.calibration.sequential import run_sequential
-from calipers.checkpoint.loading_progress import loading_counted
+from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.output import check_output
-from calipers.checkpoint.reader import load_model, load_tokenizer
-from calipers.checkpoint.shards import parse_size
-from calipers.checkpoint.source import check_apart, source_folder
+from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
+from calipers.checkpoint.writer import parse_size
 from calipers.errors import (
     ConfigurationError,
     MeasurementsError,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.coverage import Coverage, settle_unseen
-from calipers.checkpoint.source import source_folder
+from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.engine.applying import check_changes
 from calipers.errors import CalipersWarning, shortened
 from calipers.judging.costs import ModuleCosts, report_costs

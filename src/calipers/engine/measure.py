@@ -18,9 +18,9 @@ from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.calibration.snapshot import left_as_found
-from calipers.checkpoint.fingerprint import model_fingerprint
+from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.reader import load_skeleton
-from calipers.checkpoint.source import source_folder
+from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.engine.job import PIPELINES, Job, check_options
 from calipers.engine.needs import statistics_bytes
 from calipers.errors import (
@@ -34,7 +34,7 @@ from calipers.errors import (
     not_allowed,
     shortened,
 )
-from calipers.files.output_file import output_file as place_of
+from calipers.files.writing import output_file as place_of
 from calipers.kernels.memory import Freed
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.halves import parted, with_halves
@@ -58,8 +58,7 @@ from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
 from calipers.statistics.sums import Sensitivity
-from calipers.topology.experts import fused_experts
-from calipers.topology.unfusing import unfuse_experts
+from calipers.topology.experts import fused_experts, unfuse_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,8 @@ from calipers.calibration.data import Batches
 from calipers.calibration.early import EarlyLook
 from calipers.calibration.pipelines import Run
 from calipers.calibration.snapshot import unchanged_on_error
-from calipers.checkpoint.fingerprint import model_fingerprint
-from calipers.checkpoint.source import source_folder
+from calipers.checkpoint.auxiliary_files import source_folder
+from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.engine.applying import freeze
 from calipers.engine.job import (

@@ -14,23 +14,21 @@ import torch
 
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import usable_device
+from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.compression import tensor_names
 from calipers.checkpoint.headers import stored_tensors
-from calipers.checkpoint.loading_progress import loading_counted
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.reader import (
     load_model,
     load_skeleton,
     load_tokenizer,
+    loading_counted,
     refuse_quantized,
 )
-from calipers.checkpoint.shards import parse_size
-from calipers.checkpoint.source import check_apart, source_folder
-from calipers.checkpoint.state import offloaded_tensors
+from calipers.checkpoint.state import offloaded_tensors, tied_names
 from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, WeightSource
-from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
-from calipers.checkpoint.writer import TensorStream, write_stream
+from calipers.checkpoint.writer import TensorStream, parse_size, write_stream
 from calipers.engine.applying import give_schemes
 from calipers.engine.job import (
     Arguments,

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.background import in_background
 from calipers.checkpoint.compression import compressed_state, name_on_disk
-from calipers.checkpoint.names import StoredNames
-from calipers.checkpoint.state import join, module_state, own_modules
+from calipers.checkpoint.state import StoredNames, join, module_state, own_modules, tied_names
 from calipers.checkpoint.stored_weights import WeightSource
-from calipers.checkpoint.ties import tied_names
+from calipers.checkpoint.writer import in_background
 from calipers.engine.applying import apply_changes
 from calipers.engine.loop import StepDriver
 from calipers.engine.needs import grouped_by_input, hessian_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from calipers.calibration.data import Batch, Batches, counted_tokens
 from calipers.calibration.pipelines import call_model, moved, onloaded
-from calipers.checkpoint.loading_progress import loading_counted
+from calipers.checkpoint.reader import loading_counted
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError, empty_data
 from calipers.evaluation.bootstrap import Bootstrap
 from calipers.evaluation.layers import LayerComparison, LayerError

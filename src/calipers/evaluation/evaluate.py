@@ -13,8 +13,7 @@ import torch
 from calipers.calibration.data import calibration_batches, limits_of
 from calipers.calibration.data.token_masks import check_mask
 from calipers.calibration.pipelines import usable_device
-from calipers.checkpoint.loading_progress import loading_counted
-from calipers.checkpoint.reader import load_model, load_tokenizer
+from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
 from calipers.checkpoint.sizes import size_on_disk
 from calipers.errors import CalipersWarning, ConfigurationError, Option
 from calipers.evaluation.comparison import Comparison

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from calipers.judging.errors import token_errors
-from calipers.topology.layers import decoder_layers
+from calipers.topology.model import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

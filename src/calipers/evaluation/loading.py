@@ -14,18 +14,17 @@ from compressed_tensors.base import QUANTIZATION_METHOD
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 
-from calipers.checkpoint.compatibility import LoadingProblem, loading_problems
-from calipers.checkpoint.groups import group_of
-from calipers.checkpoint.names import stored_module_names
+from calipers.checkpoint.config import LoadingProblem, group_of, loading_problems
 from calipers.checkpoint.quantized import parse_settings
 from calipers.checkpoint.reader import load_model, load_skeleton
+from calipers.checkpoint.state import stored_module_names
 from calipers.errors import (
     CalipersWarning,
     FusedExpertsError,
     ModelRunError,
     TensorValueError,
 )
-from calipers.topology.unfusing import unfuse_experts
+from calipers.topology.experts import unfuse_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

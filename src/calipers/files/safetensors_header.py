@@ -17,8 +17,7 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from calipers.errors import CalipersError, damaged_file, library_errors
-from calipers.files.json_files import Damaged, parse_json_object
-from calipers.files.regular_files import LARGEST_JSON, open_regular
+from calipers.files.reading import LARGEST_JSON, Damaged, open_regular, parse_json_object
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
-from calipers.checkpoint.quantized_weight import QuantizedWeight
-from calipers.checkpoint.stored_module import StoredModule
+from calipers.checkpoint.stored_module import QuantizedWeight, StoredModule
 from calipers.errors import ConfigurationError, cannot_load
-from calipers.files.json_files import read_json_object
+from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 from calipers.judging.streams import Streams
 from calipers.judging.weights import WeightLoss, stored_weight_loss, weight_loss

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from calipers.checkpoint.folder_contents import NOTES
-from calipers.checkpoint.notes import recorded_costs
-from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.auxiliary_files import NOTES
+from calipers.checkpoint.quantized import QuantizedCheckpoint, recorded_costs
 from calipers.checkpoint.stored_module import PARAMETERS
 from calipers.errors import CalipersError
 from calipers.judging.costs import costly

@@ -20,7 +20,7 @@ from calipers.errors import (
     damaged_measurements,
     library_errors,
 )
-from calipers.files.json_files import parse_json_object
+from calipers.files.reading import parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
 from calipers.kernels.memory import Freed
 from calipers.measurements.halves import (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from calipers.errors import ConfigurationError, MeasurementsError, damaged_measurements
-from calipers.files.output_file import PARTIAL, OutputFile
+from calipers.files.writing import PARTIAL, OutputFile
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.store import Measurements
 from calipers.measurements.tensors import Tensors

@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from calipers.errors import CheckpointExistsError, MergeError, counted
-from calipers.files.output_file import OutputFile, check_output_file, output_file
+from calipers.files.writing import OutputFile, check_output_file, output_file
 from calipers.measurements.file_format import (
     decoded,
     digest_of_file,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calipers.errors import MeasurementsError
-from calipers.files.regular_files import open_regular
+from calipers.files.reading import open_regular
 from calipers.files.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from calipers.errors import RecipeError, nearest
 from calipers.planning.checks import check_modules, what_cannot_be, what_there_is
 from calipers.planning.plan import PROPAGATIONS, Plan, Step
 from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
-from calipers.topology.experts import fused_experts
-from calipers.topology.unfusing import unfuse_experts
+from calipers.topology.experts import fused_experts, unfuse_experts
 
 if TYPE_CHECKING:
     from calipers.recipes.schema import Recipe

@@ -19,7 +19,7 @@ from calipers.errors import (
     code_not_allowed,
     nearest,
 )
-from calipers.files.regular_files import read_whole
+from calipers.files.reading import read_whole
 from calipers.notebook import NotebookView
 from calipers.observers.registry import is_file_of_code
 from calipers.options import IGNORED_BY_DEFAULT

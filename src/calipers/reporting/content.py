@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from calipers.checkpoint.folder_contents import NOTES
+from calipers.checkpoint.auxiliary_files import NOTES
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import counted, shortened
 from calipers.linting import Finding

@@ -9,9 +9,8 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs
 
-from calipers.checkpoint.folder_contents import NOTES
-from calipers.checkpoint.notes import is_error, recorded_costs
-from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.auxiliary_files import NOTES
+from calipers.checkpoint.quantized import QuantizedCheckpoint, is_error, recorded_costs
 from calipers.errors import ModelLoadError, damaged_file
 from calipers.judging.costs import ModuleCosts
 from calipers.judging.losses import ModuleLoss, loss_grid, module_losses

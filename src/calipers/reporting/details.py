@@ -9,8 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.checkpoint.quantized import QuantizedCheckpoint
-from calipers.checkpoint.quantized_weight import QuantizedWeight
-from calipers.checkpoint.stored_module import StoredModule
+from calipers.checkpoint.stored_module import QuantizedWeight, StoredModule
 from calipers.numerics.formats import Format
 from calipers.reporting.channels import ChannelRanges
 from calipers.reporting.histograms import LogHistogram, distribution_of

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from calipers.errors import ConfigurationError
 from calipers.evaluation import LayerError
-from calipers.files.json_files import read_json_object
+from calipers.files.reading import read_json_object
 
 
 class Sufficiency(NamedTuple):

@@ -17,7 +17,7 @@ from calipers.errors import (
     Option,
     counted,
 )
-from calipers.files.output_file import check_output_file, output_file
+from calipers.files.writing import check_output_file, output_file
 from calipers.kernels.threads import kernels_only
 from calipers.linting import Finding
 from calipers.linting.lint import lint_checkpoint

@@ -12,10 +12,9 @@ from torch import Tensor
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.reader import load_skeleton, refuse_quantized
-from calipers.checkpoint.state import offloaded_tensors
+from calipers.checkpoint.state import offloaded_tensors, tied_names
 from calipers.checkpoint.stored_module import StoredModule
 from calipers.checkpoint.stored_weights import StoredWeights
-from calipers.checkpoint.ties import tied_names
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.errors import MeasurementsError, damaged_file
 from calipers.judging.streams import Streams

@@ -29,7 +29,7 @@ from calipers.steps.base import Changes, Layer
 from calipers.steps.choices import ObserverChoice
 from calipers.steps.quantization import QuantizationModifier
 from calipers.steps.solving import Group, counted_groups, fused_groups, observed, solve_activations
-from calipers.topology.layers import decoder_layers
+from calipers.topology.model import decoder_layers
 from calipers.topology.names import expert_of
 
 _CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are

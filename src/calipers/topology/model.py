@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,11 +11,49 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from calipers.errors import ConfigurationError
-from calipers.topology.layers import decoder_layers, layers_of_names
+from calipers.errors import ConfigurationError, Option
 from calipers.topology.names import expert_of, fused_projections, grouped
-from calipers.topology.norms import norms_of_readers
-from calipers.topology.ties import shared_parameters
+
+_IN_STACK = re.compile(r"^(.*?)\.?(?<![^.])(\d+)(?:\.|$)")
+
+# What the first Linears of either block of a layer are called, and the blocks themselves. Routers,
+# and experts that are stacked in one module, read the same norm.
+_ATTENTION = ("self_attn", "self_attention", "attention")
+_READ_BY_ATTENTION = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"),
+    *("q_a_proj", "kv_a_proj_with_mqa"),
+)
+_MLP = ("mlp", "block_sparse_moe", "feed_forward")
+_READ_BY_MLP = (
+    *("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "dense_h_to_4h"),
+    *("gate", "router", "shared_expert_gate", "experts"),
+)
+
+# Low-rank projections of attention have norms of their own between the two matrices.
+_LATENT = {"q_a_layernorm": "q_b_proj", "kv_a_layernorm": "kv_b_proj"}
+
+# The norms of a layer by the block that reads them; none where they normalize what a block returns.
+# A layer whose norms are called in another way is not guessed at.
+_LAYOUTS: tuple[dict[str, str], ...] = (
+    {"input_layernorm": "attention", "post_attention_layernorm": "mlp"},
+    {"input_layernorm": "attention mlp"},  # one norm for two blocks side by side
+    {"ln_attn": "attention", "ln_mlp": "mlp"},
+    {  # Gemma 2 and 3
+        "input_layernorm": "attention",
+        "post_attention_layernorm": "",
+        "pre_feedforward_layernorm": "mlp",
+        "post_feedforward_layernorm": "",
+    },
+    {"post_attention_layernorm": "", "post_feedforward_layernorm": ""},  # OLMo 2
+    {  # GLM 4
+        "input_layernorm": "attention",
+        "post_self_attn_layernorm": "",
+        "post_attention_layernorm": "mlp",
+        "post_mlp_layernorm": "",
+    },
+)
+_FINAL = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
@@ -120,3 +159,136 @@ def _fits(reader: torch.nn.Module, norm: torch.nn.Module) -> bool:
     if scale is None or scale.ndim != 1:
         return False
     return matrix is None or matrix.shape[-1] == scale.shape[0]
+
+
+def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Find the stack of layers that a model consists of: name → layer, in order.
+
+    Where a model has several, as those that see images do, it is the one of its decoder.
+    """
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    everywhere = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module)
+    ]
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    within = set(decoder.modules()) if isinstance(decoder, torch.nn.Module) else set()
+    stacks = [found for found in everywhere if found[1] in within] or everywhere
+    named = [(n, m) for n, m in stacks if all(type(layer).__name__ in classes for layer in m)]
+    if not (named or stacks):
+        raise ConfigurationError(
+            "has no ModuleList of layers, so it cannot be calibrated layer by layer",
+            subject=type(model).__name__,
+            hint="Pass " + Option("pipeline", "basic"),
+        )
+    name, stack = max(named or stacks, key=lambda found: len(found[1]))
+    return {f"{name}.{index}": layer for index, layer in enumerate(stack)}
+
+
+def layers_of_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the layers of the longest stack that names of modules speak of.
+
+    >>> layers_of_names(["model.layers.0.mlp.experts.0.up_proj", "model.layers.1.mlp", "lm_head"])
+    ('model.layers.0', 'model.layers.1')
+    """
+    stacks: dict[str, set[int]] = {}
+    for name in names:
+        if match := _IN_STACK.match(name):
+            stacks.setdefault(match[1], set()).add(int(match[2]))
+    if not stacks:
+        return ()
+    stack = max(stacks, key=lambda stack: len(stacks[stack]))
+    return tuple(f"{stack}.{number}".lstrip(".") for number in sorted(stacks[stack]))
+
+
+def norms_of_readers(names: Collection[str], layers: Sequence[str]) -> dict[str, str]:
+    """Map each module that reads the output of a norm to that norm.
+
+    >>> norms_of_readers(["layers.0.input_layernorm", "layers.0.post_attention_layernorm",
+    ...                   "layers.0.self_attn.q_proj", "layers.0.mlp.down_proj"], ["layers.0"])
+    {'layers.0.self_attn.q_proj': 'layers.0.input_layernorm'}
+    """
+    inside: dict[str, list[str]] = {layer: [] for layer in layers}
+    depth = layers[0].count(".") + 1 if layers else 0
+    for name in names:
+        parts = name.split(".")
+        layer = ".".join(parts[:depth])
+        if layer in inside and len(parts) > depth:
+            inside[layer].append(".".join(parts[depth:]))
+    norms = {
+        f"{layer}.{reader}": f"{layer}.{norm}"
+        for layer, local in inside.items()
+        for reader, norm in _norms_in_layer(local).items()
+    }
+    return norms | _norm_of_head(names, layers)
+
+
+def _norms_in_layer(names: Sequence[str]) -> dict[str, str]:
+    """Map readers to norms by their names within a layer."""
+    own = {n for n in names if "." not in n and ("norm" in n or n.startswith("ln_"))}
+    layout: Mapping[str, str] = next((each for each in _LAYOUTS if each.keys() == own), {})
+    norm_of_block = {block: norm for norm, blocks in layout.items() for block in blocks.split()}
+    norms: dict[str, str] = {}
+    for name in names:
+        parent, _, own_name = name.rpartition(".")
+        block = _block_that_begins_with(name)
+        if block in norm_of_block and f"{name}.0" not in names:  # not experts that are modules
+            norms[name] = norm_of_block[block]
+        elif parent in _ATTENTION:
+            for norm, reader in _LATENT.items():
+                if own_name == reader and f"{parent}.{norm}" in names:
+                    norms[name] = f"{parent}.{norm}"
+    return norms
+
+
+def _block_that_begins_with(name: str) -> str:
+    """Return which block of a layer hands its input on to a module as it is.
+
+    >>> _block_that_begins_with("mlp.experts.3.up_proj"), _block_that_begins_with("mlp.down_proj")
+    ('mlp', '')
+    """
+    parent, _, own = name.rpartition(".")
+    if parent in _ATTENTION:
+        return "attention" if own in _READ_BY_ATTENTION else ""
+    first = name.partition(".")[0]
+    expert = expert_of(name)
+    depth = parent if expert is None else expert.experts.rpartition(".")[0]
+    is_mlp = first in _MLP or name == "fc1"
+    shallow = depth in ("", first, f"{first}.shared_expert", f"{first}.shared_experts")
+    return "mlp" if is_mlp and shallow and own in _READ_BY_MLP else ""
+
+
+def _norm_of_head(names: Collection[str], layers: Sequence[str]) -> dict[str, str]:
+    """Map the head to the norm behind the last layer, where both are known."""
+    if not layers:
+        return {}
+    parent = layers[0].rpartition(".")[0].rpartition(".")[0]
+    norms = [each for name in _FINAL if (each := f"{parent}.{name}".lstrip(".")) in names]
+    heads = [name for name in _HEADS if name in names]
+    is_plain = not any(name.rpartition(".")[2] == "project_out" for name in names)
+    return {heads[0]: norms[0]} if len(norms) == len(heads) == 1 and is_plain else {}
+
+
+def shared_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Return each parameter that is the same tensor as one before it, with the name of that."""
+    first: dict[int, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+    return {name: other for name, other in names.items() if name != other}
+
+
+def declared_ties(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Return the copies among tensors that the classes of a model declare, with their sources."""
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for copy, source in (getattr(module, "_tied_weights_keys", None) or {}).items():
+            pattern = re.compile(re.escape(start) + copy)
+            for name in filter(pattern.fullmatch, names):
+                yield name, start + source
+
+
+def says_tied(model: torch.nn.Module) -> bool:
+    """Whether the config says that embedding and head are one."""
+    config: Any = model.config
+    return bool(getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False))

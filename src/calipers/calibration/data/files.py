@@ -17,7 +17,7 @@ from typing import IO, Any
 from calipers.calibration.data.columns import columns_of
 from calipers.calibration.data.token_masks import COLUMNS
 from calipers.errors import DataError, empty_data, library_errors
-from calipers.files.regular_files import irregular_kind, read_whole
+from calipers.files.reading import irregular_kind, read_whole
 
 LARGEST_TEXT = 64 * 2**20
 """How many bytes of a text or a stream are read; calibration rarely uses a tenth of them."""
