@@ -27,12 +27,10 @@ from tables import Column, Row, number
 from torch import Tensor
 
 from calipers import Observer
-from calipers.kernels import feedback, joint
-from calipers.kernels.feedback import Rounding, descend, feed_back
-from calipers.numerics.formats import Format
-from calipers.numerics.scales import storable_scales
-from calipers.solvers.gptq import curvature, feed_back_errors
-from calipers.solvers.refit import Scales
+from calipers.kernels import hessian as kernels
+from calipers.kernels.hessian import Rounding, descend, feed_back
+from calipers.numerics.formats import Format, storable_scales
+from calipers.solvers.gptq import Scales, curvature, feed_back_errors
 
 try:
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
@@ -201,9 +199,9 @@ def without_kernels() -> Iterator[None]:
     """Turn the native kernels off that are measured here, and no others."""
     with ExitStack() as stack:
         for module, name in (
-            (feedback, "feed_back_block"),
-            (feedback, "descend_in_place"),
-            (joint, "choose_in_blocks"),
+            (kernels, "feed_back_block"),
+            (kernels, "descend_in_place"),
+            (kernels, "choose_in_blocks"),
         ):
             reference = getattr(module, name).using("torch")
             stack.enter_context(patch.object(module, name, reference))

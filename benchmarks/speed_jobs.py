@@ -26,9 +26,7 @@ from torch import Tensor
 
 from calipers import Observer
 from calipers.kernels import describe
-from calipers.kernels.counts import count_values
-from calipers.kernels.extrema import extrema
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.reductions import count_values, extrema, sum_of_squares
 from calipers.numerics.layout import Layout
 
 CALLS = 3  # of ours in each round

@@ -20,14 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from calipers.errors import ConfigurationError
 from calipers.kernels import KernelReport, describe, native
-from calipers.kernels.counts import count_values
-from calipers.kernels.extrema import extrema
 from calipers.kernels.operations import Workload, chosen_backends
+from calipers.kernels.reductions import count_values, extrema
 from calipers.kernels.search import search_range
 
 FIRST_USE = (
     "import torch; from calipers.kernels import describe; "
-    "from calipers.kernels.extrema import extrema; "
+    "from calipers.kernels.reductions import extrema; "
     "print(extrema(torch.ones(1, 2, 1, 3)).max_vals.tolist()); print(describe())"
 )
 
@@ -193,7 +192,7 @@ def test_an_interrupted_search_leaves_no_thread_behind() -> None:
 
 THREADS_OF_A_PROCESS = """
 import os, signal, torch
-from calipers.kernels.extrema import extrema
+from calipers.kernels.reductions import extrema
 
 torch.set_num_threads(4)
 values = torch.randn(1, 1, 1, 1 << 22)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from calipers.kernels.extrema import extrema
+from calipers.kernels.reductions import extrema
 from calipers.kernels.search import search_range
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams

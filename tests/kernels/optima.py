@@ -14,8 +14,7 @@ from torch import Tensor
 
 from calipers.kernels import describe
 from calipers.kernels.optimum import Optimum, best_scales
-from calipers.numerics.formats import Format
-from calipers.numerics.scales import storable_scales, windows_of
+from calipers.numerics.formats import Format, storable_scales, windows_of
 
 NVFP4 = {
     "num_bits": 4,

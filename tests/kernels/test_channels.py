@@ -8,10 +8,13 @@ from data import DTYPES
 from engines import NATIVE_ENGINES, with_engines
 from torch import Tensor
 
-from calipers.kernels.channels import summarize_channels
-from calipers.kernels.counts import BINS, count_values
-from calipers.kernels.extrema import extrema
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.reductions import (
+    BINS,
+    count_values,
+    extrema,
+    sum_of_squares,
+    summarize_channels,
+)
 
 SHAPES = [(1, 1), (1, 40), (7, 3), (255, 17), (700, 33), (300, 1100), (515, 2049)]
 MEMORIES = ["contiguous", "transposed", "every_third", "misaligned"]

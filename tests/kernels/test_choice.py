@@ -10,8 +10,8 @@ from engines import with_engines
 from exact import INT4, MXFP4, SHRINK, check_choice, exact_error
 from geometries import in_any_memory, pieces
 
-from calipers.kernels.extrema import extrema
 from calipers.kernels.native import search
+from calipers.kernels.reductions import extrema
 from calipers.kernels.search import search_range
 
 

@@ -7,7 +7,7 @@ from data import DTYPES
 from engines import with_engines
 from geometries import in_any_memory, pieces
 
-from calipers.kernels.counts import BINS, NAN_BIN, count_values, distinct_values
+from calipers.kernels.reductions import BINS, NAN_BIN, count_values, distinct_values
 
 
 def counted_in_numpy(values: torch.Tensor) -> np.ndarray:

@@ -6,7 +6,7 @@ from data import DISTRIBUTIONS, DTYPES
 from engines import with_engines
 from geometries import in_any_memory, pieces
 
-from calipers.kernels.extrema import extrema
+from calipers.kernels.reductions import extrema
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,7 +11,7 @@ from data import FORMATS
 from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from torch import Tensor
 
-from calipers.kernels.feedback import descend, feed_back
+from calipers.kernels.hessian import descend, feed_back
 from calipers.numerics.formats import Format
 
 KINDS = ["int3", "int4", "int4_asym", "int8", "int8_asym", "fp8", "fp8_asym", "fp4"]

@@ -13,19 +13,21 @@ from engines import backends_in_use
 from pairwise import pairwise
 from torch import Tensor
 
-from calipers.kernels.channels import summarize_channels
-from calipers.kernels.counts import BINS, count_values, distinct_values
-from calipers.kernels.extrema import extrema
-from calipers.kernels.feedback import descend, feed_back
-from calipers.kernels.joint import choose_together
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.hessian import choose_together, descend, feed_back
 from calipers.kernels.operations import operations
 from calipers.kernels.optimum import best_scales
-from calipers.kernels.products import sum_of_products
+from calipers.kernels.reductions import (
+    BINS,
+    count_values,
+    distinct_values,
+    extrema,
+    sum_of_products,
+    sum_of_squares,
+    summarize_channels,
+)
 from calipers.kernels.rounding import pack_weight, quantization_errors, quantize_with_error
 from calipers.kernels.search import search_range
-from calipers.numerics.formats import Format
-from calipers.numerics.scales import windows_of
+from calipers.numerics.formats import Format, windows_of
 
 INT4 = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
 FMT = Format.of(INT4)

@@ -10,8 +10,7 @@ from engines import NATIVE_ENGINES, engine_in_use, threads_in_use, with_engines
 from geometries import MEMORIES, pieces
 from torch import Tensor
 
-from calipers.kernels.joint import choose_together
-from calipers.solvers.hessian import quadratic_error
+from calipers.kernels.hessian import choose_together, quadratic_error
 
 # (grid rows, blocks, pieces of a block, columns)
 SHAPES = [(1, 1, 2, 1), (3, 2, 3, 7), (70, 2, 4, 16), (33, 1, 3, 40), (40, 3, 2, 128)]

@@ -9,8 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.joint import choose_together
-from calipers.solvers.hessian import quadratic_error
+from calipers.kernels.hessian import choose_together, quadratic_error
 
 ARGS = QuantizationArgs(num_bits=3, strategy="group", group_size=4)
 

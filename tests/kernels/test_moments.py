@@ -5,7 +5,7 @@ import torch
 from data import DTYPES
 from engines import with_engines
 
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.reductions import sum_of_squares
 
 
 @with_engines(

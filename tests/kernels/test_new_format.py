@@ -19,9 +19,8 @@ from calipers.kernels.operations import Workload
 from calipers.kernels.optimum import best_scales
 from calipers.kernels.rounding import quantization_errors, quantize_with_error
 from calipers.kernels.search import search_range
-from calipers.numerics.formats import GRIDS, Floats, Format
+from calipers.numerics.formats import GRIDS, Floats, Format, storable_scales, windows_of
 from calipers.numerics.qparams import qparams_of
-from calipers.numerics.scales import storable_scales, windows_of
 from calipers.observers import Observer
 
 ROWS = {

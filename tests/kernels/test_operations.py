@@ -16,8 +16,6 @@ from torch import Tensor
 
 from calipers.errors import CalipersWarning, ConfigurationError
 from calipers.kernels import describe, operations
-from calipers.kernels.extrema import extrema
-from calipers.kernels.moments import sum_of_squares
 from calipers.kernels.operations import (
     Accepts,
     Backend,
@@ -27,6 +25,7 @@ from calipers.kernels.operations import (
     chosen_backends,
     remove_backend,
 )
+from calipers.kernels.reductions import extrema, sum_of_squares
 
 TOKENS = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
 TOY = Backend("toy", Accepts(dtypes=(torch.float64, torch.float16)))
@@ -137,9 +136,9 @@ PLUGIN = """
 from calipers.kernels.operations import Accepts, Backend
 BACKEND = Backend("{name}", Accepts(), package="{name}")
 """
-PLUGIN_MOMENTS = """
+PLUGIN_REDUCTIONS = """
 from {name} import BACKEND
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.reductions import sum_of_squares
 
 @sum_of_squares.register(BACKEND)
 def natively(tokens, mask=None):
@@ -151,13 +150,13 @@ def test_a_package_brings_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     package = tmp_path / "abacus"
     package.mkdir()
     (package / "__init__.py").write_text(PLUGIN.format(name="abacus"))
-    (package / "moments.py").write_text(PLUGIN_MOMENTS.format(name="abacus"))
+    (package / "reductions.py").write_text(PLUGIN_REDUCTIONS.format(name="abacus"))
     monkeypatch.syspath_prepend(tmp_path)
     found = {"calipers.backends": [EntryPoint("abacus", "abacus:BACKEND", "calipers.backends")]}
     monkeypatch.setattr(operations, "entry_points", lambda group: found[group])
     with backends_in_use(""):
         assert chosen_backends()[0].name == "abacus"
-        assert "abacus.moments" not in sys.modules
+        assert "abacus.reductions" not in sys.modules
         assert sum_of_squares(TOKENS) == "from the plug-in"
         assert extrema(TOKENS[None, None]).max_vals.item() == 4
 

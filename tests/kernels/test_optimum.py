@@ -14,8 +14,7 @@ from optima import FORMATS, INT4, Search, by_piece, eighteen
 from torch import Tensor
 
 from calipers.kernels.optimum import best_scales
-from calipers.numerics.formats import Format
-from calipers.numerics.scales import windows_of
+from calipers.numerics.formats import Format, windows_of
 
 
 @with_engines("fmt, dtype, weighted", list(FORMATS), [torch.bfloat16, torch.float16], [False, True])

@@ -5,7 +5,7 @@ import torch
 from data import DTYPES
 from engines import threads_in_use, with_engines
 
-from calipers.kernels.products import sum_of_products
+from calipers.kernels.reductions import sum_of_products
 
 
 def allowed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ from engines import with_engines
 from exact import FACTORS, INT4, MXFP4, run
 from pairwise import pairwise
 
-from calipers.kernels import tiles
-from calipers.kernels.extrema import extrema
+from calipers.kernels import resources
+from calipers.kernels.reductions import extrema
 from calipers.kernels.search import search_range
 from calipers.numerics.layout import flatten_for_calibration
 
@@ -105,7 +105,7 @@ def test_tiles_do_not_show(shape: tuple[int, ...], tile: int, weighted: bool) ->
     weights = torch.rand(shape[-2], shape[-1]) if weighted and shape[1] > 1 else None
     whole = run(view, weights=weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_CACHED", tile)
+        patch.setattr(resources, "_CACHED", tile)
         assert torch.equal(run(view, weights=weights), whole)
 
 

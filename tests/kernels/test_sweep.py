@@ -14,8 +14,7 @@ from optima import INT4, Search, by_piece, eighteen, least_error
 from torch import Tensor
 
 from calipers.kernels.optimum import Optimum, best_scales
-from calipers.numerics.formats import Format
-from calipers.numerics.scales import windows_of
+from calipers.numerics.formats import Format, windows_of
 
 
 def vertices(x: Tensor, w: Tensor, args: QuantizationArgs, sign: int) -> tuple[Tensor, Tensor]:

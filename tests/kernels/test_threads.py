@@ -14,13 +14,16 @@ from data import DTYPES
 from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from torch import Tensor
 
-from calipers.kernels.channels import summarize_channels
-from calipers.kernels.counts import BINS, count_values
-from calipers.kernels.extrema import extrema
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.reductions import (
+    BINS,
+    count_values,
+    extrema,
+    sum_of_squares,
+    summarize_channels,
+)
+from calipers.kernels.resources import in_threads, kernels_only, num_threads
 from calipers.kernels.rounding import quantize_with_error
 from calipers.kernels.search import search_range
-from calipers.kernels.threads import in_threads, kernels_only, num_threads
 
 FACTORS = [1 - i / 50 for i in range(20)]
 INT8 = QuantizationArgs(num_bits=8, symmetric=False)
@@ -104,7 +107,7 @@ def test_kernels_alone_may_have_several() -> None:
 
 
 def test_processes_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("calipers.kernels.threads._processors", lambda: 8)
+    monkeypatch.setattr("calipers.kernels.resources._processors", lambda: 8)
     threads = {}
     with threads_in_use(6):
         for processes in ("", "1", "2", "3", "100", "many"):

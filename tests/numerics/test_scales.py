@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import grid_of
 
-from calipers.numerics.formats import Format
-from calipers.numerics.scales import (
+from calipers.numerics.formats import (
+    Format,
     Window,
     fine_scales,
     halvable_from,

@@ -7,11 +7,10 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.feedback import Rounding
+from calipers.kernels.hessian import Rounding
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout
-from calipers.solvers.gptq import Curvature, corrected, curvature, feed_back_errors, losses
-from calipers.solvers.refit import Scales
+from calipers.solvers.gptq import Curvature, Scales, corrected, curvature, feed_back_errors, losses
 
 GROUPED = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
 

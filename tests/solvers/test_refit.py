@@ -7,11 +7,10 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.feedback import Rounding
-from calipers.numerics.formats import Format
+from calipers.kernels.hessian import Rounding
+from calipers.numerics.formats import Format, storable_scales
 from calipers.numerics.layout import Layout
-from calipers.numerics.scales import storable_scales
-from calipers.solvers.refit import Scales, refit_scales
+from calipers.solvers.gptq import Scales, refit_scales
 
 INT4 = Format.of(QuantizationArgs(num_bits=4))
 

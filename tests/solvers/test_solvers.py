@@ -15,12 +15,20 @@ from calipers.numerics.layout import Layout
 from calipers.numerics.qparams import global_scale_of
 from calipers.observers import Observer
 from calipers.solvers.distribution import entropy, percentile
-from calipers.solvers.exact import Solutions, exact, least_error
-from calipers.solvers.global_scale import common_global_scale
-from calipers.solvers.grid_search import SearchedParts, grid_search
 from calipers.solvers.importance import Weights
-from calipers.solvers.minmax import minmax
-from calipers.solvers.problem import Counted, Problem, Solution, error_of
+from calipers.solvers.scales import (
+    Counted,
+    Problem,
+    SearchedParts,
+    Solution,
+    Solutions,
+    common_global_scale,
+    error_of,
+    exact,
+    grid_search,
+    least_error,
+    minmax,
+)
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calipers.errors import MergeError
-from calipers.kernels.counts import BINS
+from calipers.kernels.reductions import BINS
 from calipers.observers import ValueCountsObserver
 from calipers.statistics.value_counts import ValueCounts
 

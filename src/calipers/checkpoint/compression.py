@@ -34,7 +34,7 @@ from calipers.checkpoint.state import (
     tied_names,
 )
 from calipers.errors import CheckpointError, listing
-from calipers.kernels.memory import Freed
+from calipers.kernels.resources import Freed
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS, pack_weight
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import strategy_name

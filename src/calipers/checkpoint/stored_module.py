@@ -17,8 +17,8 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 
 from calipers.files.safetensors_header import StoredTensor
+from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS
-from calipers.kernels.tiles import runs
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import (
     has_global_scale,

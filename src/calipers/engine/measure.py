@@ -35,7 +35,7 @@ from calipers.errors import (
     shortened,
 )
 from calipers.files.writing import output_file as place_of
-from calipers.kernels.memory import Freed
+from calipers.kernels.resources import Freed
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.halves import parted, with_halves
 from calipers.measurements.info import half_of, sample_digests

@@ -21,8 +21,7 @@ from calipers.engine.loop import StepDriver
 from calipers.engine.needs import grouped_by_input, hessian_bytes
 from calipers.errors import ConfigurationError, shortened
 from calipers.judging.costs import ModuleCosts
-from calipers.kernels.memory import Freed
-from calipers.kernels.threads import kernels_only
+from calipers.kernels.resources import Freed, kernels_only
 from calipers.planning.plan import Changes, Plan
 from calipers.runtime.progress import Progress
 from calipers.topology.model import Topology

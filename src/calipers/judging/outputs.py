@@ -9,7 +9,7 @@ from calipers.judging.costs import ActivationCost, ModuleCosts
 from calipers.judging.errors import relative_error
 from calipers.judging.streams import Streams
 from calipers.judging.weights import WeightLoss
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.reductions import sum_of_squares
 
 
 def module_costs(

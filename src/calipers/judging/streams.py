@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.kernels.moments import sum_of_squares
-from calipers.kernels.products import sum_of_products
+from calipers.kernels.reductions import sum_of_products, sum_of_squares
 from calipers.statistics.base import Statistic
 from calipers.statistics.sums import BlockHessians, SquareSums, TokenSquares
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from calipers.judging.errors import relative_error
 from calipers.judging.streams import Streams
-from calipers.kernels.moments import sum_of_squares
+from calipers.kernels.reductions import sum_of_squares
+from calipers.kernels.resources import runs
 from calipers.kernels.rounding import quantization_errors, quantize_with_error
-from calipers.kernels.tiles import runs
 from calipers.numerics.layout import Layout
 from calipers.observers import QParamsDict
 

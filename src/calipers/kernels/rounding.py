@@ -15,7 +15,7 @@ from compressed_tensors.quantization.lifecycle.forward import quantize as to_cod
 from torch import Tensor
 
 from calipers.kernels.operations import Workload, operation
-from calipers.kernels.tiles import TILE, runs
+from calipers.kernels.resources import TILE, runs
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import indivisible_by, shared_columns, strategy_name
 from calipers.numerics.qparams import quantize_dequantize

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.operations import Workload, operation
-from calipers.kernels.tiles import runs, tile_for
+from calipers.kernels.resources import runs, tile_for
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 

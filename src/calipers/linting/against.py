@@ -19,7 +19,7 @@ from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 from calipers.judging.streams import Streams
 from calipers.judging.weights import WeightLoss, stored_weight_loss, weight_loss
-from calipers.kernels.extrema import extrema
+from calipers.kernels.reductions import extrema
 from calipers.linting.results import Finding
 from calipers.numerics.layout import Layout, has_global_scale
 from calipers.numerics.qparams import safe_qparams

@@ -12,9 +12,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
 from calipers.checkpoint.stored_module import IN_MX
-from calipers.kernels.counts import count_values
+from calipers.kernels.reductions import count_values
+from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_PAIRS, IN_WORDS
-from calipers.kernels.tiles import runs
 from calipers.numerics.formats import GRIDS, Grid
 from calipers.numerics.layout import shared_columns, strategy_name
 

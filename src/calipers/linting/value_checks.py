@@ -12,9 +12,9 @@ from torch import Tensor
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.checkpoint.stored_module import FLOATS, SIDES, StoredModule
 from calipers.files.safetensors_header import StoredTensor
-from calipers.kernels.extrema import extrema
+from calipers.kernels.reductions import extrema
+from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_WORDS
-from calipers.kernels.tiles import runs
 from calipers.linting.codes import grid_of
 from calipers.linting.results import Finding, Severity
 from calipers.topology.names import fused_groups

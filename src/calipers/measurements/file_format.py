@@ -22,7 +22,7 @@ from calipers.errors import (
 )
 from calipers.files.reading import parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
-from calipers.kernels.memory import Freed
+from calipers.kernels.resources import Freed
 from calipers.measurements.halves import (
     is_of_half,
     missing_halves,

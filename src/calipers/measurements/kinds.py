@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calipers.errors import CalipersError
-from calipers.kernels.counts import BINS
+from calipers.kernels.reductions import BINS
 from calipers.registry import Registry
 from calipers.statistics.base import Statistic
 from calipers.statistics.sums import NonFinite

@@ -20,8 +20,7 @@ from calipers.errors import MeasurementsError, counted, not_allowed
 from calipers.measurements.halves import Halves
 from calipers.measurements.tensors import Statistics
 from calipers.notebook import NotebookView
-from calipers.solvers.exact import least_error
-from calipers.solvers.problem import Counted
+from calipers.solvers.scales import Counted, least_error
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.sums import SquareSums
 from calipers.statistics.value_counts import ValueCounts

@@ -23,7 +23,7 @@ from calipers.errors import (
     no_statistics,
     not_finite,
 )
-from calipers.kernels.extrema import extrema
+from calipers.kernels.reductions import extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, has_global_scale, strategy_name
 from calipers.numerics.qparams import global_scale_of, qparams_of
@@ -40,8 +40,8 @@ from calipers.observers.options import ObserverOptions, parse_options
 from calipers.observers.pieces import is_in_pieces
 from calipers.observers.registry import class_in_file, is_file_of_code, observer_registry
 from calipers.registry import Registry
-from calipers.solvers.exact import Solutions
 from calipers.solvers.importance import Importance, Weighed, Weights, importance_named
+from calipers.solvers.scales import Solutions
 from calipers.statistics.base import Lock, Reduction, Statistic, guarded
 from calipers.statistics.distributed import sync_statistics
 from calipers.statistics.module import StatisticModule

@@ -22,9 +22,8 @@ from calipers.observers.options import (
     Shrink,
 )
 from calipers.observers.pieces import in_pieces
-from calipers.solvers.grid_search import best_range
 from calipers.solvers.importance import Weights
-from calipers.solvers.problem import Problem
+from calipers.solvers.scales import Problem, best_range
 from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
 
 

@@ -13,9 +13,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import CalipersWarning, ImportanceError, text_of
-from calipers.kernels.extrema import Extrema
+from calipers.kernels.reductions import Extrema
 from calipers.solvers.importance import Weights
-from calipers.solvers.problem import Counted, Problem
+from calipers.solvers.scales import Counted, Problem
 from calipers.statistics.ranges import LastRange, Observation
 
 Range = tuple[Tensor, Tensor]

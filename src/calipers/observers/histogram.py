@@ -24,8 +24,7 @@ from calipers.observers.definition import Definition, QParamsDict, Range
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
 from calipers.observers.pieces import in_pieces
 from calipers.solvers.distribution import entropy, percentile
-from calipers.solvers.exact import least_error
-from calipers.solvers.problem import Counted
+from calipers.solvers.scales import Counted, least_error
 from calipers.statistics.base import guarded
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
@@ -234,7 +233,7 @@ class EntropyOptions(ObserverOptions):
 class EntropyObserver(ValueCountsObserver):
     """Takes the range whose quantized distribution diverges least from that of the values.
 
-    For int8 and fp8. ``calipers.solvers.entropy.entropy_range`` defines it; the whole range is
+    For int8 and fp8. ``calipers.solvers.distribution.entropy_range`` defines it; the whole range is
     [−absmax, absmax] for symmetric formats, and from minimum to maximum, and to zero, for others.
     """
 

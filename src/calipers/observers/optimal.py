@@ -11,19 +11,23 @@ from pydantic import Field
 from torch import Tensor
 
 from calipers.errors import UnsuitableError, no_statistics, weight_gone
-from calipers.kernels.extrema import Extrema
+from calipers.kernels.reductions import Extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import has_global_scale
 from calipers.observers.base import Observer
 from calipers.observers.definition import Definition, QParamsDict
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
 from calipers.observers.pieces import in_pieces
-from calipers.solvers.exact import Solutions
-from calipers.solvers.global_scale import common_global_scale
-from calipers.solvers.grid_search import best_range
 from calipers.solvers.importance import ImportanceName, Weights
-from calipers.solvers.minmax import minmax, of_range
-from calipers.solvers.problem import Problem, error_of
+from calipers.solvers.scales import (
+    Problem,
+    Solutions,
+    best_range,
+    common_global_scale,
+    error_of,
+    minmax,
+    of_range,
+)
 from calipers.statistics.base import Reduction, guarded
 
 LEAST_IMPORTANCE = 2.0**-20

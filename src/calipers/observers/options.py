@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from calipers.errors import ConfigurationError, nearest
-from calipers.solvers.grid_search import SearchedParts
+from calipers.solvers.scales import SearchedParts
 
 Options = TypeVar("Options", bound="ObserverOptions")
 

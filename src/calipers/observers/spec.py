@@ -28,10 +28,8 @@ from calipers.observers.definition import (
 )
 from calipers.observers.histogram import check_countable, covered_range
 from calipers.observers.options import ObserverOptions
-from calipers.solvers.exact import Solutions
-from calipers.solvers.global_scale import common_global_scale
 from calipers.solvers.importance import Importance, Weighed, Weights
-from calipers.solvers.problem import Counted, Problem
+from calipers.solvers.scales import Counted, Problem, Solutions, common_global_scale
 from calipers.statistics.base import Statistic, full_precision
 from calipers.statistics.ranges import LastRange, Observation, observation_of
 from calipers.statistics.value_counts import ValueCounts

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.kernels.counts import count_values
+from calipers.kernels.reductions import count_values
 from calipers.statistics.value_counts import Distribution
 
 BINS_PER_OCTAVE = 4

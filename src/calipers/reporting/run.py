@@ -18,7 +18,7 @@ from calipers.errors import (
     counted,
 )
 from calipers.files.writing import check_output_file, output_file
-from calipers.kernels.threads import kernels_only
+from calipers.kernels.resources import kernels_only
 from calipers.linting import Finding
 from calipers.linting.lint import lint_checkpoint
 from calipers.measurements import Measurements

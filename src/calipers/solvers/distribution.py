@@ -1,15 +1,17 @@
-"""From the counts of all values that were seen to a range: one piece at a time."""
+"""Solvers that go by the distribution of all values that were seen: percentile and entropy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.solvers.entropy import entropy_range
-from calipers.solvers.percentile import bfloat16_upper_edge, percentile_range
-from calipers.solvers.problem import Counted
+from calipers.numerics.formats import Format
+from calipers.numerics.qparams import safe_qparams
+from calipers.solvers.scales import Counted
 from calipers.statistics.value_counts import Distribution
 
 
@@ -67,3 +69,125 @@ def _piece_by_piece(
         for side in zip(*ends, strict=True)
     )
     return torch.maximum(lows, low), torch.minimum(highs, high)
+
+
+# Entropy: The range whose quantized distribution tells most about the one it stands for.
+
+
+_CANDIDATES_AT_ONCE = 64
+
+
+def entropy_range(
+    values: Tensor, counts: Tensor, low: Tensor, high: Tensor, args: QuantizationArgs, bins: int
+) -> tuple[Tensor, Tensor]:
+    """Return the part of a range whose quantized distribution diverges least.
+
+    The values are counted in ``bins`` equal bins from ``low`` to ``high``, a range with zero in it:
+    P. Zeros are left out, since no candidate loses anything of them. Candidates are the range times
+    i/bins, from the whole one down to as many bins as there are codes. Q is what is left of P after
+    clipping and quantizing, with the ends of the candidate rounded to their dtype and its scale as
+    stored: each bin gets the code of its centre, bins beyond the candidate the code at its end, and
+    what a code holds is spread evenly over those of its bins that are not empty. So a wide
+    candidate loses what is told apart within a code, a narrow one what is told apart beyond its
+    ends.
+
+    The least Σ p·log(p/q) wins, of equal ones the widest range. All sums are float64.
+    """
+    lossy = values != 0
+    histogram = _histogram(values[lossy], counts[lossy], low, high, bins)
+    codes = len(Format.of(args).values())
+    parts = torch.arange(bins, codes - 1, -1, dtype=torch.float64) / bins
+    found = [
+        _divergences(histogram, low, high, some, args)
+        for some in parts.chunk(-(-len(parts) // _CANDIDATES_AT_ONCE))
+    ]
+    best = parts[torch.cat(found).argmin()]
+    return (low.double() * best).to(low.dtype), (high.double() * best).to(high.dtype)
+
+
+def _histogram(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, bins: int) -> Tensor:
+    """Count in equal bins; values that rounding put beyond an end belong to the last bin there."""
+    start, width = low.double(), high.double() - low.double()
+    places = ((values.double() - start) / width * bins).floor().clamp(0, bins - 1)
+    return torch.zeros(bins, dtype=torch.float64).index_add_(0, places.long(), counts.double())
+
+
+def _divergences(
+    histogram: Tensor, low: Tensor, high: Tensor, parts: Tensor, args: QuantizationArgs
+) -> Tensor:
+    """Return Σ p·log(p/q) for each of some parts of the range.
+
+    Codes ascend with the bins, so that sums over the bins of a code are differences of sums from
+    the left; and q is the same for all bins of a code.
+    """
+    lows, highs = low.double() * parts[:, None], high.double() * parts[:, None]
+    width = (high.double() - low.double()) / len(histogram)
+    centres = low.double() + (torch.arange(len(histogram), dtype=torch.float64) + 0.5) * width
+    edges = _edges(centres, lows.to(low.dtype), highs.to(high.dtype), args)
+    mass, filled = (_from_left(x)[edges].diff() for x in (histogram, (histogram > 0).double()))
+    before = _from_left(torch.xlogy(histogram, histogram))[-1]
+    after = torch.xlogy(mass, mass / filled.clamp(min=1)).cumsum(1)[:, -1]
+    return (before - after) / histogram.sum().clamp(min=1)
+
+
+def _edges(centres: Tensor, lows: Tensor, highs: Tensor, args: QuantizationArgs) -> Tensor:
+    """Return the first bin of each code under each candidate, and the end of the last."""
+    fmt = Format.of(args)
+    scale, zero_point = (value.double() for value in safe_qparams(lows, highs, args))
+    shifted = centres / scale + (0 if fmt.symmetric else zero_point)
+    rounded = fmt.round_(shifted.clamp_(*fmt.limits))
+    codes = torch.cat([fmt.values().double(), torch.tensor([torch.inf])])
+    return torch.searchsorted(rounded, codes.expand(len(lows), -1).contiguous())
+
+
+def _from_left(values: Tensor) -> Tensor:
+    """Sum all values before each place; one after the other, however many threads there are."""
+    return torch.cat([values.new_zeros(1), values.cumsum(0)])
+
+
+# Percentile: The range that leaves out no more than a share of all values, in whole numbers.
+
+
+def percentile_range(
+    values: Tensor, counts: Tensor, percentile: float, symmetric: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the narrowest ends beyond which at most 100 − ``percentile`` percent of all lie.
+
+    ``values`` ascend, ``counts`` say how often each occurred. A symmetric range ends at ±t, the
+    share counting both sides; otherwise each side may leave out half of it. An end is always one of
+    the values: nothing is interpolated. ``percentile`` is taken as the decimal number it is
+    written as, and compared in whole numbers, so that no rounding decides.
+
+    >>> values, counts = torch.tensor([-2.0, 0.0, 1.0, 7.0]), torch.tensor([2, 995, 2, 1])
+    >>> percentile_range(values, counts, 99.9, symmetric=True)
+    (tensor(-2.), tensor(2.))
+    >>> percentile_range(values, counts, 99.8, symmetric=False)
+    (tensor(-2.), tensor(1.))
+    """
+    share = (100 - Fraction(str(percentile))) / 100 * int(counts.sum())
+    if symmetric:
+        magnitudes, order = values.abs().sort()
+        end = _upper_end(magnitudes, counts[order], share // 1)
+        return -end, end
+    most = share // 2
+    low = -_upper_end(-values.flip(0), counts.flip(0), most)
+    return low, _upper_end(values, counts, most)
+
+
+def bfloat16_upper_edge(end: Tensor, slack: int = 0) -> Tensor:
+    """Return the upper edge, in float32, of what is rounded to a bfloat16 value.
+
+    :param slack: how many floats to go beyond the edge
+
+    >>> bfloat16_upper_edge(torch.tensor([1.0, -1.0, 0.0])).tolist()
+    [1.00390625, -0.998046875, 4.591774807899561e-41]
+    """
+    bits = (end.float() + 0.0).view(torch.int32)  # one zero, the positive one
+    half = 0x8000 + slack
+    return torch.where(bits < 0, bits - half, bits + half).view(torch.float32)
+
+
+def _upper_end(ascending: Tensor, counts: Tensor, most: int) -> Tensor:
+    """Return the least value beyond which at most ``most`` lie."""
+    beyond = counts.sum() - counts.cumsum(0)
+    return ascending[beyond <= most][0]

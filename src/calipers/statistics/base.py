@@ -30,7 +30,7 @@ from torch import distributed as dist
 from typing_extensions import Self
 
 from calipers.errors import DataError, MergeError, different_configurations, listing
-from calipers.kernels.channels import ChannelSummary
+from calipers.kernels.reductions import ChannelSummary
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import LayoutError, TensorKindError, not_finite
-from calipers.kernels.extrema import Extrema as TensorExtrema
-from calipers.kernels.extrema import extrema
+from calipers.kernels.reductions import Extrema as TensorExtrema
+from calipers.kernels.reductions import extrema
 from calipers.numerics.layout import Layout, granularity_name, shared_columns, strategy_name
 from calipers.numerics.tensors import as_float
 from calipers.statistics.base import Reduction, Statistic, TensorSummary, guarded

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from calipers.errors import not_finite
-from calipers.kernels.moments import sum_of_squares
-from calipers.kernels.products import sum_of_products
+from calipers.kernels.reductions import sum_of_products, sum_of_squares
 from calipers.numerics.tensors import checked_mask
 from calipers.statistics.base import Load, Reduction, Statistic, TensorSummary, full_precision
 from calipers.statistics.value_counts import ValueCounts

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from calipers.kernels.channels import ChannelSummary, summarize_channels
-from calipers.kernels.counts import count_values
+from calipers.kernels.reductions import ChannelSummary, count_values, summarize_channels
 from calipers.statistics.base import Statistic, TensorSummary, guarded
 
 MOST_PENDING = 8

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import MergeError
-from calipers.kernels.counts import BINS, count_values
+from calipers.kernels.reductions import BINS, count_values
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.tensors import as_float
 from calipers.statistics.base import Reduction, Statistic, TensorSummary, guarded

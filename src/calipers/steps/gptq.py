@@ -13,16 +13,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import RecipeError
-from calipers.kernels.feedback import Rounding
-from calipers.numerics.formats import FP8_DTYPE, Format
+from calipers.kernels.hessian import Rounding
+from calipers.numerics.formats import FP8_DTYPE, Format, storable_scales
 from calipers.numerics.layout import Layout
-from calipers.numerics.scales import storable_scales
 from calipers.observers import QParamsDict
 from calipers.planning.plan import Propagation, StepPlan
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
-from calipers.solvers.gptq import Curvature, corrected, curvature, feed_back_errors
+from calipers.solvers.gptq import Curvature, Scales, corrected, curvature, feed_back_errors
 from calipers.solvers.importance import FullHessian, PairedHessian
-from calipers.solvers.refit import Scales
 from calipers.statistics.base import Statistic
 from calipers.statistics.sums import HessianSums, shrunk
 from calipers.steps.base import Changes, Layer

@@ -7,8 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from calipers.kernels.memory import Freed
-from calipers.kernels.threads import in_threads
+from calipers.kernels.resources import Freed, in_threads
 from calipers.numerics.layout import has_global_scale
 from calipers.observers import QParamsDict
 from calipers.observers import spec as observers

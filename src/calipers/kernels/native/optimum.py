@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 
 from calipers.kernels.native import BACKEND, library
-from calipers.kernels.optimum import sweep_scales, try_scales
-from calipers.kernels.optimum_in_torch import optimum_in_torch
-from calipers.kernels.pieces import as_grid, by_piece
-from calipers.kernels.scale_search import Optimum, ScaleSearch, overflows
-from calipers.kernels.threads import num_threads
-from calipers.numerics.scales import halvable_from, magnitudes_of
+from calipers.kernels.optimum import (
+    Optimum,
+    ScaleSearch,
+    optimum_in_torch,
+    overflows,
+    sweep_scales,
+    try_scales,
+)
+from calipers.kernels.resources import num_threads
+from calipers.numerics.formats import halvable_from, magnitudes_of
+from calipers.numerics.layout import as_grid, by_piece
 
 
 @try_scales.register(BACKEND)

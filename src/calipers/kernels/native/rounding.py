@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.operations import Declined
-from calipers.kernels.pieces import as_grid
+from calipers.kernels.resources import num_threads
 from calipers.kernels.rounding import (
     IN_BYTES,
     IN_PAIRS,
@@ -21,8 +21,8 @@ from calipers.kernels.rounding import (
     quantize,
     sum_errors,
 )
-from calipers.kernels.threads import num_threads
 from calipers.numerics.formats import GRIDS, Grid
+from calipers.numerics.layout import as_grid
 
 
 @pack.register(BACKEND)

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calipers.kernels.counts import are_worth_counting, distinct_values
 from calipers.kernels.native import BACKEND, library, numbers_of
-from calipers.kernels.pieces import as_grid
+from calipers.kernels.reductions import are_worth_counting, distinct_values
+from calipers.kernels.resources import num_threads, runs
 from calipers.kernels.search import Search, best_range, proportions
-from calipers.kernels.threads import num_threads
-from calipers.kernels.tiles import runs
 from calipers.numerics.formats import Format, ScaleKind
+from calipers.numerics.layout import as_grid
 from calipers.numerics.qparams import safe_qparams
 
 _TABLE = 1 << 22  # scales handed to the kernel at once

@@ -1,23 +1,91 @@
-"""Joint choice among candidates, natively."""
+"""Error feedback and descent, natively."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 from torch.nn.functional import pad
 
-from calipers.kernels.joint import ROUNDS, choose_in_blocks
+from calipers.kernels.hessian import (
+    LEAST_GAIN,
+    ROUNDS,
+    Rounding,
+    choose_in_blocks,
+    descend_in_place,
+    feed_back_block,
+)
 from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.operations import Declined
-from calipers.kernels.threads import num_threads
+from calipers.kernels.resources import num_threads
 from calipers.numerics.formats import Format
+
+
+@feed_back_block.register(BACKEND)
+def _feed_back(
+    adjusted: Tensor,
+    target: Tensor,
+    factor: Tensor,
+    rounding: Rounding,
+    columns: slice,
+    result: Tensor,
+    errors: Tensor,
+) -> None:
+    library().feed_back(
+        adjusted=adjusted,
+        target=target,
+        factor=factor,
+        rounder=_rounder(rounding),
+        begin=columns.start,
+        result=result,
+        errors=errors,
+        threads=num_threads(),
+    )
+
+
+@descend_in_place.register(BACKEND)
+def _descend(
+    values: Tensor,
+    target: Tensor,
+    hessian: Tensor,
+    rounding: Rounding,
+    sweeps: int,
+    block: int,
+    pulls: Tensor | None,
+) -> int:
+    known = (values - target) @ hessian if pulls is None else pulls.resolve_neg().contiguous()
+    count: int = library().descend(
+        values=values,
+        pulls=known,
+        hessian=hessian,
+        rounder=_rounder(rounding),
+        sweeps=sweeps,
+        block=block,
+        least_gain=LEAST_GAIN,
+        threads=num_threads(),
+    )
+    if pulls is not None and known is not pulls:
+        pulls.copy_(known)
+    return count
+
+
+def _rounder(rounding: Rounding) -> Any:
+    scales, zeros, groups, fmt = rounding
+    return library().Rounder(
+        scales=scales, zeros=zeros, groups=groups, numbers=numbers_of(fmt.grid)
+    )
+
+
+# Joint: Joint choice among candidates, natively.
+
 
 _PANEL = 16  # columns of a matrix that lie together
 
 
 @choose_in_blocks.register(BACKEND)
-def _natively(
+def _choose_in_blocks(
     grid: Tensor, scales: Tensor, zeros: Tensor, hessian: Tensor, args: QuantizationArgs
 ) -> Tensor | Declined:
     if grid.shape[2] != 1 or hessian.shape[-1] <= grid.shape[-1]:
