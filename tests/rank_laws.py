@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from calipers.errors import CalipersError, RankError
-from calipers.runtime.joining import joined_ranks
+from calipers.runtime.distributed import joined_ranks
 from calipers.runtime.ranks import Ranks, SingleProcess, use_ranks
 from calipers.statistics.base import Statistic
 from calipers.statistics.ranges import Extrema

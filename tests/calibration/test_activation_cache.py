@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from calipers import GPTQModifier, oneshot
 from calipers.calibration import sequential
-from calipers.calibration.activation_cache import ActivationCache, Budget, ResumePoints
+from calipers.calibration.partial_forward import ActivationCache, Budget, ResumePoints
 from calipers.errors import CalipersWarning
 from calipers.topology.tracing import traced
 

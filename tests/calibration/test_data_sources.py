@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import BatchEncoding
 from words import byte_tokenizer, ids_of
 
-from calipers.calibration.data import Batches, calibration_batches, files, sources
+from calipers.calibration.data import Batches, calibration_batches, sources
 from calipers.errors import CalipersWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
@@ -107,7 +107,7 @@ def test_streams_are_what_a_file_of_their_content_is(
 
 
 def test_of_a_long_stream_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST_TEXT", 40)
+    monkeypatch.setattr(sources, "LARGEST_TEXT", 40)
     lines = b'{"text": "ab"}\n{"text": "cd"}\n{"text": "ef"}\n'
     with pytest.warns(CalipersWarning, match=r"only the first 0 MiB are read"):
         assert read(io.BytesIO(lines)) == [ids_of("ab"), ids_of("cd")]
@@ -228,7 +228,7 @@ def test_a_text_file_is_cut_into_pieces(tmp_path: Path) -> None:
 def test_of_a_huge_text_file_the_beginning_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LARGEST_TEXT", 2**20 + 1)
+    monkeypatch.setattr(sources, "LARGEST_TEXT", 2**20 + 1)
     path = write(tmp_path / "a.txt", "a" * 2**20 + "ä" + "b" * 2**20)
     batches = calibration_batches(path, byte_tokenizer(), max_seq_length=2**20)
     assert rows(batches) == [ids_of("a") * 2**20]

@@ -14,7 +14,7 @@ from shell import run_here
 from words import byte_tokenizer, ids_of
 
 from calipers.calibration.data import calibration_batches
-from calipers.calibration.dataset_names import DatasetName
+from calipers.calibration.named_datasets import DatasetName
 from calipers.errors import CalipersWarning, DataError
 
 pytestmark = [

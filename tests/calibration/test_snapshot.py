@@ -17,7 +17,7 @@ from compressed_tensors.quantization import (
 from models import small_llama
 from torch import nn
 
-from calipers.calibration.snapshot import Snapshot, left_as_found, unchanged_on_error
+from calipers.calibration.context import Snapshot, left_as_found, unchanged_on_error
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 

@@ -14,7 +14,7 @@ import torch
 
 from calipers import oneshot
 from calipers.errors import ConfigurationError, RankError
-from calipers.runtime.launch import Launch, check_address, find_launch
+from calipers.runtime.environment import Launch, check_address, find_launch
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"}

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from calipers.runtime.termination import (
+from calipers.runtime.distributed import (
     Terminated,
     TerminationHandler,
     gone_among,

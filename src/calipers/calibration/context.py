@@ -9,23 +9,141 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from compressed_tensors.modeling import (
+    initialize_hooked_attention,
+    initialize_hooked_kv_cache,
+    register_key_hook,
+    register_query_hook,
+    register_value_hook,
+)
+from compressed_tensors.offload import OffloadCache
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from calipers.calibration.attention import expose_states, register_state_hook
 from calipers.calibration.sharing import Measuring, PairedTensors, SharedInputs, Shown, rounded
-from calipers.calibration.snapshot import left_as_found
-from calipers.errors import LayoutError, TensorValueError
+from calipers.errors import ConfigurationError, LayoutError, TensorValueError
 from calipers.measurements import Measurements
 from calipers.measurements.tensors import Tensors, check_same
 from calipers.numerics.tensors import first_tensor
 from calipers.planning.plan import Plan
-from calipers.planning.specs import Requirement
+from calipers.planning.specs import ModuleKind, Requirement
 from calipers.runtime.precision import own_dtype
 from calipers.statistics.base import Statistic
 from calipers.statistics.masks import mask_for, token_mask
 from calipers.statistics.tensor_statistics import TensorStatistics
+
+
+class Snapshot:
+    """Remembers every attribute, parameter, submodule and hook of every module of a model.
+
+    No tensor is copied: what changes a tensor in place is not undone.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    >>> before = Snapshot(model)
+    >>> model[0].note, model[0].weight = "hello", None
+    >>> before.restore()
+    >>> hasattr(model[0], "note"), model[0].weight.shape
+    (False, torch.Size([2, 2]))
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._attention = [(config, config._attn_implementation) for config in _configs(model)]
+        self._modules = {module: dict(vars(module)) for module in model.modules()}
+        # Handles of hooks refer to the very dictionary the hook is in: its contents are restored.
+        self._contents = {
+            id(content): (content, content.copy())
+            for attributes in self._modules.values()
+            for content in map(_content, attributes.values())
+            if content is not None
+        }
+
+    def restore(self) -> None:
+        """Bring the model back."""
+        for value, content in self._contents.values():
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        for module, attributes in self._modules.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+        for config, implementation in self._attention:
+            # Not by the property, which sets it for all that belong to this config.
+            config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def left_as_found(model: torch.nn.Module) -> Iterator[None]:
+    """Bring the model back when the block is left, by whichever way."""
+    before = Snapshot(model)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def unchanged_on_error(model: torch.nn.Module) -> Iterator[None]:
+    """Bring the model back when the block is left by an exception."""
+    before = Snapshot(model)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
+def _content(value: Any) -> dict[Any, Any] | set[Any] | list[Any] | None:
+    """Return the container that an attribute is, or keeps its tensors in."""
+    if isinstance(value, OffloadCache):
+        value = value.offloaded_values
+    return value if isinstance(value, (dict, set, list)) else None
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Return the configs of a model and its parts in which an attention implementation stands."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config: Any = waiting.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+_STATES = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
+
+
+def register_state_hook(
+    module: torch.nn.Module, base_name: str, look: Callable[[Any], None]
+) -> RemovableHandle:
+    """Show states of an attention module that :func:`expose_states` has prepared to a function.
+
+    :param base_name: ``q`` (after its positions are put in), ``k`` or ``v`` (as they enter the
+        cache)
+    """
+    handle: RemovableHandle = _STATES[base_name](module, lambda _, states: look(states))
+    return handle
+
+
+def expose_states(model: Any, module: torch.nn.Module, kind: ModuleKind) -> None:
+    """Let queries, keys and values of an attention module be looked at and quantized."""
+    if kind == "kv_cache":
+        initialize_hooked_kv_cache(model, module)
+    elif kind == "attention":
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        implementation = model.config._attn_implementation
+        if implementation not in ALL_ATTENTION_FUNCTIONS:
+            raise ConfigurationError(
+                f"computes attention by '{implementation}', in which the queries cannot be seen "
+                "or quantized",
+                subject=type(model).__name__,
+                hint='Call model.set_attn_implementation("sdpa") first, or quantize the keys and '
+                "values alone (kv_cache_scheme)",
+            )
+        initialize_hooked_attention(model, module)
+
 
 Measured: TypeAlias = dict[tuple[str, str], dict[str, Statistic]]
 """Statistics of a model: (module, tensor) → key → statistic."""

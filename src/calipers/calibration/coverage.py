@@ -1,10 +1,12 @@
-"""How much each module has seen, and what becomes of those that saw nothing."""
+"""How many tokens each module has seen, and a warning while the data still runs."""
 
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calipers.errors import Option, UnseenModulesError, Words, counted, shortened
+from calipers.calibration.context import Calibration
+from calipers.errors import CalipersWarning, Option, UnseenModulesError, Words, counted, shortened
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
 from calipers.observers.spec import COUNTS, RANGE, range_of_stream
@@ -206,3 +209,38 @@ def _united_range(ranges: list[SeenRange]) -> LastRange:
         observed_like=likes[0],
     )
     return united
+
+
+PART = 0.1
+"""How much of the data has run when somebody looks."""
+
+
+class EarlyLook:
+    """Warns, once and after a tenth of the batches, of modules that no token has reached.
+
+    Of fewer than ten batches each is more than a tenth: the end is near enough.
+    """
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration, self._has_warned = calibration, False
+
+    def after(self, index: int, total: int, names: Iterable[str]) -> None:
+        """Look at modules when a batch, one of ``total``, has run."""
+        if self._has_warned or PART * total < 1 or index + 1 != math.ceil(PART * total):
+            return
+        wanted = [name for name in names if self._calibration.is_needed(name)]
+        unseen = [name for name in wanted if not self._calibration.tokens(name)]
+        if unseen:
+            self._has_warned = True
+            told = CalipersWarning(
+                f"{len(unseen)} of {counted(len(wanted), 'module')} have seen no token in the "
+                f"first {index + 1} of {total} batches: {shortened(unseen)}. If that stays so, "
+                "the run fails at its end",
+                hint=Option("calibrate_all_experts", True)
+                + " shows all tokens to all experts; "
+                + Option("on_unseen", "weights_only")
+                + " or "
+                + Option("on_unseen", "peers")
+                + " does without.",
+            )
+            warnings.warn(told, stacklevel=2)

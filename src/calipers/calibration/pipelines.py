@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from calipers.calibration.context import Calibration
+from calipers.calibration.coverage import EarlyLook
 from calipers.calibration.data import Batch, Batches, counted_tokens
-from calipers.calibration.early import EarlyLook
 from calipers.errors import ConfigurationError, ModelRunError, Option, first_line, library_errors
 from calipers.runtime.precision import computing_in
 from calipers.runtime.progress import Add, Progress

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calipers.calibration.activation_cache import ActivationCache, Budget, ResumePoints
 from calipers.calibration.data import Batch, Batches, counted_tokens
+from calipers.calibration.partial_forward import (
+    ActivationCache,
+    Budget,
+    NewTensors,
+    ResumePoints,
+    stop_after_calls,
+)
 from calipers.calibration.pipelines import (
     Run,
     call_model,
@@ -20,7 +26,6 @@ from calipers.calibration.pipelines import (
     moved,
     onloaded,
 )
-from calipers.calibration.propagation import NewTensors, stop_after_calls
 from calipers.runtime.precision import computing_in
 from calipers.runtime.progress import Add
 from calipers.topology.model import decoder_layers

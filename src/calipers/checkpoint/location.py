@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from calipers.checkpoint.auxiliary_files import is_auxiliary
 from calipers.errors import ModelLoadError, cannot_load, damaged_file, pickled_weights
 from calipers.files.reading import LARGEST_JSON, irregular_kind, read_json_object
-from calipers.runtime.network import hub_answers
+from calipers.runtime.environment import hub_answers
 
 if TYPE_CHECKING:
     import torch

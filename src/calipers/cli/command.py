@@ -21,7 +21,7 @@ from calipers.cli.options import group_of, parameters_of
 from calipers.cli.spelling import as_typed
 from calipers.errors import CalipersError, CalipersWarning, printable
 from calipers.options import ComputeOptions, OptionGroup
-from calipers.runtime.launch import is_first_process
+from calipers.runtime.environment import is_first_process
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -116,7 +116,7 @@ def show(output: CommandOutput) -> None:
 
 def console(*, for_errors: bool = False) -> Console:
     """Return what people read: the terminal, or a pipe, whose reader wants whole lines."""
-    from calipers.runtime.consoles import SafeConsole
+    from calipers.runtime.terminal import SafeConsole
 
     stream = sys.stderr if for_errors else sys.stdout
     return SafeConsole(

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from calipers.calibration.dataset_names import DatasetName
+from calipers.calibration.named_datasets import DatasetName, load_named
 from calipers.checkpoint.location import check_location
 from calipers.errors import ConfigurationError
 from calipers.options import IGNORED_BY_DEFAULT, DataOptions
-from calipers.runtime.launch import find_launch
+from calipers.runtime.environment import find_launch
 
 if TYPE_CHECKING:
     from calipers.steps import Modifier
@@ -48,8 +48,6 @@ def data_source(name: str | None, part: Literal["calibration", "evaluation"]) ->
     named = DatasetName.parse(name)
     if named is None:
         raise ConfigurationError(f"--data '{name}' does not exist", hint=f"Give {DATA_KINDS}.")
-    from calipers.calibration.data.named_datasets import load_named
-
     return load_named(named)
 
 

@@ -21,7 +21,7 @@ from compressed_tensors.quantization import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calipers.calibration.attention import expose_states
+from calipers.calibration.context import expose_states
 from calipers.calibration.lifecycle import store_qparams
 from calipers.checkpoint.state import join, tied_names
 from calipers.errors import ConfigurationError, listing, shortened

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from calipers.calibration.data import Batches, calibration_batches, limits_of
-from calipers.calibration.data.token_masks import check_mask
+from calipers.calibration.data.columns import check_mask
 from calipers.calibration.pipelines import (
     Run,
     free_memory,
@@ -46,7 +46,7 @@ from calipers.options import (
 )
 from calipers.planning.plan import Plan
 from calipers.recipes import Recipe, load_changed_recipe
-from calipers.runtime.launch import find_launch
+from calipers.runtime.environment import find_launch
 from calipers.runtime.offloading import without_accelerate_hooks
 from calipers.runtime.precision import bytes_of_copies, dtype_choice, forward_dtype
 from calipers.runtime.progress import Progress

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from calipers.calibration.context import Calibration
+from calipers.calibration.context import Calibration, left_as_found
 from calipers.calibration.data import Batch, Batches
 from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.sensitivity import add_sensitivities
-from calipers.calibration.snapshot import left_as_found
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.reader import load_skeleton
 from calipers.checkpoint.stored_weights import model_fingerprint
@@ -53,7 +52,7 @@ from calipers.options import (
 from calipers.planning.measuring import check_collected, collecting_plan
 from calipers.planning.plan import Plan
 from calipers.planning.specs import SENSITIVITY
-from calipers.runtime.joining import joined_ranks
+from calipers.runtime.distributed import joined_ranks
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from calipers.calibration.context import Calibration
-from calipers.calibration.coverage import Coverage
+from calipers.calibration.context import Calibration, unchanged_on_error
+from calipers.calibration.coverage import Coverage, EarlyLook
 from calipers.calibration.data import Batches
-from calipers.calibration.early import EarlyLook
 from calipers.calibration.pipelines import Run
-from calipers.calibration.snapshot import unchanged_on_error
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.checkpoint.writer import write_checkpoint
@@ -43,8 +41,8 @@ from calipers.options import (
 from calipers.planning.plan import Plan
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
-from calipers.runtime.joining import joined_ranks
-from calipers.runtime.launch import find_launch
+from calipers.runtime.distributed import joined_ranks
+from calipers.runtime.environment import find_launch
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 

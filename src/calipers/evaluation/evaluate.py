@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from calipers.calibration.data import calibration_batches, limits_of
-from calipers.calibration.data.token_masks import check_mask
+from calipers.calibration.data.columns import check_mask
 from calipers.calibration.pipelines import usable_device
 from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
 from calipers.checkpoint.sizes import size_on_disk

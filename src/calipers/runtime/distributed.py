@@ -1,25 +1,158 @@
-"""The ranks of ``torch.distributed``: how all of them learn when one fails."""
+"""The ranks of ``torch.distributed``: how they meet, and how all learn when one fails."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from typing_extensions import Self
 
 from calipers.errors import CalipersError, RankError, Text, first_line, text_of
-from calipers.runtime.heartbeat import Heartbeat
-from calipers.runtime.ranks import Ranks
-from calipers.runtime.termination import TerminationHandler, my_address
+from calipers.runtime.environment import Launch, check_address, find_launch
+from calipers.runtime.ranks import Ranks, SingleProcess, ranks_in_use
 from calipers.statistics.base import Statistic
 from calipers.statistics.distributed import gather, sync_statistics
+
+Address = tuple[str, int]
+"""The machine and the number of a process."""
+
+
+class Terminated(BaseException):
+    """This process was told to stop.
+
+    It is no ``Exception``: like Ctrl-C, it is not for anybody on the way to deal with.
+
+    :param gone: rank → where it was, of the processes that were gone at that moment
+    """
+
+    def __init__(self, gone: dict[int, str]) -> None:
+        super().__init__(gone)
+        self.gone = gone
+
+
+def my_address() -> Address:
+    """Return the machine and the number of this process."""
+    return socket.gethostname(), os.getpid()
+
+
+class TerminationHandler:
+    """While it is installed, SIGTERM raises :class:`Terminated` in the main thread.
+
+    Where the signal is ignored, or in another thread, nothing is changed.
+
+    :ivar others: where the processes of the job are, this one included
+    :ivar told: what was raised
+    """
+
+    def __init__(self) -> None:
+        self.others: Sequence[Address] = ()
+        self.told: Terminated | None = None
+        self._before: Any = None
+
+    def install(self) -> None:
+        """Answer the signal from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, None):
+            self._before = signal.signal(signal.SIGTERM, self._answer)
+
+    def remove(self) -> None:
+        """Let who answered before do it again."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    def _answer(self, number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once is enough: everything is being put away
+        self.told = Terminated(gone_among(self.others))
+        raise self.told
+
+    def check(self) -> None:
+        """Raise again what was raised before: some libraries in C lose what comes upon them."""
+        if self.told is not None:
+            raise self.told
+
+
+def gone_among(processes: Sequence[Address]) -> dict[int, str]:
+    """Return which processes of this machine have ended, and where they were."""
+    host, _ = my_address()
+    return {
+        rank: f"process {process} on {machine}"
+        for rank, (machine, process) in enumerate(processes)
+        if machine == host and _has_ended(process)
+    }
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    with suppress(OSError, IndexError):
+        # A process that has ended is listed until its parent has asked how.
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return False
+
+
+class Heartbeat(threading.Thread):
+    """Gives signs of life and looks for those of others, whatever the process is busy with.
+
+    :ivar signs: the last sign of each process; None before the first
+    :ivar silence: for how many seconds the sign of each process has been the same. Looks are
+        counted, not the time: a job that was suspended as a whole has missed none
+    """
+
+    def __init__(self, store: PrefixStore, rank: int, world_size: int, interval: timedelta) -> None:
+        super().__init__(daemon=True)
+        self._store, self._rank, self._interval = store, rank, interval.total_seconds()
+        self._stopped = threading.Event()
+        self.signs: list[bytes | None] = [None] * world_size
+        self.silence = [0.0] * world_size
+
+    def run(self) -> None:
+        """Give a sign and look for those of the others, until stopped."""
+        for number in itertools.count():
+            with suppress(RuntimeError):
+                self._store.set(_sign(self._rank), str(number))
+                for rank in range(len(self.signs)):
+                    self._look_for(rank)
+            if self._stopped.wait(self._interval):
+                return
+
+    def _look_for(self, rank: int) -> None:
+        key = _sign(rank)
+        sign = self._store.get(key) if self._store.check([key]) else None
+        silent = sign == self.signs[rank]
+        self.signs[rank] = sign
+        self.silence[rank] = self.silence[rank] + self._interval if silent else 0.0
+
+    def stop(self) -> None:
+        """Give no more signs."""
+        self._stopped.set()
+        self.join()
+
+
+def _sign(rank: int) -> str:
+    return f"alive/{rank}"
+
 
 T = TypeVar("T")
 
@@ -249,3 +382,71 @@ def _was_told_to_stop(rank: int, step: str, gone: Mapping[int, str]) -> RankErro
         )
         hint = "Look at its output"
     return RankError(told, subject=f"Rank {rank}", hint=f"{hint}. Nothing half-written is left")
+
+
+_worlds = itertools.count()  # all processes count alike
+
+
+@contextmanager
+def joined_ranks(timeout: timedelta | None = None) -> Iterator[Ranks]:
+    """Join the job that ``use_ranks`` or a launcher gives to this process; else it is alone.
+
+    :param timeout: how long a process that gives no sign of life is waited for
+    """
+    given = ranks_in_use()
+    if given is not None:
+        yield given
+        return
+    own_group = join_processes(timeout or DEFAULT_TIMEOUT)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        with DistributedRanks(timeout, owns_group=own_group) as ranks:
+            yield ranks
+    else:
+        yield SingleProcess()
+
+
+def join_processes(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
+    """Join the other processes of the job; False if there are none, or it is done.
+
+    Where there are accelerators, the process takes the one with its local number.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    launch = find_launch()
+    if launch.world_size == 1:
+        return False
+    check_address(launch)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        local_rank = launch.rank if launch.local_rank is None else launch.local_rank
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+    backend = dist.get_default_backend_for_device(device or "cpu")
+    # Under keys of its own: what other groups, before or after, leave in the store is not read.
+    prefix = f"calipers/world/{next(_worlds)}"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(prefix, _store_of(launch, timeout)),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    return True
+
+
+@cache
+def _store_of(launch: Launch, timeout: timedelta) -> Any:
+    """Return the store of a launch, the same for all jobs of this process.
+
+    Without torchrun the first process hosts it: were it made anew for each job, another one that is
+    quicker would find the old one, which is about to go.
+    """
+    try:
+        return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    except RuntimeError as error:
+        raise RankError(
+            f"has not found the others of {launch.world_size} processes within "
+            f"{timeout.total_seconds():g} s: {first_line(str(error))}",
+            subject=f"Rank {launch.rank}",
+            hint="Start all of them at about the same time, with the same MASTER_ADDR and "
+            "MASTER_PORT. If this one is meant to work for itself, set WORLD_SIZE=1",
+        ) from error

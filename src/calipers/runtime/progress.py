@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from calipers.errors import printable
-from calipers.runtime.launch import is_first_process
+from calipers.runtime.environment import is_first_process
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -185,7 +185,7 @@ class Progress:
         if self._bars is not None:
             yield self._bars
             return
-        from calipers.runtime.bars import make_bars
+        from calipers.runtime.terminal import make_bars
 
         with make_bars(transient=transient) as self._bars:
             try:

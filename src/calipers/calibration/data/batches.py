@@ -1,21 +1,331 @@
-"""From a dataset to the batches one process runs through the model."""
+"""Calibration batches: samples taken from a dataset, padded and dealt to the ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Literal, get_args
 
-from calipers.calibration.data.padding import COUNTED, Batch, counted_tokens, pad_id, padded
-from calipers.calibration.data.records import RecordTokenizer
-from calipers.calibration.data.sample import Sample
-from calipers.calibration.data.samples import take_samples
-from calipers.calibration.data.sampling import Sampling
-from calipers.calibration.data.sources import ReadyBatches, Records, open_source
-from calipers.calibration.data.token_masks import about_unused
-from calipers.calibration.data.user_batches import check_batches
-from calipers.errors import CalipersWarning, Option, Words, empty_data, no_meaning
+import torch
+from torch import Tensor
+
+from calipers.calibration.data.columns import (
+    COLUMNS,
+    MaskChoice,
+    about_unused,
+    check_mask,
+    marked_tokens,
+    no_mask,
+)
+from calipers.calibration.data.records import (
+    RecordTokenizer,
+    Sample,
+    check_ids,
+    special_id,
+    whole_numbers,
+)
+from calipers.calibration.data.sources import ReadyBatches, Records, open_source, shuffled
+from calipers.errors import (
+    CalipersWarning,
+    DataError,
+    Option,
+    Words,
+    check_whole_number,
+    empty_data,
+    no_meaning,
+    not_allowed,
+)
+
+Use = Literal["ranges", "importance", "evaluation"]
+"""What data is for: static ranges of activations, sums of the inputs of weights, or judging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Which samples are taken, and how they become batches.
+
+    :param num_samples: how many samples to take, over all ranks
+    :param max_seq_length: the longest sample, in tokens
+    :param batch_size: samples per batch
+    :param batch_tokens: where it is not 0, samples of like length share batches of at most so many
+        tokens, padding included, instead of ``batch_size`` samples
+    :param packing: join documents, with the end-of-text token between them, and cut the whole
+        into samples of exactly ``max_seq_length``; a shorter rest is dropped unless it is all
+        there is. Without it a document is a sample, cut off at ``max_seq_length``. None packs
+        text files, which are one document, and nothing else
+    :param padding_side: where shorter samples of a batch are filled up
+    :param shuffle: whether to take samples from everywhere, or from the beginning
+    :param seed: of the shuffling
+    :param text_column: the column of the text, where records have several
+    :param rank: which process this is; it gets the samples ``rank::world_size``
+    :param world_size: how many processes there are
+    :param vocab_size: how many tokens the model knows; ids beyond are refused
+    :param use: what the data is for, which decides when it is too little
+    :param skip: how many samples to pass over before the first is taken: with the same seed,
+        length and packing, those that an earlier call took
+    :param part_of: tells of the token ids of a sample to which part of the data it belongs;
+        samples of different parts share no batch
+    :param stops: after how many samples, over all ranks, the run may stop: no batch reaches over
+    :param mask: ``assistant`` counts only the tokens that masks in the data, or the generation
+        blocks of the chat template, mark; None counts all
+    """
+
+    num_samples: int = 512
+    max_seq_length: int = 2048
+    batch_size: int = 1
+    batch_tokens: int = 0
+    packing: bool | None = None
+    padding_side: PaddingSide = "right"
+    shuffle: bool = True
+    seed: int = 0
+    text_column: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    vocab_size: int | None = None
+    use: Use = "ranges"
+    skip: int = 0
+    part_of: Callable[[Tensor], int] | None = None
+    stops: tuple[int, ...] = ()
+    mask: MaskChoice | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "max_seq_length", "batch_size", "world_size"):
+            check_whole_number(name, getattr(self, name), least=1)
+        check_whole_number("skip", self.skip, least=0)
+        if not 0 <= self.rank < self.world_size:
+            raise not_allowed("rank", self.rank, f"0 to {self.world_size - 1}, below world_size")
+        check_mask(self.mask)
+        if self.padding_side not in get_args(PaddingSide):
+            raise not_allowed("padding_side", self.padding_side, "'right' or 'left'")
+
+    @property
+    def order(self) -> int | None:
+        """The seed of the shuffling; None where nothing is shuffled."""
+        return self.seed if self.shuffle else None
+
+
+Batch = dict[str, torch.Tensor]
+"""What a model is called with: input_ids and attention_mask, (rows, tokens) int64, and the like."""
+
+COUNTED = "counted_tokens"
+"""Which tokens of a batch count, (rows, tokens) int64, where not all but padding do.
+
+It is no input of a model: statistics leave the other tokens out, the forward pass does not.
+"""
+
+PaddingSide = Literal["right", "left"]
+
+
+def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
+    """Return a token id for padding; it is masked, so it only has to exist."""
+    for name in ("pad_token_id", "eos_token_id"):
+        if (found := special_id(tokenizer, name, vocab_size)) is not None:
+            return found
+    return 0
+
+
+def padded(samples: Sequence[Sample], side: PaddingSide, pad: int) -> Batch:
+    """Return samples as one batch, as long as the longest of them.
+
+    >>> samples = [Sample(torch.tensor([5, 6])), Sample(torch.tensor([7]))]
+    >>> padded(samples, "left", pad=0)["input_ids"].tolist()
+    [[5, 6], [0, 7]]
+    """
+    length = max(map(len, samples))
+    ids = torch.full((len(samples), length), pad, dtype=torch.int64)
+    mask, counted = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        start = length - len(sample) if side == "left" else 0
+        place = slice(start, start + len(sample))
+        ids[row, place], mask[row, place] = sample.ids, 1
+        counted[row, place] = 1 if sample.counted is None else sample.counted.long()
+    marked = any(sample.counted is not None for sample in samples)
+    return {"input_ids": ids, "attention_mask": mask, **({COUNTED: counted} if marked else {})}
+
+
+def counted_tokens(batch: Batch) -> torch.Tensor:
+    """Return which tokens of a batch count, (rows, tokens): all but padding, or fewer."""
+    return batch.get(COUNTED, batch["attention_mask"])
+
+
+def take_samples(
+    source: Records, encoder: RecordTokenizer, sampling: Sampling
+) -> tuple[list[Sample], tuple[Words, ...]]:
+    """Take the samples that are wanted, and those before them that are to be passed over.
+
+    :return: the samples, never none, and what the user should know about them
+    """
+    count, length = sampling.skip + sampling.num_samples, sampling.max_seq_length
+    needed = None if source.one_document else length * (count if sampling.packing else 1)
+    texts = (encoder.sample(record, place, needed) for place, record in source.numbered)
+    within = None if sampling.packing or source.one_document else length
+    documents = (text for text in texts if text[:within].num_counted)
+    notes = source.notes + encoder.notes
+    if source.one_document:
+        if sampling.packing is False:
+            raise no_meaning("packing", sampling.packing, "a text file (one document)")
+        pieces = packed(documents, None, length, None)
+        samples = [pieces[index] for index in shuffled(len(pieces), sampling.order)[:count]]
+    elif sampling.packing:
+        samples = packed(documents, count, length, encoder.separator)
+    else:
+        samples, cut = truncated(documents, count, length)
+        notes += _about_cutting(cut, len(samples), length)
+    if not samples:
+        marked = "records of which no token is marked" if sampling.mask else "empty records"
+        raise empty_data(source.name, f"has only {marked}")
+    return samples, notes
+
+
+def truncated(documents: Iterable[Sample], count: int, length: int) -> tuple[list[Sample], int]:
+    """Take the beginnings of the first documents.
+
+    :return: the samples, and how many of them were cut off
+    """
+    taken = list(islice(documents, count))
+    return [text[:length] for text in taken], sum(len(text) > length for text in taken)
+
+
+def packed(
+    documents: Iterable[Sample], count: int | None, length: int, separator: int | None
+) -> list[Sample]:
+    """Join documents and cut the whole into pieces of exactly ``length`` tokens.
+
+    What remains at the end is shorter and is dropped, unless it is all there is. So are pieces of
+    which no token counts.
+
+    :param count: how many pieces are wanted; None for all
+    :param separator: the token put between two documents, if the first does not end with it
+
+    >>> documents = [Sample(torch.tensor([1, 2, 3])), Sample(torch.tensor([4, 5]))]
+    >>> [piece.ids for piece in packed(documents, None, 2, separator=0)]
+    [tensor([1, 2]), tensor([3, 0]), tensor([4, 5])]
+    """
+    joined: list[Sample] = []
+    total = 0
+    for part in _separated(documents, separator):
+        if count is not None and total >= count * length:
+            break
+        joined.append(part)
+        total += len(part)
+    if not joined:
+        return []
+    whole = Sample.joined(joined)
+    pieces = [whole[start : start + length] for start in range(0, total, length)]
+    if len(pieces) > 1 and len(pieces[-1]) < length:
+        pieces.pop()
+    return [piece for piece in pieces[:count] if piece.num_counted]
+
+
+def _separated(documents: Iterable[Sample], separator: int | None) -> Iterator[Sample]:
+    last = separator
+    for text in documents:
+        if separator is not None and last != separator:
+            between = torch.tensor([separator])
+            yield Sample(between, None if text.counted is None else between.new_zeros(1).bool())
+        yield text
+        last = int(text.ids[-1])
+
+
+def _about_cutting(cut: int, samples: int, length: int) -> tuple[Words, ...]:
+    if not cut:
+        return ()
+    return (
+        f"{cut} of {samples} samples are longer than "
+        + Option("max_seq_length", length)
+        + " and are cut off there; "
+        + Option("packing", True)
+        + " uses all of a text.",
+    )
+
+
+def check_batches(
+    batches: Iterable[Any], num_samples: int, vocab_size: int | None, mask: MaskChoice | None = None
+) -> Iterator[Batch]:
+    """Go through a user's batches until there are enough rows.
+
+    Masks that the data has are in them, whether they are used or not.
+
+    :param mask: ``assistant`` where only tokens that are marked count: then every batch must have a
+        mask, and those are passed over of which no token counts
+    """
+    rows = 0
+    for index, given in enumerate(batches):
+        batch = _as_batch(given, f"Batch {index}", vocab_size)
+        if mask is not None:
+            if COUNTED not in batch:
+                raise no_mask(f"Batch {index}", f"has no mask (it has: {', '.join(given)})")
+            if not batch[COUNTED].any():
+                continue
+        batch = _first_rows(batch, num_samples - rows)
+        rows += len(batch["input_ids"])
+        yield batch
+        if rows >= num_samples:
+            return
+    if not rows:
+        raise empty_data("The dataset", "has only batches of which no token is marked")
+
+
+def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
+    if not isinstance(given, Mapping):
+        given = {"input_ids": given}
+    if "input_ids" not in given:
+        raise _wrong_batch(where, f"has no input_ids (it has: {', '.join(map(str, given))})")
+    ids = _matrix(given["input_ids"], where, "input_ids")
+    check_ids(ids, where, vocab_size)
+    mask = torch.ones_like(ids)
+    if given.get("attention_mask") is not None:
+        mask = _matrix(given["attention_mask"], where, "attention_mask")
+    if mask.shape != ids.shape:
+        shapes = f"{tuple(ids.shape)} and an attention_mask of shape {tuple(mask.shape)}"
+        raise _wrong_batch(where, f"has input_ids of shape {shapes}")
+    if not mask.any():
+        raise DataError(
+            f"is all padding: its attention_mask of shape {tuple(mask.shape)} is zero everywhere",
+            subject=where,
+            hint="The mask is 1 for tokens that count; correct it, or leave the batch out.",
+        )
+    # Labels would have the model compute a loss, of logits that it is not asked for.
+    others = {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, torch.Tensor) and key not in COLUMNS
+    }
+    marked = marked_tokens(given, ids)
+    counted = {} if marked is None else {COUNTED: mask * marked}
+    return {**others, "input_ids": ids, "attention_mask": mask, **counted}
+
+
+def _wrong_batch(where: str, problem: str) -> DataError:
+    return DataError(
+        problem,
+        subject=where,
+        hint="A batch is a dict with input_ids of shape (rows, tokens) and, if there is padding, "
+        "an attention_mask of the same shape.",
+    )
+
+
+def _matrix(value: Any, where: str, name: str) -> torch.Tensor:
+    mask_like = isinstance(value, torch.Tensor) and name == "attention_mask"
+    found = (value != 0).to(torch.int64).cpu() if mask_like else whole_numbers(value)
+    if found is None or found.ndim != 2:
+        shape = getattr(value, "shape", None)
+        what = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
+        kind = "" if found is not None else ", not of whole numbers"
+        raise _wrong_batch(where, f"has {name} of {what}{kind}")
+    return found.to(torch.int64)
+
+
+def _first_rows(batch: Batch, count: int) -> Batch:
+    """The first rows of a batch; all of it where a tensor has no rows to choose from."""
+    rows = len(batch["input_ids"])
+    if rows <= count or any(not v.ndim or len(v) != rows for v in batch.values()):
+        return batch
+    first = {key: value[:count] for key, value in batch.items()}
+    return first if counted_tokens(first).any() else batch
+
 
 _LIKE_LENGTH = 1.125  # the longest sample of a batch, in terms of the shortest
 FEW_SAMPLES = 32

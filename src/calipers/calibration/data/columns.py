@@ -1,11 +1,14 @@
-"""Which columns of a record hold its text, and how questions and answers become one text."""
+"""The columns of a record: which hold its text, and which mark tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from calipers.errors import ANY, DataError, Option, nearest, unreadable_record
+import torch
+from torch import Tensor
+
+from calipers.errors import ANY, DataError, Option, Words, nearest, not_allowed, unreadable_record
 
 _BEFORE_PAIRS = (
     ("input_ids", "attention_mask"),
@@ -102,3 +105,59 @@ def joined(texts: Sequence[str]) -> str:
         apart = not whole or whole[-1].isspace() or text[0].isspace()
         whole += text if apart else f"\n\n{text}"
     return whole
+
+
+MaskChoice = Literal["assistant"]
+COLUMNS = ("assistant_masks", "assistant_mask", "loss_mask", "labels")
+"""Columns that mark tokens; the first that is there is used."""
+_IGNORED = -100  # in labels, as in torch.nn.CrossEntropyLoss
+
+
+def check_mask(mask: object) -> None:
+    """Refuse a choice of masks that there is not."""
+    if mask not in (None, "assistant"):
+        raise not_allowed("mask", mask, ["assistant"])
+
+
+def marked_tokens(record: Mapping[str, Any], ids: Tensor) -> Tensor | None:
+    """Return which tokens the masks of a record or batch mark, bool; None where there are none.
+
+    >>> marked_tokens({"labels": [-100, 7]}, torch.tensor([6, 7]))
+    tensor([False,  True])
+    """
+    column = next((each for each in COLUMNS if record.get(each) is not None), None)
+    if column is None:
+        return None
+    try:
+        found = torch.as_tensor(record[column]).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    marked: Tensor = found != (_IGNORED if column == "labels" else 0)
+    return marked if marked.shape == ids.shape else None
+
+
+def about_unused(ids: Tensor, counted: Tensor | None) -> tuple[Words, ...]:
+    """Say that data has masks which are not used.
+
+    :param ids: token ids without padding
+    :param counted: which of them masks mark
+    """
+    hidden = ids if counted is None else ids[~counted]
+    # Collators that pad with the end-of-text token hide that one everywhere: this is no mask.
+    if counted is None or bool((hidden == hidden[:1]).all()):
+        return ()
+    return (
+        "The data has masks of tokens (assistant_masks, loss_mask, or labels of -100) that are not "
+        "used: all tokens count. " + Option("mask", "assistant") + " counts only what they mark.",
+    )
+
+
+def no_mask(where: str, what: str) -> DataError:
+    """Refuse data that does not say which tokens count."""
+    return DataError(
+        f"{what}, and " + Option("mask", "assistant") + " counts only tokens that are marked",
+        subject=where,
+        hint=f"Give input_ids with one of {', '.join(COLUMNS)} (-100 where a token does not count) "
+        "of the same length, or chats and a tokenizer whose chat template has {% generation %} "
+        "blocks; or leave it out, and all tokens count.",
+    )

@@ -1,30 +1,27 @@
-"""One record → its token ids: texts, chats, and what is refused."""
+"""Tokenize records: texts, chats and token ids."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from calipers.calibration.data.columns import (
+    COLUMNS,
+    MaskChoice,
+    about_unused,
     as_chat,
     columns_of,
     is_optional,
     is_pair,
     joined,
-)
-from calipers.calibration.data.sample import Sample
-from calipers.calibration.data.token_masks import (
-    COLUMNS,
-    MaskChoice,
-    about_unused,
     marked_tokens,
     no_mask,
 )
-from calipers.calibration.data.tokenizing import first_token_ids
 from calipers.errors import (
     ANY,
     DataError,
@@ -33,6 +30,75 @@ from calipers.errors import (
     library_errors,
     unreadable_record,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Token ids of one sample, or of a document that samples are cut from.
+
+    :param ids: the token ids, (tokens,) int64
+    :param counted: which of them count, (tokens,) bool; None where all do
+    """
+
+    ids: Tensor
+    counted: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> Sample:
+        """Return some of its tokens."""
+        return Sample(self.ids[part], None if self.counted is None else self.counted[part])
+
+    @property
+    def num_counted(self) -> int:
+        """How many of its tokens count."""
+        return len(self) if self.counted is None else int(self.counted.sum())
+
+    @classmethod
+    def joined(cls, samples: Sequence[Sample]) -> Sample:
+        """Put samples one after another."""
+        ids = torch.cat([sample.ids for sample in samples])
+        if all(sample.counted is None for sample in samples):
+            return cls(ids)
+        every = (torch.ones_like(s.ids, dtype=torch.bool) for s in samples)
+        marks = [
+            ones if sample.counted is None else sample.counted
+            for sample, ones in zip(samples, every, strict=True)
+        ]
+        return cls(ids, torch.cat(marks))
+
+
+_CHARACTERS = 16
+"""So many characters are tokenized for each token that is needed; most tokens have fewer."""
+
+_MARGIN = 256
+
+
+def first_token_ids(
+    tokenize: Callable[[str], Sequence[int]], text: str, enough: int | None
+) -> Sequence[int]:
+    """Return the token ids of a text; of a very long one, more than ``enough`` of the first.
+
+    The time of a tokenizer grows faster than its text: 40 MB in one piece take minutes. Where a
+    text is cut, the tokens before the cut may be others; those that are returned lie at least
+    as far from it as from the beginning.
+
+    :param enough: how many of the first ids are of interest; None for all
+
+    >>> first_token_ids(lambda text: [*map(ord, text)], "ab" * 100_000, enough=3)
+    [97, 98, 97, 98]
+    """
+    if enough is None:
+        return tokenize(text)
+    size = _CHARACTERS * (enough + _MARGIN)
+    while size < len(text):
+        ids = tokenize(text[:size])
+        if len(ids) >= 2 * enough + _MARGIN:
+            return ids[: enough + 1]
+        size *= 4
+    return tokenize(text)
+
 
 _ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 _NO_TEMPLATE = (

@@ -2,22 +2,286 @@
 
 from __future__ import annotations
 
+import codecs
 import io
+import json
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.utils.data import Dataset as TorchDataset
 
-from calipers.calibration.data.files import Rows, open_file, stream
-from calipers.calibration.data.named_datasets import SHUFFLE_BUFFER, NamedDataset, load_named
-from calipers.calibration.dataset_names import DatasetName
-from calipers.errors import DataError, Words, empty_data, several_splits
+from calipers.calibration.data.columns import COLUMNS, columns_of
+from calipers.calibration.named_datasets import (
+    SHUFFLE_BUFFER,
+    DatasetName,
+    NamedDataset,
+    import_extra,
+    load_named,
+)
+from calipers.errors import DataError, Words, empty_data, library_errors, several_splits
+from calipers.files.reading import irregular_kind, read_whole
+
+LARGEST_TEXT = 64 * 2**20
+"""How many bytes of a text or a stream are read; calibration rarely uses a tenth of them."""
+
+LARGEST_LINE = LARGEST_TEXT
+"""The longest line with a record, in bytes; each is read whole."""
+
+LARGEST_LIST = 2**30
+"""The largest JSON file that is one list, in bytes; it is read whole."""
+
+_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\{\s*"|\[\s*([\[{"]|\d+\s*,))')
+"""How records in JSON begin; few texts begin like that."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Records that can be read in any order.
+
+    :param records: the records
+    :param label: what a record is called in messages, before its number
+    :param numbers: the number of each record, where it is not its position
+    :param one_document: whether the only record is one long text, of which samples are pieces
+    :param notes: what the user should know about what was read
+    """
+
+    records: Sequence[Any]
+    label: str
+    numbers: Sequence[int] | None = None
+    one_document: bool = False
+    notes: tuple[str, ...] = ()
+
+    def location(self, index: int) -> str:
+        """Return where a record stands, in words."""
+        return f"{self.label} {index if self.numbers is None else self.numbers[index]}"
+
+
+def open_file(path: Path, text_column: str | None) -> Rows:
+    """Return the records of a file, by the ending of its name."""
+    # os.path.exists says no to names that are too long, as a text in place of a path is.
+    if not os.path.exists(path):
+        raise DataError(
+            "does not exist",
+            subject=f"The data file '{_shortened(str(path))}'",
+            hint="A text itself is given in a list: [text]. A data set of the hub is named "
+            "ORG/NAME[@CONFIG][:SPLIT].",
+        )
+    kind = irregular_kind(path)
+    if kind is not None:
+        raise DataError(
+            f"is {kind}, and only regular files are opened",
+            subject=f"The data file '{_shortened(str(path))}'",
+            hint="What another program writes can come through standard input, whose name as data "
+            "is '-', or be saved to a file first.",
+        )
+    if path.stat().st_size == 0:
+        raise empty_data(f"The data file '{path}'")
+    readers = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_file}
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return parquet_file(path, text_column)
+    return readers.get(suffix, text_file)(path)
+
+
+def text_file(path: Path) -> Rows:
+    """Return a text file as one document."""
+    with path.open("rb") as file:
+        data = file.read(LARGEST_TEXT)
+    notes: tuple[str, ...] = ()
+    if (size := path.stat().st_size) > LARGEST_TEXT:
+        data = _whole_characters(data)
+        notes = (
+            f"Only the first {LARGEST_TEXT >> 20} MiB of '{path}' ({size >> 20} MiB) are read; "
+            "of a .jsonl file, samples are taken from everywhere.",
+        )
+    text = _decoded(data, f"The data file '{path}'", 0)
+    return Rows([text], f"'{path}', document", one_document=True, notes=notes)
+
+
+def stream(source: io.BufferedIOBase, name: str) -> Rows:
+    """Return what a stream gives: JSON, if it begins as JSON does, or else a text.
+
+    :param name: what it is called in messages
+    """
+    data = source.read(LARGEST_TEXT)
+    if not data.strip():
+        raise empty_data(name)
+    whole = len(data) < LARGEST_TEXT or not source.read(1)
+    notes = () if whole else (f"{name}: only the first {LARGEST_TEXT >> 20} MiB are read.",)
+    if not _JSON.match(data):
+        text = _decoded(data if whole else _whole_characters(data), name, 0)
+        return Rows([text], f"{name}, document", one_document=True, notes=notes)
+    if whole:
+        return _json_rows(data, name, name, lambda: io.BytesIO(data))
+    complete = data[: data.rfind(b"\n") + 1]
+    return replace(_line_rows(name, lambda: io.BytesIO(complete)), notes=notes)
+
+
+class JsonLines(Sequence[Any]):
+    """Records of which each stands on a line as a JSON value, and is read when asked for.
+
+    :param name: what the whole is called in messages
+    :param opened: opens it at its beginning
+    """
+
+    def __init__(self, name: str, opened: Callable[[], IO[bytes]]) -> None:
+        self._name, self._opened = name, opened
+        self.numbers = array("Q")
+        self._offsets = array("Q")
+        offset = number = 0
+        with opened() as file:
+            while line := file.readline(LARGEST_LINE + 1):
+                number += 1
+                if len(line) > LARGEST_LINE:
+                    raise DataError(
+                        f"has more than {LARGEST_LINE >> 20} MiB",
+                        subject=f"{name}, line {number}",
+                        hint="Does the file have one record per line? Cut long texts, or give them "
+                        "as .txt.",
+                    )
+                if line.strip():
+                    self.numbers.append(number)
+                    self._offsets.append(offset)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read one record."""
+        offset = self._offsets[index]
+        with self._opened() as file:
+            file.seek(offset)
+            line = file.readline(LARGEST_LINE)
+        where = f"{self._name}, line {self.numbers[index]}"
+        text = _decoded(line, where, offset)
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _invalid_json(where, error) from None
+
+
+def json_lines(path: Path) -> Rows:
+    """Return a file with one JSON value per line."""
+    return _line_rows(f"'{path}'", lambda: path.open("rb"))
+
+
+def json_file(path: Path) -> Rows:
+    """Return a JSON file: a list of records, a single one, or in truth one per line."""
+    subject = f"The data file '{path}'"
+    try:
+        content = read_whole(path, LARGEST_LIST)
+    except OSError as error:
+        raise DataError(
+            f"cannot be read: {error.strerror}",
+            subject=subject,
+            hint="Write it with one record per line, as .jsonl, of which those that are used are "
+            "read.",
+        ) from None
+    return _json_rows(content, f"'{path}'", subject, lambda: path.open("rb"))
+
+
+def _json_rows(data: bytes, name: str, subject: str, opened: Callable[[], IO[bytes]]) -> Rows:
+    text = _decoded(data, subject, 0)
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
+    except (ValueError, RecursionError) as error:
+        where = subject
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{name}, line {error.lineno}"
+        raise _invalid_json(where, error) from None
+    if text[end:].strip():  # another value follows
+        return _line_rows(name, opened)
+    return Rows(value if isinstance(value, list) else [value], f"{name}, record")
+
+
+def _line_rows(name: str, opened: Callable[[], IO[bytes]]) -> Rows:
+    lines = JsonLines(name, opened)
+    return Rows(lines, f"{name}, line", numbers=lines.numbers)
+
+
+def parquet_file(path: Path, text_column: str | None) -> Rows:
+    """Return the rows of a Parquet file; only the columns that are used are read."""
+    parquet = import_extra("pyarrow.parquet", "a Parquet file")
+    label = f"'{path}', row"
+
+    def error_of(words: str) -> DataError:
+        return DataError(
+            f"is not a Parquet file: {words}",
+            subject=f"The data file '{path}'",
+            hint="Write it again, or correct its name.",
+        )
+
+    with library_errors(error_of), parquet.ParquetFile(path) as file:
+        first = next(file.iter_batches(batch_size=1), None)
+        if not first:
+            return Rows([], label)
+        record = first.to_pylist()[0]
+        columns = columns_of(record, text_column, f"{label} 0")
+        masks = [column for column in COLUMNS if column in record]
+        table = file.read(columns=[*columns, *masks])
+        table.validate(full=True)  # or texts that are none end the process
+    return Rows(_TableRows(table), label)
+
+
+class _TableRows(Sequence[Any]):
+    """The rows of an Arrow table, as dicts."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def _decoded(data: bytes, where: str, offset: int) -> str:
+    """Return bytes as text; ``offset`` is where they begin in their file."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _no_text(where, data[error.start], offset + error.start) from None
+    if (zero := data.find(b"\0")) >= 0:
+        raise _no_text(where, 0, offset + zero)
+    return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def _no_text(subject: str, byte: int, offset: int) -> DataError:
+    return DataError(
+        f"is not UTF-8 text: byte 0x{byte:02x} at offset {offset} of the file",
+        subject=subject,
+        hint="Save it as UTF-8, or give another kind of data: .jsonl, .json, .parquet.",
+    )
+
+
+def _invalid_json(subject: str, error: Exception) -> DataError:
+    problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    if isinstance(error, json.JSONDecodeError):  # some of its messages end with "at"
+        problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    hint = "Correct or remove it."
+    return DataError(f"is not valid JSON: {problem}", subject=subject, hint=hint)
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Return bytes without a character that was cut off at their end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    decoder.decode(data)
+    pending = len(decoder.getstate()[0])
+    return data[: len(data) - pending]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 @dataclass(frozen=True)

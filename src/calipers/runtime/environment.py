@@ -1,8 +1,9 @@
-"""How many processes were started together, and which one this is, as their launcher tells it."""
+"""What surrounds this process: those that a launcher started with it, and the hub."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -114,3 +115,29 @@ def _cannot_find_others(problem: str, missing: Sequence[str]) -> ConfigurationEr
         "meant to work for itself, or this is the only one, as in a shell of salloc or sbatch, set "
         "WORLD_SIZE=1",
     )
+
+
+PATIENCE = 3.0
+"""How many seconds the hub has to answer at all."""
+
+
+def hub_answers() -> bool:
+    """Whether the hub is there; libraries try again for half a minute before they say no.
+
+    Looking up its address, which knows no limit of its own, is part of the waiting.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+        except Exception:  # whatever it was: nobody has answered
+            return
+        answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answered.wait(PATIENCE)

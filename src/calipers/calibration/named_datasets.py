@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from calipers.calibration.data.files import import_extra
-from calipers.calibration.dataset_names import DatasetName
 from calipers.errors import DataError, several_splits
-from calipers.runtime.network import hub_answers
+from calipers.runtime.environment import hub_answers
+
+_PARTS = re.compile(r"(?P<path>.+?)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_LONGEST_NAME = 96
+_OF_FILES = (
+    *(".txt", ".text", ".md", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv"),
+    *(".gz", ".zst", ".zip", ".py", ".yaml", ".yml"),
+)
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """A data set that the library ``datasets`` loads.
+
+    :param path: a folder, or the name of a data set on the hub
+    :param config: which of its configurations, where it has several
+    :param split: which of its splits; None where nobody said it
+    """
+
+    path: str
+    config: str | None = None
+    split: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DatasetName | None:
+        """Read ``NAME[@CONFIG][:SPLIT]``; None for what can only be a path or a text.
+
+        >>> DatasetName.parse("Salesforce/wikitext@wikitext-2-raw-v1:test")
+        DatasetName(path='Salesforce/wikitext', config='wikitext-2-raw-v1', split='test')
+        >>> DatasetName.parse("stories.jsonl"), DatasetName.parse("Once upon a time")
+        (None, None)
+        """
+        found = _PARTS.fullmatch(text)
+        if found is None or not (os.path.isdir(found["path"]) or _can_be_on_hub(found["path"])):
+            return None
+        return cls(**found.groupdict())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder; a folder wins over a name on the hub."""
+        return os.path.isdir(self.path)
+
+    def __str__(self) -> str:
+        config = f"@{self.config}" if self.config else ""
+        return f"{self.path}{config}" + (f":{self.split}" if self.split else "")
+
+
+def _can_be_on_hub(path: str) -> bool:
+    ending = os.path.splitext(path)[1].lower()
+    return len(path) <= _LONGEST_NAME and ending not in _OF_FILES and bool(_ON_HUB.fullmatch(path))
+
 
 SHUFFLE_BUFFER = 10_000
 """How many records of a stream are shuffled at a time."""
 
 _DEFAULT_SPLIT = "train"
-_LONGEST = 300
+_LONGEST_REASON = 300
 _SAVED = ("dataset_info.json", "dataset_dict.json")
+
+
+def import_extra(module: str, what: str) -> Any:
+    """Import what only some kinds of data need."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise DataError(
+            f"Reading {what} needs the package {package}, which is not installed",
+            hint="Install it with pip install 'calipers[data]'.",
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -112,4 +176,4 @@ def _unreachable(name: DatasetName) -> DataError:
 def _reason(error: Exception) -> str:
     """Return what a library says, in one line that is not too long."""
     words = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}…"
+    return words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]}…"

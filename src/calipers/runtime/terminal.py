@@ -1,14 +1,41 @@
-"""Progress bars for a terminal, with the rate and the time left."""
+"""The console that text and tables are printed on, and progress bars."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bars
+from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
 
-from calipers.runtime.consoles import SafeConsole
+from calipers.errors import printable
 from calipers.runtime.progress import clock, in_short
+
+
+class SafeConsole(Console):
+    """A console that text from files, such as the name of a tensor, cannot steer.
+
+    All text passes :meth:`render`, where control characters are replaced; what rich itself sends
+    to colour text and to move the cursor is no text. Brackets and colons mean nothing.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render an object to segments of printable text."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text))
+
 
 _WIDE = 120
 """Columns of a terminal that has room for long bars."""
