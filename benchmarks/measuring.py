@@ -29,7 +29,7 @@ from torch import Tensor
 from calipers.calibration.context import Calibration
 from calipers.calibration.pipelines import call_model
 from calipers.kernels import describe
-from calipers.measurements.halves import with_halves
+from calipers.measurements.tensors import with_halves
 from calipers.planning.measuring import collecting_plan
 from calipers.runtime.precision import forward_dtype
 

@@ -12,10 +12,15 @@ from families import VOCABULARY
 from calipers.evaluation import LayerError
 from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
-from calipers.reporting.channels import Channel, ChannelRanges
-from calipers.reporting.content import CheckpointFacts, Content
-from calipers.reporting.details import InputDetail, ObserverRanges, WeightDetail, WeightLimits
-from calipers.reporting.histograms import LogHistogram
+from calipers.reporting.content import (
+    CheckpointFacts,
+    Content,
+    InputDetail,
+    ObserverRanges,
+    WeightDetail,
+    WeightLimits,
+)
+from calipers.reporting.inputs import Channel, ChannelRanges, ChosenRange, LogHistogram, Shares
 from calipers.reporting.modules import ModuleFacts, judged
 from calipers.reporting.outside import (
     Evaluated,
@@ -24,7 +29,6 @@ from calipers.reporting.outside import (
     Prediction,
     Sufficiency,
 )
-from calipers.reporting.ranges import ChosenRange, Shares
 
 IDS = torch.randint(VOCABULARY, (32, 128), generator=torch.Generator().manual_seed(3))
 KINDS = (

@@ -33,7 +33,7 @@ from calipers.errors import (
     TensorValueError,
 )
 from calipers.files.safetensors_header import StoredTensor, read_header
-from calipers.measurements.stored_fields import OpenFile
+from calipers.measurements.file_format import OpenFile
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import SQUARES, Requirement
 from calipers.recipes import load_recipe

@@ -17,8 +17,7 @@ from shell import Terminal, refused, run
 from calipers import Measurements
 from calipers.cli.charts import Axis, HeatMap, blocks
 from calipers.cli.command import console
-from calipers.measurements.layer_grid import layer_grid
-from calipers.measurements.magnitudes import magnitudes_of
+from calipers.measurements.summary import layer_grid, magnitudes_of
 from calipers.statistics.value_counts import ValueCounts
 
 FEW = ("--samples", "4", "--seq-len", "16")

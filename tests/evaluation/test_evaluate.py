@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_without_layers_the_rest_is_the_same(places: Path, found: Evaluation) ->
 def test_logits_that_are_too_many_are_computed_again(
     places: Path, found: Evaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("calipers.evaluation.comparison._KEPT_LOGITS", 1)
+    monkeypatch.setattr(sys.modules["calipers.evaluation.evaluate"], "_KEPT_LOGITS", 1)
     again = evaluate(
         places / "float", [places / "W8A8"], token_ids(24, LENGTH), batch_size=5, layers=False
     )

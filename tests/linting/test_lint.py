@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ from linting import DOWN, RECIPES, Q, checkpoint, damaged, sources, with_value
 from safetensors.torch import load_file
 
 import calipers
+from calipers import registry
 from calipers.checkpoint import stored_module
+from calipers.checkpoint.stored_module import StoredModule
+from calipers.linting import Finding
+from calipers.linting.check import CHECKS, Check
 from calipers.linting.codes import count_codes
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
@@ -167,3 +173,22 @@ def test_codes_are_counted(bits: int, columns: int) -> None:
     half = 1 << (bits - 1)
     ends = ((codes == -half) | (codes == half - 1)).float().mean().item()
     assert found[:4] == (codes.numel(), len(codes.unique()), 2 * half, pytest.approx(ends))
+
+
+class NamesCheck(Check):
+    """A check that brings nothing but one file: names of projections that are too long."""
+
+    def of_module(self, module: StoredModule) -> Iterator[Finding]:
+        if len(module.name) > len(Q):
+            yield Finding("warning", "name-long", module.name, "has a long name", "Shorten it.")
+
+
+def test_a_check_of_somebody_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("names", f"{__name__}:NamesCheck", CHECKS.group)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] * (group == CHECKS.group))
+    monkeypatch.setattr(CHECKS, "_has_entry_points", False)
+    monkeypatch.setattr(CHECKS, "_sources", dict(CHECKS._sources))
+    found = calipers.lint(checkpoint(place, "W4A16"))
+    assert found.counts == {"error": 0, "warning": len(found.checks["name-long"]), "note": 0}
+    assert all(len(name) > len(Q) for name in found.checks["name-long"])
+    assert CHECKS.names() == ["files", "tensors", "values", "codes", "names"]

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import calipers
 from calipers.errors import CalipersError, ConfigurationError, ModelLoadError
-from calipers.reporting.data import page_data
 from calipers.reporting.description import describe_checkpoint
+from calipers.reporting.page import page_data
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from calipers import Measurements
 from calipers.errors import MeasurementsError
 from calipers.measurements import MeasurementsInfo
-from calipers.measurements.stored_fields import OpenFile
+from calipers.measurements.file_format import OpenFile
 from calipers.statistics.base import Statistic
 from calipers.statistics.sums import BlockHessians
 from calipers.statistics.value_counts import ValueCounts

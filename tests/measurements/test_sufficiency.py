@@ -15,9 +15,9 @@ import calipers
 from calipers import Measurements
 from calipers.errors import ConfigurationError, MeasurementsError
 from calipers.measurements import sufficiency
-from calipers.measurements.halves import whole_of
 from calipers.measurements.info import sample_digest
 from calipers.measurements.partial import PartialFile
+from calipers.measurements.tensors import whole_of
 from calipers.statistics.base import Statistic
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")

@@ -26,10 +26,15 @@ from calipers.observers import Observer
 from calipers.planning.measuring import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
 from calipers.reporting.description import describe_checkpoint
-from calipers.reporting.histograms import LogHistogram, distribution_of
+from calipers.reporting.inputs import (
+    OBSERVERS,
+    LogHistogram,
+    distribution_of,
+    range_of,
+    ranges_by_observers,
+)
 from calipers.reporting.modules import ModuleFacts, judged
-from calipers.reporting.ranges import OBSERVERS, range_of, ranges_by_observers
-from calipers.reporting.run import Report
+from calipers.reporting.report import Report
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 

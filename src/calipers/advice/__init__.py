@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from calipers.advice.advise import Advice, advise
-from calipers.advice.budget import Budget
+from calipers.advice.choosing import Budget
 from calipers.advice.predicting import Prediction
 
 __all__ = ["Advice", "Budget", "Prediction", "advise"]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from compressed_tensors.utils.match import match_named_modules
 
-from calipers.advice.budget import Budget
 from calipers.advice.candidates import (
     UNQUANTIZED,
     Candidate,
@@ -19,8 +18,16 @@ from calipers.advice.candidates import (
     read_methods,
     read_schemes,
 )
-from calipers.advice.choosing import Chosen, Options, UnreachableError, choose, chosen, front
-from calipers.advice.predicting import Prediction, Trial, predict, prepare_trials
+from calipers.advice.choosing import (
+    Budget,
+    Chosen,
+    Options,
+    UnreachableError,
+    choose,
+    chosen,
+    front,
+)
+from calipers.advice.predicting import Prediction, predict, prepare_trials
 from calipers.engine.job import check_complete
 from calipers.engine.quantize import skeleton_for
 from calipers.errors import ConfigurationError, Option
@@ -170,48 +177,31 @@ def advise(
         measurements if isinstance(measurements, Measurements) else Measurements.load(measurements)
     )
     check_complete(seen)
-    compared = asked or (("rtn", "gptq") if _has_hessians(seen) else ("rtn",))
-    candidates = read_candidates(names, compared, solvers, ignore)
-    columns = _columns(model, candidates, ignore, trust_remote_code)
-    candidates = tuple(each.fitted(columns) for each in candidates)
-    trials = prepare_trials(model, candidates, seen, trust_remote_code=trust_remote_code)
-    if limit is not None and limit.limits_size:
-        _check_size(limit, trials, any(each.recipe is None for each in candidates))
-    rows = predict(trials, candidates, seen, Progress.of(progress))
-    found = _advice(candidates, rows, limit)
-    return replace(found, methods=compared, left_out=tuple(left_out))
-
-
-def _has_hessians(seen: Measurements) -> bool:
-    return any(
+    has_hessians = any(
         base_name == "input" and HESSIAN in statistics
         for (_, base_name), statistics in seen.tensors().items()
     )
-
-
-def _columns(
-    model: str | Path, candidates: Sequence[Candidate], ignore: Sequence[str], trusted: bool
-) -> dict[str, int]:
-    """Return the columns of the weights that would be quantized, by module."""
+    compared = asked or (("rtn", "gptq") if has_hessians else ("rtn",))
+    candidates = read_candidates(names, compared, solvers, ignore)
     recipe = next(each.recipe for each in candidates if each.recipe is not None)
-    skeleton = skeleton_for(model, recipe, trusted)
+    skeleton = skeleton_for(model, recipe, trust_remote_code)
     matched = match_named_modules(skeleton, ["Linear"], list(ignore))
-    return {name: module.in_features for name, module in matched}
-
-
-def _check_size(budget: Budget, trials: Sequence[Trial], with_unquantized: bool) -> None:
-    """Refuse a size that no choice stays within: it is known before anything is solved."""
-    shapes = [each.shapes for each in trials]
-    least = sum(
-        min(
-            *(sum(each[name].size for name in group) for each in shapes),
-            sum(shapes[0][name].as_is for name in group) if with_unquantized else math.inf,
-        )
-        for group in groups_of_one_scheme(shapes[0])
-    )
-    weights = sum(each.weights for each in shapes[0].values())
-    if least > budget.as_bytes(weights):
-        raise _unreachable(budget, least, weights)
+    columns = {name: module.in_features for name, module in matched}
+    candidates = tuple(each.fitted(columns) for each in candidates)
+    trials = prepare_trials(model, candidates, seen, trust_remote_code=trust_remote_code)
+    if limit is not None and limit.limits_size:  # refused before anything is solved
+        shapes, as_is = [each.shapes for each in trials], math.inf
+        least = 0.0
+        for group in groups_of_one_scheme(shapes[0]):
+            if any(each.recipe is None for each in candidates):
+                as_is = sum(shapes[0][name].as_is for name in group)
+            least += min(as_is, *(sum(each[name].size for name in group) for each in shapes))
+        weights = sum(each.weights for each in shapes[0].values())
+        if least > limit.as_bytes(weights):
+            raise _unreachable(limit, least, weights)
+    rows = predict(trials, candidates, seen, Progress.of(progress))
+    advice = _advice(candidates, rows, limit)
+    return replace(advice, methods=compared, left_out=tuple(left_out))
 
 
 def _advice(
@@ -220,9 +210,17 @@ def _advice(
     names = [each.module for each in rows[0]]
     groups = groups_of_one_scheme(names)
     harm = _kind_of_harm(rows, budget)
-    options = _options(rows, groups, harm)
+    by_name = [{each.module: each for each in row} for row in rows]
+    share = 1.0 if harm == "loss" else 1 / len(names)  # errors are averaged over modules
+    options = Options(
+        [[sum(row[name].size for name in group) for row in by_name] for group in groups],
+        [
+            [share * sum(_harm_of(row[name], harm) for name in group) for row in by_name]
+            for group in groups
+        ],
+    )
     weights = sum(each.weights for each in rows[0])
-    known = Advice(
+    advice = Advice(
         tuple(each for row in rows for each in row),
         harm,
         tuple(_point(each, weights) for each in front(options)),
@@ -232,19 +230,23 @@ def _advice(
         },
     )
     if budget is None:
-        return known
-    found = _choice(options, budget, weights)
+        return advice
+    try:
+        if budget.limits_size:
+            choice = choose(options, size=budget.as_bytes(weights))
+        else:
+            choice = choose(options, harm=budget.as_harm())
+    except UnreachableError as error:
+        raise _unreachable(budget, error.least, weights) from error
     by_module = {
-        name: column for group, column in zip(groups, found.columns, strict=True) for name in group
+        name: column for group, column in zip(groups, choice.columns, strict=True) for name in group
     }
-    index = {name: number for number, name in enumerate(names)}
-    predictions = {name: rows[column][index[name]] for name, column in by_module.items()}
     return replace(
-        known,
+        advice,
         budget=budget,
-        chosen={name: predictions[name] for name in names},
-        total=_point(found, weights),
-        gap=found.gap,
+        chosen={name: rows[by_module[name]][number] for number, name in enumerate(names)},
+        total=_point(choice, weights),
+        gap=choice.gap,
         recipe=_recipe_of(candidates, by_module),
     )
 
@@ -267,42 +269,20 @@ def _harm_of(each: Prediction, harm: Harm) -> float:
     return each.error**2 if harm == "error" else each.loss or 0.0
 
 
-def _options(
-    rows: Sequence[Sequence[Prediction]], groups: Sequence[Sequence[str]], harm: Harm
-) -> Options:
-    """Add up what candidates cost each group."""
-    by_name = [{each.module: each for each in row} for row in rows]
-    share = 1.0 if harm == "loss" else 1 / len(rows[0])  # errors are averaged over modules
-    sizes = [[sum(row[n].size for n in group) for row in by_name] for group in groups]
-    harms = [
-        [share * sum(_harm_of(row[n], harm) for n in group) for row in by_name] for group in groups
-    ]
-    return Options(sizes, harms)
-
-
-def _choice(options: Options, budget: Budget, weights: int) -> Chosen:
-    try:
-        if budget.limits_size:
-            return choose(options, size=budget.as_bytes(weights))
-        return choose(options, harm=budget.as_harm())
-    except UnreachableError as error:
-        raise _unreachable(budget, error.least, weights) from error
-
-
 def _unreachable(budget: Budget, least: float, weights: int) -> ConfigurationError:
+    if budget.unit == "bpw":
+        nearest = f"{math.ceil(8e4 * least / weights) / 1e4:g}bpw"
+    elif budget.unit == "bytes":
+        nearest = f"{math.ceil(least)} bytes"
+    elif budget.unit == "nats":
+        nearest = f"{least:.4g}nats"
+    else:
+        nearest = f"{decibels(math.sqrt(least)):.2f}dB"
     return ConfigurationError(
-        "cannot be met: the nearest that can is " + _nearest(least, budget, weights),
+        "cannot be met: the nearest that can is " + nearest,
         subject=Option("budget", str(budget)),
         hint="Give that, or offer smaller (or better) schemes.",
     )
-
-
-def _nearest(least: float, budget: Budget, weights: int) -> str:
-    if budget.unit == "bpw":
-        return f"{math.ceil(8e4 * least / weights) / 1e4:g}bpw"
-    if budget.unit == "bytes":
-        return f"{math.ceil(least)} bytes"
-    return f"{least:.4g}nats" if budget.unit == "nats" else f"{decibels(math.sqrt(least)):.2f}dB"
 
 
 def _point(chosen: Chosen, weights: int) -> Point:

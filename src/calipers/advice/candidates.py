@@ -123,42 +123,38 @@ def read_schemes(
     words = schemes.split(",") if isinstance(schemes, str) else schemes
     half = list(filter(runs, _HALF_SIZE))[:1]
     given = ("W4A16", *half, UNQUANTIZED) if words is None else words
-    asked = list(dict.fromkeys(_name(str(word)) for word in given))
+    asked = []
+    for word in map(str, given):
+        size = _group_size(word)
+        asked.append(preset_name(_preset(word)) + ("" if size is None else f"-g{size}"))
+    asked = list(dict.fromkeys(asked))
     names, left_out = list(filter(runs, asked)), [name for name in asked if not runs(name)]
     if not set(names) - {UNQUANTIZED}:
-        raise _nothing_to_choose(left_out, target)
+        if target is None or not left_out:
+            hint = "Pass " + Option("schemes", "W4A16,W8A16")
+            raise ConfigurationError("There is no scheme to choose", hint=hint)
+        raise ConfigurationError(
+            f"runs none of the schemes to choose from ({listing(left_out)})",
+            subject=Option("target", target),
+            allowed=[name for name in RUNS[target] if name != UNQUANTIZED],
+        )
     return (names if group_size is None else _regrouped(names, group_size)), left_out
-
-
-def _nothing_to_choose(left_out: Sequence[str], target: str | None) -> ConfigurationError:
-    if target is None or not left_out:
-        hint = "Pass " + Option("schemes", "W4A16,W8A16")
-        return ConfigurationError("There is no scheme to choose", hint=hint)
-    known = [name for name in RUNS[target] if name != UNQUANTIZED]
-    return ConfigurationError(
-        f"runs none of the schemes to choose from ({listing(left_out)})",
-        subject=Option("target", target),
-        allowed=known,
-    )
 
 
 def _regrouped(names: Sequence[str], size: int) -> list[str]:
     """Give schemes whose groups are free and that do not say otherwise groups of a size."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise not_allowed("group_size", size, "a whole number, 1 or more")
-    found = [f"{name}-g{size}" if _has_free_groups(name) else name for name in names]
+    found = list(names)
+    for place, name in enumerate(names):
+        if name != UNQUANTIZED and _group_size(name) is None:
+            (scheme,) = QuantizationModifier(scheme=name).schemes.values()
+            found[place] = f"{name}-g{size}" if has_free_groups(scheme.weights) else name
     if found == list(names):
         raise no_meaning(
             "group_size", size, f"{listing(names)}: groups are fixed, or there are none"
         )
     return found
-
-
-def _has_free_groups(name: str) -> bool:
-    if name == UNQUANTIZED or _group_size(name) is not None:
-        return False
-    (scheme,) = QuantizationModifier(scheme=name).schemes.values()
-    return has_free_groups(scheme.weights)
 
 
 def read_methods(methods: str | Iterable[str]) -> tuple[str, ...]:
@@ -201,30 +197,19 @@ def read_candidates(
             found.append(Candidate(name, name))
             continue
         for method in methods:
-            for choice in _default_solvers(method) if chosen is None else chosen:
+            importance = SOLVER["importance"] if method == "rtn" else "hessian"
+            default = read_choice({**SOLVER, "importance": importance})
+            for choice in [default] if chosen is None else chosen:
                 options = "".join(f",{key}={value}" for key, value in choice.options.items())
                 solver = choice.name + options
                 told = [name, method] if len(methods) > 1 else [name]
                 told += [solver] if chosen is not None and len(chosen) > 1 else []
                 recipe = _recipe(name, method, choice, ignore)
-                (scheme,) = _schemes(recipe)
+                (modifier,) = recipe.modifiers
+                assert isinstance(modifier, QuantizationModifier)
+                (scheme,) = modifier.schemes.values()
                 found.append(Candidate(" ".join(told), name, solver, method, recipe, scheme))
     return tuple(found)
-
-
-def _default_solvers(method: str) -> list[ObserverChoice]:
-    return [read_choice(SOLVER if method == "rtn" else {**SOLVER, "importance": "hessian"})]
-
-
-def _schemes(recipe: Recipe) -> list[QuantizationScheme]:
-    (modifier,) = recipe.modifiers
-    assert isinstance(modifier, QuantizationModifier)
-    return list(modifier.schemes.values())
-
-
-def _name(word: str) -> str:
-    size = _group_size(word)
-    return preset_name(_preset(word)) + ("" if size is None else f"-g{size}")
 
 
 def _preset(word: str) -> str:

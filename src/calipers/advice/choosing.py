@@ -1,13 +1,76 @@
-"""The best choice of one candidate for each group of modules, within a limit."""
+"""The best choice of one candidate for each group of modules, within a budget."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from calipers.errors import ConfigurationError
+from calipers.checkpoint.writer import parse_size
+from calipers.errors import ConfigurationError, Option
+from calipers.judging.errors import error_of_decibels
+
+Unit = Literal["bpw", "bytes", "nats", "dB"]
+
+_EXAMPLES = (
+    "Give bits per weight ('4.5bpw'), a size ('900MB'), what the loss may gain ('0.02nats'), or "
+    "the error of outputs ('-25dB')."
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit: of the size of the modules that are advised on, or of what they lose.
+
+    :param unit: bits per weight, bytes, nats per token that are added to the loss, or the mean
+        relative error of outputs in dB
+
+    >>> Budget.parse("4.5bpw"), Budget.parse("900 MB")
+    (Budget(amount=4.5, unit='bpw'), Budget(amount=900000000.0, unit='bytes'))
+    """
+
+    amount: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str | float | Budget) -> Budget:
+        """Read a budget; a bare number is one of bits per weight."""
+        if isinstance(text, Budget):
+            return text
+        given = str(text).strip()
+        subject = Option("budget", given)
+        refused = ConfigurationError("is no budget", subject=subject, hint=_EXAMPLES)
+        matched = re.fullmatch(r"(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*(bpw|nats|dB|)", given)
+        if matched is None:
+            try:
+                return cls(float(parse_size(given)), "bytes")
+            except ConfigurationError as error:
+                raise refused from error
+        amount, unit = float(matched[1]), matched[2] or "bpw"
+        if unit != "dB" and amount <= 0:
+            raise refused
+        return cls(amount, unit)  # type: ignore[arg-type]  # one of those in the pattern
+
+    @property
+    def limits_size(self) -> bool:
+        """Whether it is a limit of size, and not of error."""
+        return self.unit in ("bpw", "bytes")
+
+    def as_bytes(self, weights: int) -> float:
+        """Return the limit of the size of so many weights."""
+        return self.amount if self.unit == "bytes" else self.amount * weights / 8
+
+    def as_harm(self) -> float:
+        """Return the limit of what is lost: nats, or a mean of squared relative errors."""
+        return self.amount if self.unit == "nats" else error_of_decibels(self.amount) ** 2
+
+    def __str__(self) -> str:
+        if self.unit == "bytes":
+            return f"{self.amount:,.0f} bytes"
+        return f"{self.amount:g} {self.unit}"
+
 
 _SECONDS = 60.0  # after which the best choice found so far is taken, and its gap told
 
@@ -118,18 +181,14 @@ def _hull(sizes: Sequence[float], harms: Sequence[float]) -> list[int]:
     for column in sorted(range(len(sizes)), key=lambda each: (sizes[each], harms[each])):
         if hull and harms[column] >= harms[hull[-1]]:
             continue
-        while len(hull) > 1 and _turns_up(sizes, harms, hull[-2], hull[-1], column):
+        while len(hull) > 1:
+            one, other = hull[-2:]
+            across = (harms[other] - harms[one]) * (sizes[column] - sizes[one])
+            if not across >= (harms[column] - harms[one]) * (sizes[other] - sizes[one]):
+                break  # the one in the middle is below the line between the others
             hull.pop()
         hull.append(column)
     return hull
-
-
-def _turns_up(
-    sizes: Sequence[float], harms: Sequence[float], one: int, other: int, new: int
-) -> bool:
-    """Whether the middle of three points is not below the line between the others."""
-    across = (harms[other] - harms[one]) * (sizes[new] - sizes[one])
-    return across >= (harms[new] - harms[one]) * (sizes[other] - sizes[one])
 
 
 def chosen(options: Options, columns: Sequence[int], gap: float = 0.0) -> Chosen:

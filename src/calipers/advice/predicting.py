@@ -135,7 +135,20 @@ def predict(
                 known |= dict.fromkeys(names, each / len(names))
             add(len(names))
     found = [list(_predictions(*pair, seen)) for pair in zip(trials, seconds, strict=True)]
-    as_is = [_as_it_is(trials[0], each) for each in found[0]]
+    as_is = [
+        Prediction(
+            each.module,
+            UNQUANTIZED,
+            solver="",
+            method="",
+            error=0.0,
+            loss=None if each.loss is None else 0.0,
+            size=trials[0].shapes[each.module].as_is,
+            weights=each.weights,
+            seconds=0.0,
+        )
+        for each in found[0]
+    ]
     rows = iter(found)
     return [as_is if each.recipe is None else next(rows) for each in candidates]
 
@@ -160,12 +173,6 @@ def _predictions(
             trial.shapes[spec.name].weights,
             seconds.get(spec.name, 0.0),
         )
-
-
-def _as_it_is(trial: Trial, other: Prediction) -> Prediction:
-    """Return what a module is that nobody quantizes."""
-    size, loss = trial.shapes[other.module].as_is, None if other.loss is None else 0.0
-    return Prediction(other.module, UNQUANTIZED, "", "", 0.0, loss, size, other.weights, 0.0)
 
 
 def _input_error(spec: ModuleSpec, costs: ModuleCosts, seen: Measurements) -> float:

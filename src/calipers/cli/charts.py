@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-    from calipers.measurements.layer_grid import LayerGrid
+    from calipers.measurements.summary import LayerGrid
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LOWEST = 0.05

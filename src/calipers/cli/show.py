@@ -130,8 +130,8 @@ def _view(file: Path, found: dict[str, Any], sufficiency: Sufficiency | None) ->
     from rich.console import Group
     from rich.text import Text
 
-    from calipers.measurements.layer_grid import LayerGrid
     from calipers.measurements.store import PEAKS
+    from calipers.measurements.summary import LayerGrid
 
     sizes = [f"{key} {format_size(size)}" for key, size in found["statistics"].items()]
     facts = {

@@ -36,12 +36,11 @@ from calipers.errors import (
 from calipers.files.writing import output_file as place_of
 from calipers.kernels.resources import Freed
 from calipers.measurements import Measurements, MeasurementsInfo
-from calipers.measurements.halves import parted, with_halves
 from calipers.measurements.info import half_of, sample_digests
 from calipers.measurements.partial import PartialFile, remove_superfluous
 from calipers.measurements.store import check_measurements_file
 from calipers.measurements.sufficiency import check_until_stable, stopping_points
-from calipers.measurements.tensors import Tensors, merged, unified
+from calipers.measurements.tensors import Tensors, merged, parted, unified, with_halves
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,

@@ -2,8 +2,8 @@
 
 from calipers.evaluation.bootstrap import Difference, Estimate
 from calipers.evaluation.evaluate import evaluate
-from calipers.evaluation.layers import LayerError
 from calipers.evaluation.results import CheckpointScores, Evaluation, Scores
+from calipers.evaluation.scoring import LayerError
 
 __all__ = [
     "CheckpointScores",

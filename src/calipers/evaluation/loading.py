@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from compressed_tensors.base import QUANTIZATION_METHOD
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils import patch_attr
 from torch import nn
+from tqdm import tqdm
 
 from calipers.checkpoint.config import LoadingProblem, group_of, loading_problems
 from calipers.checkpoint.quantized import parse_settings
@@ -32,6 +33,29 @@ if TYPE_CHECKING:
     Source: TypeAlias = PreTrainedModel | str | Path
 
 
+_WITH_BARS = (
+    "compressed_tensors.compressors.model_compressors.model_compressor",
+    "compressed_tensors.distributed.module_parallel",
+    "compressed_tensors.offload.dispatch",
+    "compressed_tensors.quantization.lifecycle.apply",
+)
+
+
+class _Hidden(tqdm):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})
+
+
+@contextmanager
+def hide_library_bars() -> Iterator[None]:
+    """Hide the bars of compressed-tensors, which it shows whether or not somebody looks."""
+    with ExitStack() as stack:
+        for name in _WITH_BARS:
+            with suppress(ImportError):  # a file that another version does not have
+                stack.enter_context(patch_attr(importlib.import_module(name), "tqdm", _Hidden))
+        yield
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that is to be judged, of which no weight is loaded yet.
@@ -47,7 +71,15 @@ class Checkpoint:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of its scores must know."""
-        return tuple(self._note(problem) for problem in self.problems)
+        notes = []
+        for problem in self.problems:
+            if problem.loads_as is None:
+                computed = "Its scores are those of what transformers computes instead."
+                notes.append(f"{problem} {computed}")
+            else:
+                dtype = str(problem.loads_as).removeprefix("torch.")
+                notes.append(f"It is loaded as {dtype}: {problem.cause}.")
+        return tuple(notes)
 
     @property
     def reliable(self) -> bool:
@@ -82,47 +114,23 @@ class Checkpoint:
                 "format.",
             ) from error
 
-    def _note(self, problem: LoadingProblem) -> str:
-        if problem.loads_as is None:
-            return f"{problem} Its scores are those of what transformers computes instead."
-        return f"It is loaded as {_name(problem.loads_as)}: {problem.cause}."
-
 
 def find_checkpoint(name: str, source: Source, *, trust_remote_code: bool = False) -> Checkpoint:
     """Look at the config of a checkpoint: whether it is there, and what goes wrong with it."""
     if not isinstance(source, (str, Path)):
         return Checkpoint(name, source, source.config)
     model = load_skeleton(source, trust_remote_code=trust_remote_code, quantized=True)
-    config = _quantization(model.config)
-    if config is None:
+    settings = getattr(model.config, "quantization_config", None)
+    if not isinstance(settings, dict) or settings.get("quant_method") != QUANTIZATION_METHOD:
         return Checkpoint(name, source, model.config)
+    config = parse_settings(settings)
     with suppress(FusedExpertsError):  # nobody can quantize these one by one
         unfuse_experts(model)
-    for module, scheme in _schemes(model, config):
-        module.quantization_scheme = scheme
-    return Checkpoint(name, source, model.config, tuple(loading_problems(model)))
-
-
-def _quantization(config: PreTrainedConfig) -> QuantizationConfig | None:
-    """Return how a checkpoint is quantized, if it is by compressed-tensors."""
-    found = getattr(config, "quantization_config", None)
-    if not isinstance(found, dict) or found.get("quant_method") != QUANTIZATION_METHOD:
-        return None
-    return parse_settings(found)
-
-
-def _schemes(
-    model: PreTrainedModel, config: QuantizationConfig
-) -> Iterator[tuple[nn.Module, QuantizationScheme]]:
-    """Give each module with the scheme that the config has for it."""
     kinds = (nn.Linear, nn.Embedding)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    modules = {own: module for own, module in model.named_modules() if isinstance(module, kinds)}
     stored = stored_module_names(model, modules)
-    for name, module in modules.items():
-        group = group_of(module, (stored[name], name), config)
+    for own, module in modules.items():
+        group = group_of(module, (stored[own], own), config)
         if group is not None:
-            yield module, config.config_groups[group]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            module.quantization_scheme = config.config_groups[group]
+    return Checkpoint(name, source, model.config, tuple(loading_problems(model)))

@@ -9,7 +9,7 @@ rounding, up or down at random. What that does to the perplexity is no property 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,11 +33,23 @@ _SUM = 2.0**-18
 @contextmanager
 def rounded_otherwise(model: nn.Module, seed: int) -> Iterator[None]:
     """Move what enters a model and its linear layers by one rounding while this is open."""
-    move = _mover(seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(values: Tensor) -> Tensor:
+        if not values.is_floating_point():
+            return values
+        step = max(torch.finfo(values.dtype).eps / 2, _SUM)
+        up = torch.randint(2, values.shape, generator=generator, dtype=torch.int8)
+        factor = 1 + step * (2 * up.to(values.device, torch.float32) - 1)
+        return (values * factor).to(values.dtype)
+
+    def move_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (move(args[0]), *args[1:]) if args else args
+
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.Linear):
-                handle = module.register_forward_pre_hook(lambda _, args: _first_moved(args, move))
+                handle = module.register_forward_pre_hook(move_input)
                 stack.callback(handle.remove)
             elif isinstance(module, nn.Embedding):
                 handle = module.register_forward_hook(lambda _, __, output: move(output))
@@ -80,21 +92,3 @@ def batches_to_repeat(sizes: list[int]) -> list[int]:
     wanted = min(sum(sizes), max(FEWEST, math.ceil(sum(sizes) / SHARE)))
     count = math.ceil(wanted / max(sizes))
     return [index * len(sizes) // count for index in range(count)]
-
-
-def _mover(seed: int) -> Callable[[Tensor], Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def move(values: Tensor) -> Tensor:
-        if not values.is_floating_point():
-            return values
-        step = max(torch.finfo(values.dtype).eps / 2, _SUM)
-        up = torch.randint(2, values.shape, generator=generator, dtype=torch.int8)
-        factor = 1 + step * (2 * up.to(values.device, torch.float32) - 1)
-        return (values * factor).to(values.dtype)
-
-    return move
-
-
-def _first_moved(args: tuple[Any, ...], move: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    return (move(args[0]), *args[1:]) if args else args

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calipers.errors import counted
 from calipers.evaluation.bootstrap import Bootstrap, Difference, Estimate, Sums
-from calipers.evaluation.layers import LayerError
+from calipers.evaluation.scoring import LayerError
 from calipers.notebook import NotebookView
 
 BASE = ""

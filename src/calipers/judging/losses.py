@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from calipers.judging.costs import COSTLY, ActivationCost, ModuleCosts
 from calipers.judging.errors import decibels
-from calipers.measurements.layer_grid import LayerGrid, layer_grid
+from calipers.measurements.summary import LayerGrid, layer_grid
 
 DECIBELS = (-60.0, 0.0)
 """The ends of a scale of errors in dB."""

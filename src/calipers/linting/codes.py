@@ -1,8 +1,10 @@
-"""How often each code of a weight occurs, counted on the packed bytes."""
+"""Whether a quantized weight uses its codes well, and what has become of the original."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,13 +13,25 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
-from calipers.checkpoint.stored_module import IN_MX
+from calipers.checkpoint.original import OriginalModel
+from calipers.checkpoint.stored_module import IN_MX, StoredModule
 from calipers.kernels.reductions import count_values
 from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_PAIRS, IN_WORDS
-from calipers.numerics.formats import GRIDS, Grid
-from calipers.numerics.layout import shared_columns, strategy_name
+from calipers.linting.against import Comparison, compare, grid_of
+from calipers.linting.check import Check
+from calipers.linting.results import Finding, LintedWeight
+from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
 
+_AGAIN = "Quantize this module again; look at its weight and at the data of the calibration."
+_LEAST_SATURATED = 0.02
+_ODDS = 8.0
+"""So many times the usual odds of a code at the ends are suspicious."""
+_VALUES_PER_CODE = 8
+_TIMES = 3.0
+"""So many times the error of scales from extrema is far too much."""
+_ROUNDINGS = 2.0**-8
+"""What storing weights and scales in 16 bits may add to an error."""
 _TILE = 1 << 20
 # The range, in standard deviations, that loses least of normal values, by bits.
 _BEST_RANGE = {1: 0.8, 2: 1.5, 3: 2.0, 4: 2.5, 5: 2.9, 6: 3.3, 7: 3.6, 8: 3.9}
@@ -41,38 +55,106 @@ class CodeCounts(NamedTuple):
     nan: int = 0
 
 
-def grid_of(args: QuantizationArgs) -> Grid | None:
-    """Return the numbers that codes stand for; None where Calipers does not know the format."""
-    return GRIDS.get((QuantizationType(args.type).value, args.num_bits))
+@dataclass(frozen=True)
+class InspectedWeight:
+    """A quantized weight whose tensors are there and fit each other.
 
-
-def byte_counts(values: Tensor) -> Tensor:
-    """Count the bytes of a tensor, 256 counts; two bytes at a time.
-
-    >>> byte_counts(torch.tensor([1, 255, 1], dtype=torch.uint8)).nonzero().flatten().tolist()
-    [1, 255]
+    :param counts: how its codes are used; None where Calipers does not know the format
+    :param comparison: what it has lost; None where there is no original to compare it with
     """
-    flat = values.reshape(-1).view(torch.uint8)
-    even = flat[: flat.numel() // 2 * 2]
-    if even.data_ptr() % 2:
-        even = even.clone()
-    counts = torch.zeros(256, dtype=torch.int64)
-    if even.numel():
-        counts += halved(count_values(even.view(torch.bfloat16).view(1, 1, 1, -1))[0])
-    if flat.numel() % 2:
-        counts[int(flat[-1])] += 1
-    return counts
+
+    name: str
+    args: QuantizationArgs
+    form: CompressionFormat
+    shape: tuple[int, ...]
+    counts: CodeCounts | None = None
+    comparison: Comparison | None = None
+
+    @classmethod
+    def of(cls, module: StoredModule, original: OriginalModel | None) -> InspectedWeight:
+        """Read the codes of a sound module."""
+        args, form, shape, codes = module.weights, module.form, module.shape, module.codes
+        assert args is not None
+        assert form is not None
+        assert shape is not None
+        assert codes is not None
+        if grid_of(args) is None:
+            return cls(module.name, args, form, shape)
+        counts = count_codes(codes.map(), form, args, shape)
+        comparison = None if original is None else compare(module, original)
+        return cls(module.name, args, form, shape, counts, comparison)
+
+    def summary(self) -> LintedWeight:
+        """Return what the result of lint tells of it."""
+        counts, comparison = self.counts, self.comparison
+        return LintedWeight(
+            self.name,
+            f"{QuantizationType(self.args.type).value}{self.args.num_bits} "
+            f"{granularity_name(self.args)}",
+            self.shape,
+            codes_used=None if counts is None else counts.used,
+            codes=None if counts is None else counts.available,
+            saturated=None if counts is None else counts.saturated,
+            error=None if comparison is None else comparison.stored.error,
+            usual_error=None if comparison is None else comparison.usual.error,
+        )
 
 
-def halved(counts: Tensor) -> Tensor:
-    """Turn counts of codes into those of their halves: of bytes into those of nibbles.
+class CodesCheck(Check):
+    """Look for weights that use their codes badly, or have lost far more than usual."""
 
-    >>> halved(torch.tensor([0, 0, 3, 0]))
-    tensor([3, 3])
-    """
-    size = math.isqrt(len(counts))
-    square = counts.view(size, size)
-    return square.sum(0) + square.sum(1)
+    def of_weight(self, weight: InspectedWeight) -> Iterator[Finding]:
+        """Check a quantized weight whose tensors are there and fit each other."""
+        yield from check_codes(weight)
+        yield from check_original(weight)
+
+
+def check_codes(weight: InspectedWeight) -> Iterator[Finding]:
+    """Find codes that the format does not have, and weights that use theirs badly."""
+    name, counts = weight.name, weight.counts
+    if counts is None:
+        return
+    if counts.outside:
+        problem = f"has {counts.outside:,} codes that {weight.args.num_bits} bits do not have"
+        hint = "Correct num_bits of the config, or quantize the module again."
+        yield Finding("error", "code-range", name, problem, hint)
+    if counts.nan:
+        yield Finding("error", "code-nan", name, f"has {counts.nan:,} codes that are NaN", _AGAIN)
+    usual = usual_saturation(weight.args, weight.form, weight.shape)
+    odds = _ODDS * usual / (1 - usual)
+    if counts.saturated > max(_LEAST_SATURATED, odds / (1 + odds)):
+        problem = (
+            f"has {counts.saturated:.1%} of its values at the lowest or highest code, where "
+            f"normal values would have about {usual:.1%}"
+        )
+        hint = "Its scales are too small, or belong to another weight: quantize it again."
+        yield Finding("warning", "codes-saturated", name, problem, hint)
+    many = counts.total >= _VALUES_PER_CODE * counts.available
+    if many and counts.used <= max(1, counts.available // 4):
+        problem = f"uses {counts.used} of {counts.available} codes"
+        hint = "Its scales are too large, or its values are all alike: look at the weight."
+        yield Finding("warning", "codes-unused", name, problem, hint)
+
+
+def check_original(weight: InspectedWeight) -> Iterator[Finding]:
+    """Find a weight that has lost far more than its format costs."""
+    if weight.comparison is None:
+        return
+    error, usual = weight.comparison.stored.error, weight.comparison.usual.error
+    if error <= _TIMES * usual + _ROUNDINGS:
+        return
+    problem = (
+        f"differs from the original by {error:.1%} of its norm; scales from its extrema "
+        f"would give {usual:.1%}"
+    )
+    hint = (
+        "Its codes or scales are damaged or belong to another weight, unless its values were "
+        "changed on purpose before (smoothing, rotations, training)."
+    )
+    yield Finding("error", "error-high", weight.name, problem, hint)
+
+
+# Codes
 
 
 def count_codes(
@@ -87,26 +169,21 @@ def count_codes(
     """
     if form in IN_WORDS:
         return _of_integers(_counts_of_words(codes, args.num_bits, shape[-1]))
-    counts = byte_counts(codes)
+    counts = _byte_counts(codes)
     if form in IN_PAIRS:
-        return _of_floats(halved(counts), nan=())
+        return _of_floats(_halved(counts), nan=())
     if args.type == "float":
         return _of_floats(counts, nan=(0x7F, 0xFF))
-    return _of_bytes(counts, args.num_bits)
+    by_value = counts.roll(128)  # −128 comes first
+    half = 1 << (args.num_bits - 1)  # integers of fewer bits may be in bytes of their own
+    inside = by_value[128 - half : 128 + half]
+    return _of_integers(inside, outside=int(by_value.sum() - inside.sum()))
 
 
 def _of_integers(counts: Tensor, outside: int = 0) -> CodeCounts:
     total, used = int(counts.sum()), int(counts.count_nonzero())
     ends = int(counts[0] + counts[-1])
     return CodeCounts(total, used, len(counts), ends / max(total, 1), outside)
-
-
-def _of_bytes(counts: Tensor, bits: int) -> CodeCounts:
-    """Judge integers of fewer bits in bytes of their own."""
-    by_value = counts.roll(128)  # −128 comes first
-    half = 1 << (bits - 1)
-    inside = by_value[128 - half : 128 + half]
-    return _of_integers(inside, outside=int(by_value.sum() - inside.sum()))
 
 
 def _of_floats(counts: Tensor, nan: tuple[int, ...]) -> CodeCounts:
@@ -134,23 +211,40 @@ def _counts_of_words(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Count codes that lie one behind the other in words; the last word of a row may have rest."""
     rows = packed.reshape(-1, packed.shape[-1])
     if bits not in (1, 2, 4, 8):
-        return _counts_by_unpacking(rows, bits, columns)
-    counts = byte_counts(rows)
+        counts = torch.zeros(256, dtype=torch.int64)
+        for part in runs(len(rows), each=columns, tile=_TILE):
+            tile = rows[part]
+            counts += _byte_counts(unpack_from_int32(tile, bits, torch.Size((len(tile), columns))))
+        half = 1 << (bits - 1)
+        return counts.roll(128)[128 - half : 128 + half]
+    counts = _byte_counts(rows)
     for _ in range(3 - bits.bit_length() + 1):
-        counts = halved(counts)
+        counts = _halved(counts)
     for place in range(columns * bits % 32, 32, bits) if columns * bits % 32 else ():
         rest = (rows[:, -1] >> place) & ((1 << bits) - 1)
         counts -= torch.bincount(rest.long(), minlength=1 << bits)
     return counts
 
 
-def _counts_by_unpacking(rows: Tensor, bits: int, columns: int) -> Tensor:
+def _byte_counts(values: Tensor) -> Tensor:
+    """Count the bytes of a tensor, 256 counts; two bytes at a time."""
+    flat = values.reshape(-1).view(torch.uint8)
+    even = flat[: flat.numel() // 2 * 2]
+    if even.data_ptr() % 2:
+        even = even.clone()
     counts = torch.zeros(256, dtype=torch.int64)
-    for part in runs(len(rows), each=columns, tile=_TILE):
-        tile = rows[part]
-        counts += byte_counts(unpack_from_int32(tile, bits, torch.Size((len(tile), columns))))
-    half = 1 << (bits - 1)
-    return counts.roll(128)[128 - half : 128 + half]
+    if even.numel():
+        counts += _halved(count_values(even.view(torch.bfloat16).view(1, 1, 1, -1))[0])
+    if flat.numel() % 2:
+        counts[int(flat[-1])] += 1
+    return counts
+
+
+def _halved(counts: Tensor) -> Tensor:
+    """Turn counts of codes into those of their halves: of bytes into those of nibbles."""
+    size = math.isqrt(len(counts))
+    square = counts.view(size, size)
+    return square.sum(0) + square.sum(1)
 
 
 def usual_saturation(

@@ -102,8 +102,3 @@ class LintResult(NotebookView):
         counts = [counted(count, severity) for severity, count in self.counts.items() if count]
         weights = counted(len(self.weights), "quantized weight")
         return f"LintResult({self.checkpoint}: {', '.join(counts) or 'nothing found'}; {weights})"
-
-
-def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Return findings with the worst first, otherwise in the order in which they came."""
-    return tuple(sorted(findings, key=lambda each: SEVERITIES.index(each.severity)))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import mmap
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -20,22 +25,85 @@ from calipers.errors import (
     damaged_measurements,
     library_errors,
 )
-from calipers.files.reading import parse_json_object
+from calipers.files.reading import open_regular, parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
+from calipers.kernels.reductions import BINS
 from calipers.kernels.resources import Freed
-from calipers.measurements.halves import (
+from calipers.measurements.info import MeasurementsInfo
+from calipers.measurements.tensors import (
+    Place,
+    Statistics,
+    Tensors,
     is_of_half,
     missing_halves,
+    name_of,
     problem_with_halves,
+    readers_of,
+    statistic_of,
     whole_beside,
 )
-from calipers.measurements.info import MeasurementsInfo
-from calipers.measurements.kinds import problem_with, problem_with_table, statistic_of
-from calipers.measurements.stored_fields import OpenFile, StoredField
-from calipers.measurements.tensors import Place, Statistics, Tensors, name_of, readers_of
 from calipers.numerics.layout import STRATEGIES
 from calipers.statistics.base import Load, Statistic
 from calipers.statistics.value_counts import TABLES
+
+if TYPE_CHECKING:
+    from io import RawIOBase
+
+
+class OpenFile:
+    """A file that was checked, and is read later.
+
+    It stays open: a file that is moved to its place meanwhile is another one, and does not matter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, Lock()
+        self._opened = cast("RawIOBase", open_regular(path, buffering=0))
+        self._state = self._present_state()
+
+    def __del__(self) -> None:
+        opened = self.__dict__.get("_opened")  # there is none where opening it has failed
+        if opened is not None:
+            opened.close()
+
+    def read(self, stored: StoredTensor) -> mmap.mmap:
+        """Return the bytes of a tensor in pages of their own, which go as soon as they are free."""
+        if self._present_state() != self._state:
+            raise MeasurementsError(
+                "has been changed since it was opened, and what is needed of it now cannot be "
+                "trusted",
+                subject=f"The file '{self._path}'",
+                hint="Start again with the file as it is now.",
+            )
+        pages = mmap.mmap(-1, stored.size)
+        with self._lock:
+            self._opened.seek(stored.begin)
+            stored.fill(self._opened, memoryview(pages))
+        return pages
+
+    def _present_state(self) -> tuple[int, int]:
+        state = os.fstat(self._opened.fileno())
+        return state.st_size, state.st_mtime_ns
+
+
+class StoredField:
+    """A tensor of an open file; while somebody holds its memory, it is not read again."""
+
+    def __init__(self, file: OpenFile, stored: StoredTensor) -> None:
+        self._file, self._stored = file, stored
+        self._pages: weakref.ref[mmap.mmap] | None = None
+
+    def __call__(self) -> Tensor:
+        """Return the tensor."""
+        stored = self._stored
+        if not stored.size:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        pages = None if self._pages is None else self._pages()
+        if pages is None:
+            pages = self._file.read(stored)
+            self._pages = weakref.ref(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8).view(stored.dtype).view(stored.shape)
+
 
 FORMAT = "calipers.measurements"
 VERSION = 2
@@ -112,10 +180,25 @@ class _Outgoing(NamedTuple):
 def encoded(info: MeasurementsInfo, tensors: Tensors) -> Iterator[bytes | memoryview]:
     """Give the bytes of a file, part by part."""
     text, stored = _described(info, tensors)
+    entries: dict[str, Any] = {
+        "__metadata__": {HEADER: text, CHECKSUM: _checksum_of(text, stored)},
+    }
     # The widest numbers come first, so that each tensor lies at a multiple of their size.
     order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))
-    metadata = {HEADER: text, CHECKSUM: _checksum_of(text, stored)}
-    yield from _file(metadata, {name: stored[name] for name in order})
+    start = 0
+    for name in order:
+        outgoing = stored[name]
+        entries[name] = {
+            "dtype": _DTYPES[outgoing.dtype],
+            "shape": outgoing.shape,
+            "data_offsets": [start, start + outgoing.size],
+        }
+        start += outgoing.size
+    head = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    head = head.ljust(-(-len(head) // _ALIGNMENT) * _ALIGNMENT)
+    yield len(head).to_bytes(8, "little") + head
+    for name in order:
+        yield _bytes(stored[name].make())
 
 
 def digest_of_file(info: MeasurementsInfo, tensors: Tensors) -> str:
@@ -147,12 +230,7 @@ def _described(info: MeasurementsInfo, tensors: Tensors) -> tuple[str, dict[str,
                 "configuration": statistic.configuration(),
                 "fields": shapes,
             }
-    text = json.dumps(_head(info, described), separators=(",", ":"), ensure_ascii=False)
-    return text, stored
-
-
-def _head(info: MeasurementsInfo, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    header = {
         "format": FORMAT,
         "version": VERSION,
         "calipers": info.calipers,
@@ -161,8 +239,9 @@ def _head(info: MeasurementsInfo, tensors: Mapping[str, Any]) -> dict[str, Any]:
         "model": {"class": info.model, "fingerprint": info.fingerprint},
         "samples": list(info.samples),
         "tokens": info.tokens,
-        "tensors": tensors,
+        "tensors": described,
     }
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False), stored
 
 
 def stored_field(statistic: Statistic, name: str, whole: Statistic | None = None) -> Tensor:
@@ -181,25 +260,6 @@ def stored_field(statistic: Statistic, name: str, whole: Statistic | None = None
     if not packed.numel() or int(packed.max()) < 2**31:
         packed = packed.to(torch.int32)
     return packed.contiguous()
-
-
-def _file(
-    metadata: dict[str, str], tensors: Mapping[str, _Outgoing]
-) -> Iterator[bytes | memoryview]:
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    start = 0
-    for name, each in tensors.items():
-        entries[name] = {
-            "dtype": _DTYPES[each.dtype],
-            "shape": each.shape,
-            "data_offsets": [start, start + each.size],
-        }
-        start += each.size
-    head = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    head = head.ljust(-(-len(head) // _ALIGNMENT) * _ALIGNMENT)
-    yield len(head).to_bytes(8, "little") + head
-    for each in tensors.values():
-        yield _bytes(each.make())
 
 
 def checksum(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -274,59 +334,53 @@ class _FileReader:
             if HEADER not in metadata or CHECKSUM not in metadata:
                 raise self._damaged(f"its header has no '{HEADER}' and no '{CHECKSUM}'")
             raw = parse_json_object(metadata[HEADER].encode(), self._file, damaged_measurements)
-            self._check_version(raw)
+            kind, version = raw.get("format"), raw.get("version")
+            if kind != FORMAT:
+                raise self._damaged(f"its format is {kind!r}, not '{FORMAT}'")
+            if version not in _READ or isinstance(version, bool):
+                raise MeasurementsError(
+                    f"is of version {version!r} of the format, and this Calipers reads versions "
+                    f"{' and '.join(map(str, _READ))}",
+                    subject=f"The file '{self._file}'",
+                    hint="Read it with the Calipers that wrote it, or measure again with this one.",
+                )
             for name, each in self._stored.items():
                 if each.dtype not in _DTYPES:
                     raise self._damaged(f"'{name}' is of {each.dtype}, which no field is")
         tensors = ((name, self._fields[name]()) for name in sorted(self._fields))
         if checksum(metadata[HEADER], tensors) != metadata[CHECKSUM]:
             raise self._damaged("its checksum is not that of its content: some of it has changed")
-        header = self._validated(raw)
-        places = self._places(header)
-        unused = sorted(self._fields.keys() - self._used)
-        if unused:
-            raise self._damaged(f"its header does not speak of '{unused[0]}'")
-        return Decoded(self._info(header), places, metadata[CHECKSUM])
-
-    def _damaged(self, problem: str) -> MeasurementsError:
-        return damaged_measurements(self._file, problem)
-
-    def _check_version(self, raw: Mapping[str, Any]) -> None:
-        found, version = raw.get("format"), raw.get("version")
-        if found != FORMAT:
-            raise self._damaged(f"its format is {found!r}, not '{FORMAT}'")
-        if version not in _READ or isinstance(version, bool):
-            raise MeasurementsError(
-                f"is of version {version!r} of the format, and this Calipers reads versions "
-                f"{' and '.join(map(str, _READ))}",
-                subject=f"The file '{self._file}'",
-                hint="Read it with the Calipers that wrote it, or measure again with this one.",
-            )
-
-    def _validated(self, raw: Mapping[str, Any]) -> Header:
         try:
-            return Header.model_validate(raw)
+            header = Header.model_validate(raw)
         except ValidationError as error:
             first = error.errors()[0]
             place = " → ".join(map(str, first["loc"]))
             raise self._damaged(f"its header, {place}: {first['msg']}") from error
-
-    def _info(self, header: Header) -> MeasurementsInfo:
+        tensors_of = self._tensors(header)
+        unused = sorted(self._fields.keys() - self._used)
+        if unused:
+            raise self._damaged(f"its header does not speak of '{unused[0]}'")
         if header.complete != (not header.run):
             raise self._damaged("it says that it is complete, and how to go on")
-        return MeasurementsInfo(
-            header.model.model_class,
-            header.model.fingerprint,
-            tuple(header.samples),
+        model, samples = header.model, tuple(header.samples)
+        info = MeasurementsInfo(
+            model.model_class,
+            model.fingerprint,
+            samples,
             header.tokens,
             header.calipers,
             header.run,
         )
+        return Decoded(info, tensors_of, metadata[CHECKSUM])
 
-    def _places(self, header: Header) -> dict[Place, dict[str, Statistic]]:
-        found: dict[Place, dict[str, Statistic]] = {}
+    def _damaged(self, problem: str) -> MeasurementsError:
+        return damaged_measurements(self._file, problem)
+
+    def _tensors(self, header: Header) -> dict[Place, dict[str, Statistic]]:
+        tensors: dict[Place, dict[str, Statistic]] = {}
         for name, entry in header.tensors.items():
             statistics: dict[str, Statistic] = {}
+            # A half is read after its whole, whose places it has.
             for key, each in sorted(entry.statistics.items(), key=lambda item: is_of_half(item[0])):
                 whole = whole_beside(key, statistics)
                 statistics[key] = self._statistic(f"{name}/{key}", each, whole)
@@ -334,20 +388,16 @@ class _FileReader:
             if problem:
                 raise self._damaged(f"{name}: {problem}")
             statistics |= missing_halves(statistics)
-            for place in self._read_at(name, entry.readers):
-                if place in found:
-                    raise self._damaged(f"it has '{name_of(place)}' twice")
-                found[place] = dict(statistics)
-        return found
-
-    def _read_at(self, name: str, readers: Iterable[str]) -> Iterator[Place]:
-        if name not in readers:
-            raise self._damaged(f"'{name}' is not among its own readers")
-        for reader in readers:
-            module, _, base_name = reader.rpartition(".")
-            if not module or base_name not in STRATEGIES:
-                raise self._damaged(f"'{reader}' is no tensor of a module")
-            yield module, base_name
+            if name not in entry.readers:
+                raise self._damaged(f"'{name}' is not among its own readers")
+            for reader in entry.readers:
+                module, _, base_name = reader.rpartition(".")
+                if not module or base_name not in STRATEGIES:
+                    raise self._damaged(f"'{reader}' is no tensor of a module")
+                if (module, base_name) in tensors:
+                    raise self._damaged(f"it has '{reader}' twice")
+                tensors[module, base_name] = dict(statistics)
+        return tensors
 
     def _statistic(self, where: str, header: StatisticHeader, whole: Statistic | None) -> Statistic:
         with library_errors(lambda words: self._damaged(f"{where}: {words}")):
@@ -390,15 +440,16 @@ class _FileReader:
         self, statistic: Statistic, name: str, shape: tuple[int, ...], stored: str
     ) -> Tensor:
         saved = self._fields[stored]()
-        if name in TABLES:
-            problem = problem_with_table(saved, shape)
-            if problem is None and saved.dtype == torch.int32:
-                saved = saved.to(torch.int64)
-        else:
-            fits = tuple(saved.shape) == shape
-            problem = None if fits else f"its shape is {tuple(saved.shape)}, not {shape}"
-        if problem:
+        if name not in TABLES:
+            if tuple(saved.shape) != shape:
+                raise self._damaged(f"{stored}: its shape is {tuple(saved.shape)}, not {shape}")
+        elif not shape or shape[-1] != BINS or saved.ndim != 2:
+            problem = f"it must be of shape (2, n), for a table of shape (…, {BINS})"
             raise self._damaged(f"{stored}: {problem}")
+        elif not 1 <= (pieces := math.prod(shape[:-1])) <= saved.shape[-1]:
+            raise self._damaged(f"{stored}: {pieces} tables without a value in each")
+        elif saved.dtype == torch.int32:
+            saved = saved.to(torch.int64)
         try:
             return statistic.unpacked(name, saved, shape)
         except MergeError as error:
@@ -412,3 +463,37 @@ def size_of(statistics: Statistics) -> dict[str, int]:
         whole = whole_beside(key, statistics)
         found[key] = sum(stored_field(each, name, whole).nbytes for name in each.fields())
     return found
+
+
+def problem_with(statistic: Statistic, fields: Mapping[str, Tensor]) -> str | None:
+    """Say why a statistic cannot have such fields, if it cannot; none are those of no data."""
+    if not fields:
+        return None
+    required = [name for name in statistic.declared() if name not in TABLES]
+    missing = [name for name in required if name not in fields]
+    if missing:
+        return f"it lacks {', '.join(missing)}"
+    for name, value in fields.items():
+        if name in TABLES:
+            continue  # checked when it was unpacked
+        if name.endswith("_like"):
+            fits = value.is_floating_point() and value.shape == (0,)
+            form = "an empty tensor of floats"
+        elif name in ("min_vals", "max_vals"):
+            fits = value.is_floating_point() and _is_finite(value)
+            form = "finite floats"
+        elif name.endswith("_sum"):
+            fits = value.dtype == torch.float64 and _is_finite(value)
+            form = "finite float64"
+        else:
+            fits = value.dtype == torch.int64 and not value.ndim and int(value) >= 0
+            form = "one int64, not below zero"
+        if not fits:
+            return f"{name} must be {form}"
+    return statistic.problem_with(fields)
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether all values are finite; unlike torch.isfinite, without copies of a large Hessian."""
+    ends = value.aminmax() if value.numel() else ()
+    return all(bool(torch.isfinite(end)) for end in ends)

@@ -48,15 +48,9 @@ class PartialFile:
             error.add_hint("If you remove it, the run begins anew.")
             raise
         run = {} if self._before.info is None else self._before.info.run
-        self._check(run.get("arguments"))
-        batches = run.get("batches")
-        if not isinstance(batches, int) or batches < 0:
-            raise damaged_measurements(self.path, f"it says that {batches!r} batches are done")
-        return batches
-
-    def _check(self, before: Any) -> None:
+        before = run.get("arguments")
         known = before if isinstance(before, dict) else {}
-        for name, value in self._arguments.items():
+        for name, value in arguments.items():
             if known.get(name) != value:
                 raise ConfigurationError(
                     f"is that of a run with other arguments: {name} was {known.get(name)!r}, and "
@@ -65,6 +59,10 @@ class PartialFile:
                     hint="Give the same arguments to go on with that run, or remove the file to "
                     "begin anew.",
                 )
+        batches = run.get("batches")
+        if not isinstance(batches, int) or batches < 0:
+            raise damaged_measurements(self.path, f"it says that {batches!r} batches are done")
+        return batches
 
     def earlier(self) -> Tensors | None:
         """Return, once, what the run before this one has seen; None where there was none."""

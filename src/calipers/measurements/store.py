@@ -18,10 +18,7 @@ from calipers.measurements.file_format import (
     is_measurements,
     size_of,
 )
-from calipers.measurements.halves import Halves, halves_of, is_of_half, whole_of
 from calipers.measurements.info import MeasurementsInfo
-from calipers.measurements.layer_grid import LayerGrid, layer_grid
-from calipers.measurements.magnitudes import magnitudes_of
 from calipers.measurements.sufficiency import (
     TOLERANCE,
     Sufficiency,
@@ -29,7 +26,18 @@ from calipers.measurements.sufficiency import (
     no_halves,
     sufficiency_of,
 )
-from calipers.measurements.tensors import Place, Statistics, merged, name_of, readers_of
+from calipers.measurements.summary import layer_grid, magnitudes_of
+from calipers.measurements.tensors import (
+    Halves,
+    Place,
+    Statistics,
+    halves_of,
+    is_of_half,
+    merged,
+    name_of,
+    readers_of,
+    whole_of,
+)
 from calipers.notebook import NotebookView
 from calipers.statistics.base import Statistic
 
@@ -239,21 +247,19 @@ class Measurements(NotebookView):
         total = sum(sizes.values())
         for row in rows:
             row["share"] = row["size"] / total if total else 0.0
-        peaks = peak_grid(rows).as_dict()
-        about = {"size": total, "statistics": sizes, "tensors": rows, "peaks": peaks}
-        return {**self._about(), **about}
-
-    def _about(self) -> dict[str, Any]:
-        if self.info is None:
-            return {}
-        info = self.info
-        return {
-            "model": {"class": info.model, "fingerprint": info.fingerprint},
-            "samples": len(info.samples),
-            "tokens": info.tokens,
-            "calipers": info.calipers,
-            "complete": info.is_complete,
-        }
+        # The input of a module goes by the name of the module.
+        peaks = {row["tensor"].removesuffix(".input"): row["peak"] for row in rows if row["peak"]}
+        info, about = self.info, dict[str, Any]()
+        if info is not None:
+            about = {
+                "model": {"class": info.model, "fingerprint": info.fingerprint},
+                "samples": len(info.samples),
+                "tokens": info.tokens,
+                "calipers": info.calipers,
+                "complete": info.is_complete,
+            }
+        of_tensors = {"tensors": rows, "peaks": layer_grid(peaks).as_dict()}
+        return {**about, "size": total, "statistics": sizes, **of_tensors}
 
     def __repr__(self) -> str:
         parts = [] if self.info is None else [self.info.model]
@@ -263,15 +269,6 @@ class Measurements(NotebookView):
             parts += [samples, f"{self.info.tokens:,} tokens"]
             parts += [] if self.info.is_complete else ["not finished"]
         return f"Measurements({', '.join(parts)})"
-
-
-def peak_grid(rows: Iterable[Mapping[str, Any]]) -> LayerGrid:
-    """Lay out how extreme tensors are, by layer and kind; an input goes by the name of its module.
-
-    :param rows: those of a summary
-    """
-    known = {row["tensor"].removesuffix(".input"): row["peak"] for row in rows if row["peak"]}
-    return layer_grid(known)
 
 
 def check_measurements_file(
@@ -295,6 +292,7 @@ def check_measurements_file(
 
 
 def _row(readers: list[str], statistics: Statistics, size: int) -> dict[str, Any]:
+    """Return what a summary tells of a tensor."""
     fields = next((f for f in (s.fields() for s in statistics.values()) if "min_vals" in f), {})
     seen = magnitudes_of(statistics)
     return {

@@ -7,7 +7,7 @@ much follows how far what is found in all data is from what much more data would
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,8 +17,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import MeasurementsError, counted, not_allowed
-from calipers.measurements.halves import Halves
-from calipers.measurements.tensors import Statistics
+from calipers.measurements.tensors import Halves, Statistics
 from calipers.notebook import NotebookView
 from calipers.solvers.scales import Counted, least_error
 from calipers.statistics.ranges import Extrema
@@ -211,12 +210,6 @@ class _Compared(NamedTuple):
     half_tokens: tuple[int, int]
     movements: dict[str, float]
 
-    @classmethod
-    def of(cls, readers: tuple[str, ...], statistics: Statistics, halves: Halves) -> _Compared:
-        first, second = (min(each.num_tokens for each in half.values()) for half in halves)
-        tokens = min(each.num_tokens for each in statistics.values())
-        return cls(readers, tokens, (first, second), dict(_movements(statistics, halves)))
-
 
 def sufficiency_of(
     tensors: Iterable[tuple[tuple[str, ...], Statistics, Halves]], samples: int, tolerance: float
@@ -225,33 +218,35 @@ def sufficiency_of(
 
     :param tensors: of each distinct tensor its names, what is known of it, and of its halves
     """
-    compared = [_Compared.of(*each) for each in tensors]
-    raw = [each.movements for each in compared]
-    typical = {kind: _typical(raw, kind) for kind in ("minmax", "mse", "importance")}
-    found = []
+    compared = []
+    for readers, statistics, halves in tensors:
+        first, second = (min(each.num_tokens for each in half.values()) for half in halves)
+        tokens = min(each.num_tokens for each in statistics.values())
+        movements = dict(_movements(statistics, halves, (first, second)))
+        compared.append(_Compared(readers, tokens, (first, second), movements))
+    typical = {}
+    for kind in ("minmax", "mse", "importance"):
+        found = [each.movements[kind] for each in compared if kind in each.movements]
+        typical[kind] = median(found) / _MEDIAN_OF_NORMAL if found else 0.0
+    rows = []
     for readers, tokens, half_tokens, movements in compared:
         moderated = {
-            kind: None if kind not in movements else _moderated(movements[kind], usual)
+            kind: _moderated(movements[kind], usual) if kind in movements else None
             for kind, usual in typical.items()
         }
         known = [value for value in moderated.values() if value is not None]
-        found.append(
+        is_sufficient = all(half_tokens) and SURE * max(known, default=math.inf) <= tolerance
+        rows.append(
             TensorSufficiency(
                 readers[0],
                 readers,
                 tokens,
                 half_tokens,
                 **moderated,
-                is_sufficient=all(half_tokens) and SURE * max(known, default=math.inf) <= tolerance,
+                is_sufficient=is_sufficient,
             )
         )
-    return Sufficiency(tuple(found), samples, tolerance)
-
-
-def _typical(raw: Sequence[Mapping[str, float]], kind: str) -> float:
-    """Return the standard error that a tensor typically has."""
-    known = [each[kind] for each in raw if kind in each]
-    return median(known) / _MEDIAN_OF_NORMAL if known else 0.0
+    return Sufficiency(tuple(rows), samples, tolerance)
 
 
 def _moderated(found: float, typical: float) -> float:
@@ -260,31 +255,27 @@ def _moderated(found: float, typical: float) -> float:
     return float(f"{both:.6g}")  # sums in another order round to the same
 
 
-def _movements(whole: Statistics, halves: Halves) -> Iterator[tuple[str, float]]:
+def _movements(
+    whole: Statistics, halves: Halves, tokens: tuple[int, int]
+) -> Iterator[tuple[str, float]]:
     """Give what one pair of halves tells of how far each result is from that of more data."""
-    tokens = [min((s.num_tokens for s in half.values()), default=0) for half in halves]
     if not all(tokens):
         return
     # The variance of a difference of means, a part of which is that of the mean of all.
     part = math.sqrt(tokens[0] * tokens[1]) / sum(tokens)
-    for key in halves.first:
-        both = halves.first[key], halves.second[key]
+    for key, first in halves.first.items():
+        both = first, halves.second[key]
         if isinstance(whole[key], Extrema):
-            sizes = [magnitude(each) for each in both]
-            yield "minmax", _relative(abs(sizes[0] - sizes[1]) / 2, max(sizes))
+            one, other = (magnitude(each) for each in both)
+            largest = max(one, other)
+            yield "minmax", abs(one - other) / 2 / largest if largest else 0.0
         elif isinstance(whole[key], SquareSums):
             shares = [energy_shares(each) for each in both]
             yield "importance", float((shares[0] - shares[1]).abs().sum()) * part
         elif isinstance(whole[key], ValueCounts):
-            scales = [least_error_scale(each) for each in both]
-            yield (
-                "mse",
-                _relative(abs(scales[0] - scales[1]) * part, least_error_scale(whole[key])),
-            )
-
-
-def _relative(movement: float, value: float) -> float:
-    return movement / value if value else 0.0
+            one, other = (least_error_scale(each) for each in both)
+            scale = least_error_scale(whole[key])
+            yield "mse", abs(one - other) * part / scale if scale else 0.0
 
 
 def magnitude(extrema: Any) -> float:

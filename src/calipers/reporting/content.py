@@ -7,27 +7,153 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
+
+import torch
 
 from calipers.checkpoint.auxiliary_files import NOTES
+from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.stored_module import QuantizedWeight, StoredModule
 from calipers.errors import counted, shortened
 from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
-from calipers.reporting.details import (
-    InputDetail,
-    WeightDetail,
-    WeightLimits,
-    chosen_ranges,
-    input_details,
-    weight_detail,
-    weight_limits,
+from calipers.numerics.formats import Format
+from calipers.reporting.inputs import (
+    REFERENCE,
+    ChannelRanges,
+    ChosenRange,
+    LogHistogram,
+    Measured,
+    MeasuredInput,
+    distribution_of,
+    has_one_range,
+    range_of,
+    ranges_by_observers,
 )
-from calipers.reporting.labels import args_label, scheme_label
-from calipers.reporting.measured import Measured
-from calipers.reporting.modules import ModuleFacts, facts_of, judged
-from calipers.reporting.outside import Evaluated, Prediction, Sufficiency, numbers_of
-from calipers.reporting.ranges import ChosenRange
-from calipers.reporting.source import SourceModel
+from calipers.reporting.modules import ModuleFacts, args_label, facts_of, judged, scheme_label
+from calipers.reporting.outside import Evaluated, Prediction, Sufficiency, number
+
+
+class ObserverRanges(NamedTuple):
+    """The ranges that observers would choose for an input in some format."""
+
+    format: str
+    ranges: tuple[ChosenRange, ...]
+
+
+class InputDetail(NamedTuple):
+    """What was seen of the input of some modules.
+
+    :param by_format: one entry for each format in which a checkpoint has this input; int8 by
+        tensor, as a reference, where none has
+    """
+
+    readers: tuple[str, ...]
+    tokens: int
+    exact: bool
+    histogram: LogHistogram | None
+    channels: ChannelRanges | None
+    by_format: tuple[ObserverRanges, ...]
+
+
+class WeightDetail(NamedTuple):
+    """The weight of a module before it was quantized."""
+
+    rows: int
+    columns: int
+    histogram: LogHistogram
+    largest: float
+    rms: float
+
+
+class WeightLimits(NamedTuple):
+    """The largest magnitude that codes reach, over all groups of a weight."""
+
+    least: float
+    median: float
+    largest: float
+    groups: int
+
+
+def input_details(
+    measured: Measured, checkpoints: Sequence[QuantizedCheckpoint]
+) -> tuple[InputDetail, ...]:
+    """Return what was seen of each distinct input."""
+    details = []
+    for seen in measured.inputs:
+        formats = {}
+        for name in seen.readers:
+            for module in (each.quantized.get(name) for each in checkpoints):
+                args = module.scheme.input_activations if module and module.scheme else None
+                if args is not None and has_one_range(args):
+                    formats[args.type, args.num_bits, args.symmetric] = args
+        by_format = []
+        if seen.values is not None and len(seen.values.values):
+            known = list(seen.statistics.values())
+            for args in formats.values() or (REFERENCE,):
+                ranges = ranges_by_observers(known, seen.values, args, exact=seen.exact)
+                by_format.append(ObserverRanges(args_label(args), ranges))
+        histogram = None if seen.values is None else LogHistogram.of(seen.values)
+        details.append(
+            InputDetail(
+                seen.readers,
+                seen.tokens,
+                seen.exact,
+                histogram,
+                seen.channels,
+                tuple(by_format),
+            )
+        )
+    return tuple(details)
+
+
+def chosen_ranges(
+    checkpoint: QuantizedCheckpoint, inputs: Mapping[str, MeasuredInput]
+) -> dict[str, ChosenRange]:
+    """Return the range of each static input, and what becomes of the values that were seen."""
+    found = {}
+    for name, module in checkpoint.quantized.items():
+        seen, args = inputs.get(name), dict(module.sides).get("input")
+        scale = module.read("input_scale") if has_one_range(args) else None
+        if args is None or seen is None or seen.values is None:
+            continue
+        if scale is None or not scale.numel():
+            continue
+        zero = module.read("input_zero_point")
+        zero = torch.zeros(1) if zero is None or not zero.numel() else zero
+        found[name] = range_of("this checkpoint", seen.values, args, scale, zero, exact=seen.exact)
+    return found
+
+
+def weight_limits(module: StoredModule) -> WeightLimits | None:
+    """Return how far codes reach in the groups of a weight."""
+    if module.weights is None or not module.is_sound:
+        return None
+    scales = QuantizedWeight.of(module).scales()
+    if not scales.numel():
+        return None
+    largest = max(abs(end) for end in Format.of(module.weights).limits)
+    limits = scales.abs().flatten() * largest
+    if not bool(torch.isfinite(limits).all()):
+        return None
+    ends = (float(limits.min()), float(limits.median()), float(limits.max()))
+    return WeightLimits(*ends, limits.numel())
+
+
+def weight_detail(source: OriginalModel, module: str) -> WeightDetail | None:
+    """Return how the values of a weight are distributed; None if there is no such weight."""
+    weight = source.weight(module)
+    if weight is None or len(weight.shape) != 2 or not weight.size:
+        return None
+    seen = distribution_of(weight.map())
+    energy = (seen.values.double().square() * seen.counts).sum()
+    return WeightDetail(
+        *weight.shape,
+        LogHistogram.of(seen),
+        float(seen.values.abs().max()) if len(seen.values) else 0.0,
+        float((energy / seen.counts.sum()).sqrt()),
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +226,7 @@ class Content:
 def gather(
     checkpoints: Sequence[QuantizedCheckpoint],
     measured: Measured,
-    source: SourceModel | None,
+    source: OriginalModel | None,
     *,
     evaluation: Evaluated | None = None,
     predictions: Sequence[Prediction] = (),
@@ -144,43 +270,35 @@ def gather(
 def _checkpoint(
     checkpoint: QuantizedCheckpoint,
     measured: Measured,
-    source: SourceModel | None,
+    source: OriginalModel | None,
     findings: Iterable[Finding],
 ) -> CheckpointFacts:
-    inputs = measured.by_module
+    inputs, quantized = measured.by_module, checkpoint.quantized
     chosen = chosen_ranges(checkpoint, inputs)
     rows = judged(facts_of(checkpoint, measured, source), inputs, chosen)
-    limits = {name: weight_limits(module) for name, module in checkpoint.quantized.items()}
-    amounts = numbers_of({key: checkpoint.notes.get(key) for key in ("samples", "tokens")})
+    limits = {name: weight_limits(module) for name, module in quantized.items()}
+    schemes = dict(Counter(scheme_label(module.scheme) for module in quantized.values()))
+    states = checkpoint.settings.kv_cache_scheme
+    if states is not None:
+        scales = {"k_scale", "v_scale", "q_scale"}
+        with_scales = [each for each in checkpoint.modules.values() if scales & set(each.tensors)]
+        schemes[f"keys and values {args_label(states)}"] = len(with_scales)
+    known = [each for each in quantized.values() if each.weight_shape]
+    weights = sum(math.prod(each.weight_shape or ()) for each in known)
+    samples, tokens = (number(checkpoint.notes.get(key)) for key in ("samples", "tokens"))
     return CheckpointFacts(
         checkpoint.name,
-        _schemes(checkpoint),
+        schemes,
         checkpoint.size,
-        _bits(checkpoint),
+        sum(each.size for each in known) * 8 / weights if weights else None,
         rows,
         chosen,
         {name: each for name, each in limits.items() if each is not None},
         (*findings, *_own_findings(checkpoint, rows)),
         tuple(_missing(checkpoint, rows, source)),
-        *(int(amounts[key]) if key in amounts else None for key in ("samples", "tokens")),
+        None if samples is None else int(samples),
+        None if tokens is None else int(tokens),
     )
-
-
-def _schemes(checkpoint: QuantizedCheckpoint) -> dict[str, int]:
-    labels = (scheme_label(module.scheme) for module in checkpoint.quantized.values())
-    counts = dict(Counter(labels))
-    states = checkpoint.settings.kv_cache_scheme
-    if states is not None:
-        scales = {"k_scale", "v_scale", "q_scale"}
-        with_scales = [each for each in checkpoint.modules.values() if scales & set(each.tensors)]
-        counts[f"keys and values {args_label(states)}"] = len(with_scales)
-    return counts
-
-
-def _bits(checkpoint: QuantizedCheckpoint) -> float | None:
-    known = [each for each in checkpoint.quantized.values() if each.weight_shape]
-    total = sum(math.prod(each.weight_shape or ()) for each in known)
-    return sum(each.size for each in known) * 8 / total if total else None
 
 
 def _own_findings(
@@ -203,7 +321,7 @@ def _own_findings(
 
 
 def _missing(
-    checkpoint: QuantizedCheckpoint, rows: Sequence[ModuleFacts], source: SourceModel | None
+    checkpoint: QuantizedCheckpoint, rows: Sequence[ModuleFacts], source: OriginalModel | None
 ) -> Iterable[str]:
     """Say what is not known of a checkpoint, and what would help."""
     if not checkpoint.has_notes:

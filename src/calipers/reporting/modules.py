@@ -3,20 +3,90 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
-from calipers.checkpoint.quantized import QuantizedCheckpoint
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+from calipers.checkpoint.original import OriginalModel
+from calipers.checkpoint.quantized import QuantizedCheckpoint, recorded_costs
+from calipers.checkpoint.stored_module import StoredModule
+from calipers.errors import CalipersError
 from calipers.judging.costs import COSTLY, ModuleCosts
 from calipers.judging.outputs import module_costs
-from calipers.reporting.labels import scheme_label
-from calipers.reporting.measured import Measured, MeasuredInput
-from calipers.reporting.names import Position
-from calipers.reporting.outside import number, numbers_of
-from calipers.reporting.ranges import ChosenRange
-from calipers.reporting.source import SourceModel, loss_of
+from calipers.linting.against import stored_loss
+from calipers.numerics.formats import Format
+from calipers.numerics.layout import granularity_name
+from calipers.reporting.inputs import ChosenRange, Measured, MeasuredInput
+from calipers.reporting.outside import numbers_of
+from calipers.topology.names import split_layer, without_numbers
+
+
+def scheme_label(scheme: QuantizationScheme | None) -> str:
+    """Return how a module is quantized, in a few words.
+
+    >>> int8 = QuantizationArgs(num_bits=8)
+    >>> scheme_label(QuantizationScheme(targets=["Linear"], weights=int8, input_activations=int8))
+    'int8 by tensor, input int8 by tensor'
+    """
+    if scheme is None:
+        return "not quantized"
+    sides = {"": scheme.weights, "input ": scheme.input_activations}
+    sides["output "] = scheme.output_activations
+    return ", ".join(f"{side}{args_label(args)}" for side, args in sides.items() if args)
+
+
+def args_label(args: QuantizationArgs) -> str:
+    """Return a format and its granularity in a few words."""
+    try:
+        name = Format.of(args).name
+    except CalipersError:  # a format of somebody else
+        name = f"{args.type}{args.num_bits}"
+    dynamic = " while it runs" if args.dynamic else ""
+    return f"{name} by {granularity_name(args)}{dynamic}"
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the decoder layer that a module is in.
+
+    >>> layer_of("model.layers.12.mlp.experts.3.up_proj"), layer_of("lm_head")
+    (12, None)
+    """
+    layer = split_layer(name)[0]
+    return int(layer.rpartition(".")[2]) if layer else None
+
+
+_ORDER = ("q", "k", "v", "qkv", "o", "out", "gate", "up", "gate_up", "down", "fc1", "fc2")
+
+
+def short_kinds(names: Iterable[str]) -> dict[str, str]:
+    """Return a short word for each kind of module in layers, in the order in which data meets them.
+
+    >>> short_kinds(["layers.0.mlp.down_proj", "layers.0.attn.o_proj", "layers.0.attn.q_proj"])
+    {'attn.q_proj': 'q', 'attn.o_proj': 'o', 'mlp.down_proj': 'down'}
+    >>> list(short_kinds(["layers.0.attn.q_proj", "layers.0.cross.q_proj"]).values())
+    ['attn.q_proj', 'cross.q_proj']
+    """
+    kinds = dict.fromkeys(kind_of(name) for name in names if layer_of(name) is not None)
+    words = {kind: kind.rpartition(".")[2].removesuffix("_proj") for kind in kinds}
+    counts = Counter(words.values())
+    rank = {word: place for place, word in enumerate(_ORDER)}
+    order = sorted(kinds, key=lambda kind: rank.get(words[kind], len(rank)))
+    return {kind: words[kind] if counts[words[kind]] == 1 else kind for kind in order}
+
+
+def kind_of(name: str) -> str:
+    """Return what a module is called in each layer.
+
+    >>> kind_of("model.layers.12.mlp.experts.3.up_proj")
+    'mlp.experts.*.up_proj'
+    """
+    return without_numbers(split_layer(name)[1])
+
 
 Verdict = Literal["hurts", "watch", "fine", "unseen", "unknown", "float"]
 
@@ -71,57 +141,57 @@ class ModuleFacts:
 
 
 def facts_of(
-    folder: QuantizedCheckpoint, measured: Measured, source: SourceModel | None
+    checkpoint: QuantizedCheckpoint, measured: Measured, source: OriginalModel | None
 ) -> tuple[ModuleFacts, ...]:
     """Gather what is known of the modules that are quantized, or were measured."""
-    inputs = measured.by_module
-    measured_too = (name for name in inputs if name in folder.modules)
-    names = dict.fromkeys([*folder.quantized, *measured_too])
-    tokens = numbers_of(_object(folder.notes.get("coverage")).get("tokens"))
-    found = []
-    layers = {name: Position.of(name).layer for name in names}
+    inputs, quantized = measured.by_module, checkpoint.quantized
+    names = dict.fromkeys([*quantized, *(name for name in inputs if name in checkpoint.modules)])
+    coverage = checkpoint.notes.get("coverage")
+    tokens = numbers_of(coverage.get("tokens") if isinstance(coverage, Mapping) else None)
+    errors = numbers_of(checkpoint.notes.get("weight_errors"))
+    costs: dict[str, ModuleCosts] = {}
+    with suppress(CalipersError):  # which lint tells of
+        costs = recorded_costs(checkpoint)
+    rows = []
+    layers = {name: layer_of(name) for name in names}
     # Layers in their order, and what stands outside of them last.
     for name in sorted(names, key=lambda name: (layers[name] is None, layers[name] or 0)):
-        seen = inputs.get(name)
+        seen, module = inputs.get(name), checkpoint.modules[name]
         count = tokens.get(name, None if seen is None else seen.tokens)
-        module = folder.modules[name]
         weights = math.prod(module.weight_shape or [0])
         row = ModuleFacts(
             name,
-            scheme_label(module.scheme if name in folder.quantized else None),
+            scheme_label(module.scheme if name in quantized else None),
             bits=module.size * 8 / weights if weights else None,
             size=module.size,
             tokens=None if count is None else int(count),
+            verdict="unknown" if name in quantized else "float",
         )
-        found.append(_with_errors(row, folder, measured, source))
-    return tuple(found)
+        if name in quantized:
+            known = costs.get(name, ModuleCosts())
+            row = replace(
+                row,
+                weight_error=errors.get(name),
+                by_weight=known.weight,
+                by_input=known.input,
+                typical_input=known.typical_input,
+            )
+            if source is not None and (row.weight_error is None or row.by_weight is None):
+                row = _with_errors(row, module, measured, source)
+        rows.append(row)
+    return tuple(rows)
 
 
 def _with_errors(
-    row: ModuleFacts,
-    folder: QuantizedCheckpoint,
-    measured: Measured,
-    source: SourceModel | None,
+    row: ModuleFacts, module: StoredModule, measured: Measured, source: OriginalModel
 ) -> ModuleFacts:
-    """Take errors from the notes of the checkpoint, or work them out."""
-    if row.name not in folder.quantized:
-        return replace(row, verdict="float")
-    errors = numbers_of(folder.notes.get("weight_errors"))
-    costs = _object(_object(folder.notes.get("costs")).get(row.name))
-    row = replace(
-        row,
-        weight_error=errors.get(row.name),
-        by_weight=number(costs.get("weight")),
-        by_input=number(costs.get("input")),
-        typical_input=number(costs.get("typical_input")),
-    )
-    if source is None or (row.weight_error is not None and row.by_weight is not None):
+    """Work out the errors that the checkpoint does not tell."""
+    stored = source.weight(row.name)
+    if stored is None:
         return row
-    original = source.weight(row.name)
-    if original is None:
-        return row
+    original = stored.map()
     streams = measured.streams_of(row.name, original)
-    loss = loss_of(folder.modules[row.name], original, streams)
+    loss = stored_loss(module, original, streams)
     if loss is None:
         return row
     return replace(
@@ -137,28 +207,21 @@ def judged(
     chosen: Mapping[str, ChosenRange],
 ) -> tuple[ModuleFacts, ...]:
     """Say of each module whether it hurts, compared with the others, and why."""
-    usual = _Usual.of(rows)
+    pairs = ((row.by_weight, row.weight_error) for row in rows)
+    usual = _Usual(
+        _median(row.output_error for row in rows),
+        _median(row.weight_error for row in rows),
+        _median(output / weight for output, weight in pairs if output and weight),
+    )
     return tuple(_judged(row, usual, inputs.get(row.name), chosen.get(row.name)) for row in rows)
 
 
-@dataclass(frozen=True)
-class _Usual:
+class _Usual(NamedTuple):
     """What the median module of a checkpoint loses: its output, its weight, and their ratio."""
 
     output: float | None
     weight: float | None
     gain: float | None
-
-    @classmethod
-    def of(cls, rows: Sequence[ModuleFacts]) -> _Usual:
-        gains = (
-            row.by_weight / row.weight_error for row in rows if row.by_weight and row.weight_error
-        )
-        return cls(
-            _median(row.output_error for row in rows),
-            _median(row.weight_error for row in rows),
-            _median(gains),
-        )
 
 
 def _judged(
@@ -244,7 +307,3 @@ def _percent(share: float) -> str:
 def _median(errors: Iterable[float | None]) -> float | None:
     known = [error for error in errors if error is not None]
     return median(known) if known else None
-
-
-def _object(found: Any) -> Mapping[str, Any]:
-    return found if isinstance(found, Mapping) else {}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from functools import singledispatch
-from typing import Any
 
 import yaml
 
@@ -17,9 +15,9 @@ from calipers.judging.errors import format_decibels
 from calipers.judging.losses import DECIBELS, loss_grid, module_losses
 from calipers.linting.results import LintResult
 from calipers.measurements import Measurements
-from calipers.measurements.layer_grid import LayerGrid
 from calipers.measurements.store import PEAKS
 from calipers.measurements.sufficiency import Sufficiency
+from calipers.measurements.summary import LayerGrid
 from calipers.planning.plan import Plan
 from calipers.recipes import Recipe
 from calipers.reporting.html import (
@@ -96,28 +94,27 @@ def _(found: Measurements) -> str:
     summary = found.summary()
     rows = summary.pop("tensors")
     peaks = LayerGrid(**summary.pop("peaks"))
+    figures = ("min", "max", "rms", "peak")
     extreme = sorted(rows, key=lambda row: -(row["peak"] or 0.0))
     heat = svg_heat_map(
         peaks.layers, peaks.kinds, peaks.values, "max|x| ÷ rms", form=".0f", ends=PEAKS
     )
     table = html_table(
-        [_tensor_row(row) for row in extreme],
+        [
+            {
+                "tensor": row["tensor"],
+                "readers": len(row["readers"]),
+                "tokens": f"{row['tokens']:,}",
+                **{key: "–" if row[key] is None else f"{row[key]:.4g}" for key in figures},
+                "size": f"{row['size']:,}",
+            }
+            for row in extreme
+        ],
         "The most extreme tensors, by the powers of two of their magnitudes",
         most=_MOST_TENSORS,
         plots={"magnitudes": [svg_histogram(row["histogram"]) for row in extreme]},
     )
     return facts_table(summary, repr(found)) + heat + table
-
-
-def _tensor_row(row: Mapping[str, Any]) -> dict[str, object]:
-    figures = ("min", "max", "rms", "peak")
-    return {
-        "tensor": row["tensor"],
-        "readers": len(row["readers"]),
-        "tokens": f"{row['tokens']:,}",
-        **{key: "–" if row[key] is None else f"{row[key]:.4g}" for key in figures},
-        "size": f"{row['size']:,}",
-    }
 
 
 @as_html.register

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,23 +43,22 @@ class Prediction(NamedTuple):
 
 def read_advice(file: Path) -> tuple[Prediction, ...]:
     """Read the predictions of a JSON file: ``{"predictions": [{"module": …, "scheme": …, …}]}``."""
-    found = _read(file, "advice").get("predictions")
-    if not isinstance(found, list) or not found:
+    entries = _read(file, "advice").get("predictions")
+    if not isinstance(entries, list) or not entries:
         raise _no(file, "advice", "it has no list of 'predictions'")
-    return tuple(_prediction(file, index, each) for index, each in enumerate(found))
-
-
-def _prediction(file: Path, index: int, entry: Any) -> Prediction:
-    fields = entry if isinstance(entry, dict) else {}
-    error = number(fields.get("error"))
-    names = [fields.get(key) for key in ("module", "scheme")]
-    if error is None or error < 0 or not all(isinstance(name, str) and name for name in names):
-        problem = f"prediction {index} lacks a 'module', a 'scheme' or a positive 'error'"
-        raise _no(file, "advice", problem)
-    size = number(fields.get("size"))
-    whole = None if size is None else int(size)
-    module, scheme = map(str, names)
-    return Prediction(module, scheme, error, number(fields.get("bits")), whole)
+    predictions = []
+    for index, entry in enumerate(entries):
+        fields = entry if isinstance(entry, dict) else {}
+        module, scheme = fields.get("module"), fields.get("scheme")
+        error, size = number(fields.get("error")), number(fields.get("size"))
+        is_named = all(isinstance(name, str) and name for name in (module, scheme))
+        if not is_named or error is None or error < 0:
+            problem = f"prediction {index} lacks a 'module', a 'scheme' or a positive 'error'"
+            raise _no(file, "advice", problem)
+        size = None if size is None else int(size)
+        bits = number(fields.get("bits"))
+        predictions.append(Prediction(str(module), str(scheme), error, bits, size))
+    return tuple(predictions)
 
 
 class Interval(NamedTuple):
@@ -122,7 +121,12 @@ def _evaluated(file: Path, name: str, scores: Any) -> EvaluatedModel:
     perplexity = _interval(fields.get("perplexity"))
     if perplexity is None:
         raise _no(file, "evaluation", f"'{name}' has no perplexity")
-    change, notes = fields.get("change"), fields.get("notes")
+    change, notes, rows = fields.get("change"), fields.get("notes"), fields.get("layers")
+    layers = []
+    for row in rows if isinstance(rows, list) else ():
+        errors = numbers_of(row)
+        if "own" in errors and "output" in errors:
+            layers.append(LayerError(str(row.get("layer", "")), errors["own"], errors["output"]))
     return EvaluatedModel(
         name,
         perplexity,
@@ -131,24 +135,14 @@ def _evaluated(file: Path, name: str, scores: Any) -> EvaluatedModel:
         _interval(fields.get("agreement")),
         is_beyond_noise=not isinstance(change, dict) or change.get("beyond_noise") is not False,
         reliable=bool(fields.get("reliable", True)),
-        layers=tuple(_layers(fields.get("layers"))),
+        layers=tuple(layers),
         notes=tuple(map(str, notes)) if isinstance(notes, list) else (),
     )
 
 
-def _layers(found: Any) -> Iterator[LayerError]:
-    for each in found if isinstance(found, list) else ():
-        if isinstance(each, dict):
-            own, output = number(each.get("own")), number(each.get("output"))
-            if own is not None and output is not None:
-                yield LayerError(str(each.get("layer", "")), own, output)
-
-
 def _interval(found: Any) -> Interval | None:
-    value = number(found.get("value")) if isinstance(found, dict) else None
-    if value is None:
-        return None
-    return Interval(value, number(found.get("low")), number(found.get("high")))
+    ends = numbers_of(found)
+    return Interval(ends["value"], ends.get("low"), ends.get("high")) if "value" in ends else None
 
 
 def number(found: Any) -> float | None:

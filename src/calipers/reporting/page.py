@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from importlib.resources import files
@@ -14,10 +15,119 @@ from calipers import __version__
 from calipers.errors import ConfigurationError
 from calipers.judging.errors import format_decibels
 from calipers.linting import Finding
-from calipers.reporting.content import CheckpointFacts, Content
-from calipers.reporting.data import page_data
-from calipers.reporting.modules import ModuleFacts
+from calipers.reporting.content import CheckpointFacts, Content, InputDetail
+from calipers.reporting.inputs import ChosenRange, LogHistogram
+from calipers.reporting.modules import ModuleFacts, kind_of, layer_of, short_kinds
 from calipers.reporting.outside import EvaluatedModel
+
+_DIGITS = 4
+
+
+def page_data(content: Content) -> dict[str, Any]:
+    """Return all that the script shows, as plain data."""
+    names, kinds = content.names, short_kinds(content.names)
+    predictions: dict[str, dict[str, float | None]] = {}
+    for each in content.predictions:
+        predictions.setdefault(each.scheme, {})[each.module] = short(each.error)
+    evaluated = () if content.evaluation is None else content.evaluation.models
+    return {
+        "modules": [
+            {
+                "name": name,
+                "layer": layer_of(name),
+                "kind": None if layer_of(name) is None else kinds[kind_of(name)],
+            }
+            for name in names
+        ],
+        "kinds": list(kinds.values()),
+        "checkpoints": [_checkpoint(each) for each in content.checkpoints],
+        "inputs": [_input(each) for each in content.inputs],
+        "weights": {
+            name: {
+                "shape": [weight.rows, weight.columns],
+                "histogram": _histogram(weight.histogram),
+                "largest": short(weight.largest),
+                "rms": short(weight.rms),
+            }
+            for name, weight in content.weights.items()
+        },
+        "predictions": predictions,
+        "layers": {
+            model.name: [[each.layer, short(each.own), short(each.output)] for each in model.layers]
+            for model in evaluated
+            if model.layers
+        },
+        "sufficiency": {each.tensor: [each.is_enough, each.reason] for each in content.sufficiency},
+    }
+
+
+def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
+    return {
+        "name": facts.name,
+        "rows": {row.name: _row(row) for row in facts.modules},
+        "chosen": {name: _range(each) for name, each in facts.chosen.items()},
+        "limits": {
+            name: [short(each.least), short(each.median), short(each.largest), each.groups]
+            for name, each in facts.limits.items()
+        },
+    }
+
+
+def _row(row: ModuleFacts) -> dict[str, Any]:
+    return {
+        "scheme": row.scheme,
+        "bits": short(row.bits),
+        "size": row.size,
+        "weight": short(row.weight_error),
+        "output": short(row.output_error),
+        "byWeight": short(row.by_weight),
+        "byInput": short(row.input_error),
+        "tokens": row.tokens,
+        "times": short(row.times_median),
+        "verdict": row.verdict,
+        "why": list(row.reasons),
+    }
+
+
+def _range(chosen: ChosenRange) -> list[Any]:
+    return [chosen.observer, *map(short, (chosen.low, chosen.high, chosen.step, *chosen.shares))]
+
+
+def _input(detail: InputDetail) -> dict[str, Any]:
+    channels = detail.channels
+    return {
+        "readers": list(detail.readers),
+        "tokens": detail.tokens,
+        "exact": detail.exact,
+        "histogram": _histogram(detail.histogram),
+        "channels": channels
+        and {
+            "count": channels.count,
+            "width": channels.width,
+            "low": list(map(short, channels.lows)),
+            "high": list(map(short, channels.highs)),
+            "median": short(channels.median),
+            "outliers": channels.outliers,
+            "worst": [[c.index, *map(short, (c.low, c.high, c.times))] for c in channels.worst],
+        },
+        "ranges": [[each.format, list(map(_range, each.ranges))] for each in detail.by_format],
+    }
+
+
+def _histogram(found: LogHistogram | None) -> list[Any] | None:
+    return None if found is None else [found.first, list(found.counts), found.zeros]
+
+
+def short(number: float | None) -> float | None:
+    """Return a number with four significant digits; None where there is none.
+
+    >>> short(0.123456), short(1234567.0), short(None), short(float("inf"))
+    (0.1235, 1235000.0, None, None)
+    """
+    if number is None or not math.isfinite(number):
+        return None
+    return float(f"{number:.{_DIGITS}g}")
+
 
 PLOTLY = "plotly-cartesian.min.js"
 """The part of plotly.js that draws bars, lines and heat maps; it evaluates no text as code."""
@@ -28,7 +138,11 @@ _ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 def page(content: Content) -> str:
     """Return the document. All that comes from files is text in it, whatever it looks like."""
-    findings = _findings(content)
+    findings, checkpoints, evaluation = _findings(content), content.checkpoints, content.evaluation
+    worst = [_Headline(each.name, each.ranked[0]) for each in checkpoints if each.ranked]
+    rows = [row for each in checkpoints for row in each.modules]
+    tokens = [row.tokens for row in rows if row.tokens is not None]
+    ends = sorted({min(tokens), max(tokens)}) if tokens else []
     template = _environment().from_string(_asset("page.html"))
     scripts = [_asset(PLOTLY), _asset("page.js")]
     text: str = template.render(
@@ -38,12 +152,24 @@ def page(content: Content) -> str:
         data=json_for_script(page_data(content)),
         content=content,
         version=__version__,
-        headline=_headline(content),
-        checkpoints=[_Shown.of(each, content) for each in content.checkpoints],
+        headline=max(worst, key=lambda each: each.row.output_error or 0.0, default=None),
+        checkpoints=[
+            _CheckpointRow(
+                each,
+                None if evaluation is None else evaluation.of(each.name),
+                each.size / content.source_size if content.source_size else None,
+                next(iter(each.ranked), None),
+                sum(row.verdict == "hurts" for row in each.modules),
+            )
+            for each in checkpoints
+        ],
         findings=findings,
         severities=Counter(_severity(one) for _, one in findings),
-        coverage=_coverage(content),
-        missing=_missing(content),
+        coverage=" to ".join(f"{count:,}" for count in ends) + " tokens by module" if ends else "",
+        missing=[
+            *content.missing,
+            *(f"{each.name}: {text}" for each in checkpoints for text in each.missing),
+        ],
         scarce=[each for each in content.sufficiency if not each.is_enough],
     )
     return text
@@ -121,7 +247,7 @@ def format_share(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.3g} %"
 
 
-class _Shown(NamedTuple):
+class _CheckpointRow(NamedTuple):
     """A row of the table of checkpoints."""
 
     facts: CheckpointFacts
@@ -130,28 +256,12 @@ class _Shown(NamedTuple):
     worst: ModuleFacts | None
     hurting: int
 
-    @classmethod
-    def of(cls, facts: CheckpointFacts, content: Content) -> _Shown:
-        ranked = facts.ranked
-        return cls(
-            facts,
-            None if content.evaluation is None else content.evaluation.of(facts.name),
-            facts.size / content.source_size if content.source_size else None,
-            ranked[0] if ranked else None,
-            sum(row.verdict == "hurts" for row in facts.modules),
-        )
-
 
 class _Headline(NamedTuple):
     """The module that hurts most, of all checkpoints."""
 
     checkpoint: str
     row: ModuleFacts
-
-
-def _headline(content: Content) -> _Headline | None:
-    worst = [_Headline(each.name, each.ranked[0]) for each in content.checkpoints if each.ranked]
-    return max(worst, key=lambda each: each.row.output_error or 0.0, default=None)
 
 
 def _findings(content: Content) -> list[tuple[str, Finding]]:
@@ -167,21 +277,3 @@ def _findings(content: Content) -> list[tuple[str, Finding]]:
 def _severity(found: Finding) -> str:
     """Return one of the three that the page has a colour for."""
     return found.severity if found.severity in ("error", "warning") else "info"
-
-
-def _coverage(content: Content) -> str:
-    """Say how many tokens modules have seen."""
-    rows = [row for each in content.checkpoints for row in each.modules]
-    seen = [row.tokens for row in rows if row.tokens is not None]
-    if not seen:
-        return ""
-    least, most = min(seen), max(seen)
-    amount = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return f"{amount} tokens by module"
-
-
-def _missing(content: Content) -> list[str]:
-    told = list(content.missing)
-    for each in content.checkpoints:
-        told += [f"{each.name}: {text}" for text in each.missing]
-    return told

@@ -7,11 +7,24 @@ from collections.abc import Iterator
 from calipers.checkpoint.stored_module import PARAMETERS, ExpectedTensor, StoredModule
 from calipers.errors import listing
 from calipers.kernels.rounding import IN_WORDS
+from calipers.linting.check import Check
 from calipers.linting.results import Finding
 from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
 
 _AGAIN = "Quantize the model again, or correct the config."
 _CONFIG = "Correct the quantization_config, or take the tensors that belong to it."
+
+
+class TensorsCheck(Check):
+    """Look for tensors that are missing, unwanted, or of another shape or dtype."""
+
+    def of_module(self, module: StoredModule) -> Iterator[Finding]:
+        """Check a module of a checkpoint, quantized or not."""
+        yield from check_quantized(module)
+        yield from check_present(module)
+        yield from check_fitting(module)
+        yield from check_shapes(module)
+        yield from check_unwanted(module)
 
 
 def check_quantized(module: StoredModule) -> Iterator[Finding]:
@@ -70,54 +83,39 @@ def check_fitting(module: StoredModule) -> Iterator[Finding]:
 
 
 def _other_shape(module: StoredModule, expected: ExpectedTensor) -> Finding:
-    name, found = f"{module.name}.{expected.local}", module.tensors[expected.local].shape
+    """Name the option of the scheme that is wrong, where a shape tells, or the shape."""
+    name, stored = f"{module.name}.{expected.local}", module.tensors[expected.local].shape
     args, shape = module.weights, module.shape
-    if args is not None and shape is not None:
+    if args is not None and shape is not None and stored[:-1] == shape[:-1]:
+        columns, last = shape[-1], stored[-1]
         if expected.role == "codes" and module.form in IN_WORDS:
-            bits = _bits_that_fit(found, shape)
-            if bits is not None and bits != args.num_bits:
-                problem = f"has room for {bits} bits a value, and num_bits is {args.num_bits}"
+            fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == last]
+            if len(fitting) == 1 and fitting[0] != args.num_bits:
+                problem = f"has room for {fitting[0]} bits a value, and num_bits is {args.num_bits}"
                 return Finding("error", "config-bits", name, problem, _CONFIG)
-        if expected.local == "weight_scale" and strategy_name(args) in ("group", "channel"):
-            width = _group_that_fits(found, shape)
-            if width is not None and width != (shared_columns(args) or shape[-1]):
+        of_rows = expected.local == "weight_scale" and strategy_name(args) in ("group", "channel")
+        if of_rows and last and columns % last == 0:
+            width = columns // last
+            if width != (shared_columns(args) or columns):
                 wanted = granularity_name(args)
                 problem = f"has a scale for every {width} columns, and its scheme is '{wanted}'"
                 return Finding("error", "config-group-size", name, problem, _CONFIG)
     role = {"codes": "packed", "order": "g-idx"}.get(expected.role, expected.role)
-    problem = f"has the shape {found}, and {expected.shape} fits the weight and its scheme"
+    problem = f"has the shape {stored}, and {expected.shape} fits the weight and its scheme"
     return Finding("error", f"shape-{role.replace('_', '-')}", name, problem, _AGAIN)
 
 
-def _bits_that_fit(words: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
-    """Return the only number of bits of which so many words are the codes of a weight."""
-    if words[:-1] != shape[:-1]:
-        return None
-    found = [bits for bits in range(1, 9) if -(-shape[-1] * bits // 32) == words[-1]]
-    return found[0] if len(found) == 1 else None
-
-
-def _group_that_fits(scales: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
-    """Return the size of groups of which so many scales are those of a weight."""
-    groups = scales[-1] if scales else 0
-    if scales[:-1] != shape[:-1] or not groups or shape[-1] % groups:
-        return None
-    return shape[-1] // groups
-
-
-def check_noted_shape(module: StoredModule) -> Iterator[Finding]:
-    """Find a ``weight_shape`` that is not the shape of the weight."""
-    if module.contradicts_noted_shape and not module.is_unquantized:
+def check_shapes(module: StoredModule) -> Iterator[Finding]:
+    """Find a ``weight_shape`` that is not the shape of the weight, and groups that fill no row."""
+    if module.is_unquantized:
+        return
+    if module.contradicts_noted_shape:
         problem = f"holds {module.noted_shape}, and the weight has the shape {module.model_shape}"
         if module.noted_shape is None:
             problem = "does not hold the shape of a weight"
         yield Finding("error", "shape-weight", f"{module.name}.weight_shape", problem, _AGAIN)
-
-
-def check_groups(module: StoredModule) -> Iterator[Finding]:
-    """Find groups that do not fill a row."""
     width, shape = module.indivisible_by, module.shape
-    if width is not None and shape is not None and not module.is_unquantized:
+    if width is not None and shape is not None:
         problem = f"has a group_size of {width}, which does not divide its {shape[-1]} columns"
         yield Finding("error", "config-group-size", module.name, problem, _CONFIG)
 

@@ -1,19 +1,22 @@
-"""``calipers.report``: from files to one page."""
+"""calipers.report: from files to one page."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from calipers.advice import Advice
 from calipers.checkpoint.location import check_location
+from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import (
     CalipersError,
     ConfigurationError,
+    MeasurementsError,
     Option,
     counted,
 )
@@ -23,7 +26,7 @@ from calipers.linting import Finding
 from calipers.linting.lint import lint_checkpoint
 from calipers.measurements import Measurements
 from calipers.reporting.content import Content, gather
-from calipers.reporting.measured import Measured
+from calipers.reporting.inputs import Measured
 from calipers.reporting.outside import (
     Prediction,
     Sufficiency,
@@ -31,7 +34,6 @@ from calipers.reporting.outside import (
     read_evaluation,
 )
 from calipers.reporting.page import page
-from calipers.reporting.source import SourceModel
 
 PathLike = str | os.PathLike[str]
 
@@ -104,11 +106,27 @@ def report(
         inputs |= {"measurements": measurements, "source": source}
         inputs |= {"evaluation": evaluation, "advice": advice}
         target = check_output_file(output_file, overwrite, inputs)
-    opened = _opened(folders)
+    counts: Counter[str] = Counter()
+    opened = []
+    for path in folders:
+        name = os.path.basename(os.path.realpath(path))
+        counts[name] += 1  # those of equal names are told apart by their numbers
+        unique = name if counts[name] == 1 else f"{name} ({counts[name]})"
+        opened.append(QuantizedCheckpoint.open(path, name=unique))
     model, missing = _source(source, opened[0], trust_remote_code)
     seen = measurements
     if seen is not None and not isinstance(seen, Measurements):
         seen = Measurements.load(seen)
+    predictions: Iterable[Prediction] = ()
+    if isinstance(advice, Advice):
+        predictions = [
+            Prediction(each.module, each.scheme, each.error, each.bits, each.size)
+            for each in advice.predictions
+        ]
+    elif isinstance(advice, (str, os.PathLike)):
+        predictions = read_advice(Path(advice))
+    elif advice is not None:
+        predictions = advice
     with kernels_only():
         if findings is None:
             findings = {each.name: lint_checkpoint(each).findings for each in opened}
@@ -117,8 +135,8 @@ def report(
             _measured(seen, model, missing),
             model,
             evaluation=None if evaluation is None else read_evaluation(Path(evaluation)),
-            predictions=_predictions(advice),
-            sufficiency=_sufficiency(sufficiency, seen),
+            predictions=tuple(predictions),
+            sufficiency=_sufficiency(seen) if sufficiency is None else tuple(sufficiency),
             findings=findings,
             missing=missing,
         )
@@ -128,21 +146,9 @@ def report(
     return Report(content, made.save(target, overwrite=overwrite))
 
 
-def _opened(paths: Sequence[str]) -> list[QuantizedCheckpoint]:
-    """Open checkpoints; those of equal names are told apart by their numbers."""
-    counts: Counter[str] = Counter()
-    found = []
-    for path in paths:
-        name = os.path.basename(os.path.realpath(path))
-        counts[name] += 1
-        told = name if counts[name] == 1 else f"{name} ({counts[name]})"
-        found.append(QuantizedCheckpoint.open(path, name=told))
-    return found
-
-
 def _source(
     source: PathLike | None, checkpoint: QuantizedCheckpoint, trust_remote_code: bool
-) -> tuple[SourceModel | None, list[str]]:
+) -> tuple[OriginalModel | None, list[str]]:
     """Open the source, by default the one that a config names, or say why it is not shown."""
     if source is not None:
         if not os.path.exists(source):
@@ -152,45 +158,48 @@ def _source(
                 subject=Option("source", os.fspath(source)),
                 hint="Give the folder of the model that the checkpoints were made from.",
             )
-        return SourceModel.open(source, trust_remote_code=trust_remote_code), []
+        return OriginalModel.open(source, trust_remote_code=trust_remote_code), []
     named = checkpoint.config.get("_name_or_path")
     if isinstance(named, str) and named and (Path(named) / "config.json").is_file():
-        try:
-            return SourceModel.open(named), []
-        except CalipersError:
-            pass  # what a config names may have become anything
+        with suppress(CalipersError):  # what a config names may have become anything
+            model = OriginalModel.open(named)
+            if model.fingerprint:
+                return model, []
     return None, ["Distributions of weights, since the source model is not at hand"]
 
 
-def _sufficiency(
-    given: Iterable[Sufficiency] | None, seen: Measurements | None
-) -> list[Sufficiency]:
+def _sufficiency(seen: Measurements | None) -> list[Sufficiency]:
     """Return whether enough data was seen of each tensor, as far as halves of it tell."""
-    if given is not None:
-        return list(given)
     if seen is None or not seen.has_halves:
         return []
-    found = seen.sufficiency()
+    result = seen.sufficiency()
     return [
         Sufficiency(
             name,
             each.is_sufficient,
             f"scales and importance would move by about {each.movement:.1%} with more data; "
-            f"{found.tolerance:.0%} are allowed",
+            f"{result.tolerance:.0%} are allowed",
         )
-        for each in found.tensors
+        for each in result.tensors
         for name in each.readers
     ]
 
 
 def _measured(
-    found: Measurements | None, source: SourceModel | None, missing: list[str]
+    found: Measurements | None, source: OriginalModel | None, missing: list[str]
 ) -> Measured:
     if found is None:
         missing.append("Distributions of inputs, since there are no measurements")
         return Measured()
-    if source is not None:
-        source.check_measured(found)
+    if source is not None and found.info is not None:
+        theirs, own = found.info.fingerprint, source.fingerprint
+        if theirs != own:
+            raise MeasurementsError(
+                f"are of another model, or of other weights of it: {found.info.model} with the "
+                f"fingerprint {theirs[:8]}, and the source '{source.name}' has {own[:8]}",
+                subject="The measurements",
+                hint="Measure this model, or give the source that was measured.",
+            )
     measured = Measured.of(found)
     if not measured.outputs:
         missing.append(
@@ -198,16 +207,3 @@ def _measured(
             "--collect outputs): they are estimated from weights and inputs"
         )
     return measured
-
-
-def _predictions(
-    advice: Advice | PathLike | Sequence[Prediction] | None,
-) -> tuple[Prediction, ...]:
-    if advice is None:
-        return ()
-    if isinstance(advice, Advice):
-        given = advice.predictions
-        return tuple(Prediction(p.module, p.scheme, p.error, p.bits, p.size) for p in given)
-    if isinstance(advice, (str, os.PathLike)):
-        return read_advice(Path(advice))
-    return tuple(advice)

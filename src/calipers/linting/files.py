@@ -9,26 +9,30 @@ from calipers.checkpoint.quantized import QuantizedCheckpoint, recorded_costs
 from calipers.checkpoint.stored_module import PARAMETERS
 from calipers.errors import CalipersError
 from calipers.judging.costs import costly
+from calipers.linting.check import Check
 from calipers.linting.results import Finding
 
 _COPY = "Copy the file again, or write the checkpoint again."
 _AGAIN = "Quantize the model again, or correct the config."
 
 
-def check_model_known(checkpoint: QuantizedCheckpoint) -> Iterator[Finding]:
-    """Note where transformers cannot build the model."""
-    if checkpoint.model.problem:
-        problem = f"does not let transformers build its model: {checkpoint.model.problem}"
-        hint = "Modules are known by their names alone; what targets mean by class may be wrong."
-        yield Finding("note", "model-unknown", "config.json", problem, hint)
+class FilesCheck(Check):
+    """Look at the index of the files, the parameters of the model and what was recorded of it."""
 
-
-def check_index(checkpoint: QuantizedCheckpoint) -> Iterator[Finding]:
-    """Find tensors and files of which the index says something else than is there."""
-    for kind, name, problem in checkpoint.index_defects:
-        is_outside = kind == "outside"
-        hint = "Do not load this checkpoint before its index has been corrected."
-        yield Finding("error", f"index-{kind}", name, problem, hint if is_outside else _COPY)
+    def of_checkpoint(self, checkpoint: QuantizedCheckpoint) -> Iterator[Finding]:
+        """Check a checkpoint as a whole."""
+        if checkpoint.model.problem:
+            problem = f"does not let transformers build its model: {checkpoint.model.problem}"
+            hint = (
+                "Modules are known by their names alone; what targets mean by class may be wrong."
+            )
+            yield Finding("note", "model-unknown", "config.json", problem, hint)
+        for kind, name, problem in checkpoint.index_defects:
+            is_outside = kind == "outside"
+            hint = "Do not load this checkpoint before its index has been corrected."
+            yield Finding("error", f"index-{kind}", name, problem, hint if is_outside else _COPY)
+        yield from check_weights_of_model(checkpoint)
+        yield from check_recorded_costs(checkpoint)
 
 
 def check_weights_of_model(checkpoint: QuantizedCheckpoint) -> Iterator[Finding]:

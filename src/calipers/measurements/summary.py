@@ -1,0 +1,136 @@
+"""How large the values of tensors are, and numbers laid out by layer and kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from calipers.statistics.base import Statistic
+from calipers.statistics.value_counts import ValueCounts
+from calipers.topology.names import split_layer, without_numbers
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """How often magnitudes occurred, by powers of two.
+
+    :param rms: √(Σx² / n) over all finite values
+    :param largest: the largest magnitude
+    :param zeros: how many values are zero
+    :param exponent: of the first count: that of magnitudes from 2^exponent up to twice as much
+    :param counts: one for each power of two, from the least that occurred to the largest
+    """
+
+    rms: float
+    largest: float
+    zeros: int
+    exponent: int
+    counts: tuple[int, ...]
+
+    @property
+    def peak(self) -> float:
+        """How extreme the values are: max|x| ÷ rms; 0 where all are zero."""
+        return self.largest / self.rms if self.rms else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"zeros": self.zeros, "exponent": self.exponent, "counts": list(self.counts)}
+
+
+def magnitudes_of(statistics: Mapping[str, Statistic]) -> Magnitudes | None:
+    """Return how large values were; None where they were not counted.
+
+    >>> seen = ValueCounts()
+    >>> seen.update(torch.tensor([[0.0, 1.0, -1.5, 4.0]]))
+    >>> found = magnitudes_of({"counts": seen})
+    >>> found.zeros, found.exponent, found.counts, found.largest
+    (1, 0, (2, 0, 1), 4.0)
+    """
+    counted = [each for each in statistics.values() if isinstance(each, ValueCounts)]
+    parts = list(counted[0].distributions()) if counted and counted[0].fields() else []
+    if not parts:
+        return None
+    sizes = torch.cat([part.values for part in parts]).double().abs()
+    counts = torch.cat([part.counts for part in parts])
+    total = int(counts.sum())
+    if not total:
+        return None
+    rms = math.sqrt(float((sizes.square() * counts).sum()) / total)
+    zeros = int(counts[sizes == 0].sum())
+    if zeros == total:
+        return Magnitudes(0.0, 0.0, zeros, 0, ())
+    sizes, counts = sizes[sizes > 0], counts[sizes > 0]
+    exponents = torch.frexp(sizes).exponent.long() - 1
+    first = int(exponents.min())
+    found = counts.new_zeros(int(exponents.max()) - first + 1).index_add_(
+        0, exponents - first, counts
+    )
+    return Magnitudes(rms, float(sizes.max()), zeros, first, tuple(found.tolist()))
+
+
+OUTSIDE = "–"
+"""Stands for the layer of what is in none."""
+
+
+@dataclass(frozen=True)
+class LayerGrid:
+    """Numbers by layer and kind; None where a layer has no such module.
+
+    :param layers: the names of the rows: numbers, where all layers are of one stack
+    :param kinds: the names of the columns, as short as they can be told apart
+    :param values: a row for each layer
+    """
+
+    layers: tuple[str, ...]
+    kinds: tuple[str, ...]
+    values: tuple[tuple[float | None, ...], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        rows = [list(row) for row in self.values]
+        return {"layers": list(self.layers), "kinds": list(self.kinds), "values": rows}
+
+
+def layer_grid(numbers: Mapping[str, float]) -> LayerGrid:
+    """Lay numbers out by layer and kind; of several of one kind, as experts are, the largest.
+
+    :param numbers: module or tensor → a number
+
+    >>> grid = layer_grid({"layers.0.mlp.up_proj": 1.0, "layers.1.mlp.up_proj": 2.0, "head": 3.0})
+    >>> grid.layers, grid.kinds, grid.values
+    (('0', '1', '–'), ('up_proj', 'head'), ((1.0, None), (2.0, None), (None, 3.0)))
+    """
+    cells: dict[tuple[str, str], float] = {}
+    for name, number in numbers.items():
+        layer, rest = split_layer(name)
+        place = layer, without_numbers(rest)
+        cells[place] = max(number, cells.get(place, number))
+    layers = sorted(dict.fromkeys(layer for layer, _ in cells), key=_by_number)
+    kinds = list(dict.fromkeys(kind for _, kind in cells))
+    values = tuple(tuple(cells.get((layer, kind)) for kind in kinds) for layer in layers)
+    # Where all layers are of one stack, numbers tell them apart.
+    one_stack = len({layer.rpartition(".")[0] for layer in layers if layer}) == 1
+    names = (layer.rpartition(".")[2] if one_stack else layer for layer in layers)
+    return LayerGrid(tuple(name or OUTSIDE for name in names), _column_names(kinds), values)
+
+
+def _by_number(layer: str) -> tuple[bool, str, int]:
+    """Order the layers of a stack by their numbers; what is in none comes last."""
+    stack, _, number = layer.rpartition(".")
+    return not number, stack, int(number or 0)
+
+
+def _column_names(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest ends of names by which they are told apart."""
+    names = []
+    for kind in kinds:
+        others = [f".{other}" for other in kinds if other != kind]
+        parts = kind.split(".")
+        ends = (".".join(parts[-length:]) for length in range(1, len(parts)))
+        unique = (end for end in ends if not any(o.endswith(f".{end}") for o in others))
+        names.append(next(unique, kind))
+    return tuple(names)
