@@ -34,7 +34,7 @@ from calipers.reporting.inputs import (
     ranges_by_observers,
 )
 from calipers.reporting.modules import ModuleFacts, judged
-from calipers.reporting.report import Report
+from calipers.reporting.run import Report
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 

@@ -2,6 +2,6 @@
 
 from calipers.linting import Finding
 from calipers.reporting.outside import Prediction, Sufficiency
-from calipers.reporting.report import Report, report
+from calipers.reporting.run import Report, report
 
 __all__ = ["Finding", "Prediction", "Report", "Sufficiency", "report"]

@@ -237,7 +237,7 @@ def has_one_range(args: QuantizationArgs | None) -> bool:
     """Whether all values of a tensor share a scale that was found from data."""
     if args is None or args.dynamic is not False:
         return False
-    return args.strategy == QuantizationStrategy.TENSOR
+    return bool(args.strategy == QuantizationStrategy.TENSOR)
 
 
 class MeasuredInput(NamedTuple):
