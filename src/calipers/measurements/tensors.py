@@ -279,11 +279,11 @@ def problem_with_halves(statistics: Mapping[str, Statistic]) -> str | None:
         fields = whole.fields()
         for name, value in half.fields().items():
             of_whole = fields.get(name)
-            is_part = of_whole is not None and value.shape == of_whole.shape
-            if is_part and name == "min_vals":
+            if of_whole is None or value.shape != of_whole.shape:
+                is_part = False
+            elif name == "min_vals":
                 is_part = bool((value >= of_whole).all())
-            elif is_part and of_whole is not None:
-                # Sums may have been added in another order.
+            else:  # sums may have been added in another order
                 slack = 1e-9 * of_whole.abs() if name.endswith("_sum") else 0
                 is_part = bool((value <= of_whole + slack).all())
             if not is_part:

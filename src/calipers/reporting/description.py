@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
 from calipers.checkpoint.auxiliary_files import NOTES
 from calipers.checkpoint.quantized import QuantizedCheckpoint, is_error, recorded_costs
@@ -85,7 +85,7 @@ def describe_checkpoint(folder: Path) -> CheckpointDescription:
         checkpoint,
         calipers=_text(notes.get("calipers"), file, "calipers"),
         model=str(classes[0]) if isinstance(classes, list) and classes else "?",
-        schemes=tuple(_schemes(checkpoint)),
+        schemes=tuple(_schemes(checkpoint.settings)),
         pipeline=_text(notes.get("pipeline"), file, "pipeline"),
         samples=_number(notes.get("samples"), file, "samples"),
         tokens=_number(notes.get("tokens"), file, "tokens"),
@@ -106,25 +106,24 @@ def _number(found: object, file: Path, key: str) -> int:
     return found
 
 
-def _schemes(checkpoint: QuantizedCheckpoint) -> Iterator[dict[str, str]]:
-    """Give a row for each kind of tensor in each group."""
-    for group in checkpoint.settings.config_groups.values():
-        of_group = {"weight": group.weights, "input": group.input_activations}
-        of_group["output"] = group.output_activations
-        for tensor, args in of_group.items():
-            if args is not None:
-                yield _scheme(", ".join(group.targets), tensor, args)
-    if checkpoint.settings.kv_cache_scheme is not None:
-        yield _scheme("attention", "k, v", checkpoint.settings.kv_cache_scheme)
-
-
-def _scheme(targets: str, tensor: str, args: QuantizationArgs) -> dict[str, str]:
-    name = Format.of(args).name + ("" if args.symmetric else " asym")
-    when = {True: "dynamic", "local": "dynamic scales"}.get(args.dynamic, "static")
-    return {
-        "targets": targets,
-        "tensor": tensor,
-        "format": name,
-        "strategy": granularity_name(args),
-        "scale": "stored" if tensor == "weight" else when,
-    }
+def _schemes(settings: QuantizationConfig) -> list[dict[str, str]]:
+    """Return a row for each kind of tensor in each group."""
+    kinds: list[tuple[str, str, QuantizationArgs | None]] = []
+    for group in settings.config_groups.values():
+        targets = ", ".join(group.targets)
+        kinds.append((targets, "weight", group.weights))
+        kinds.append((targets, "input", group.input_activations))
+        kinds.append((targets, "output", group.output_activations))
+    kinds.append(("attention", "k, v", settings.kv_cache_scheme))
+    when = {True: "dynamic", "local": "dynamic scales"}
+    return [
+        {
+            "targets": targets,
+            "tensor": tensor,
+            "format": Format.of(args).name + ("" if args.symmetric else " asym"),
+            "strategy": granularity_name(args),
+            "scale": "stored" if tensor == "weight" else when.get(args.dynamic, "static"),
+        }
+        for targets, tensor, args in kinds
+        if args is not None
+    ]
