@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from transformers import (
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
-from calipers.calibration.pipelines import Run
-from calipers.engine.loop import Solution, StepDriver
+from calipers.calibration.pipelines import Parts, Run
+from calipers.engine.loop import ModelSink, Solution, StepDriver, run_parts
 from calipers.observers.spec import RANGE
 from calipers.options import OnUnseen
-from calipers.planning.plan import Plan
+from calipers.planning.plan import Changes, Plan, QParams
 from calipers.planning.specs import ModuleSpec, tensor_specs
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import SingleProcess
@@ -131,25 +132,44 @@ def specs(
     return [ModuleSpec(name, scheme, tensors, kind, column) for name, column in pairs]
 
 
+@dataclass
+class Calibrated(Solution):
+    """What a pipeline finds, and what becomes of the model."""
+
+    changes: Changes = field(default_factory=Changes)
+
+    @property
+    def qparams(self) -> QParams:
+        return self.changes.qparams
+
+
 def calibrated(
     model: nn.Module,
     plan: Plan,
-    pipeline: Callable[..., None],
+    pipeline: Callable[..., Parts],
     *data: Any,
     policy: OnUnseen = "error",
     **options: Any,
-) -> Solution:
+) -> Calibrated:
     """What a pipeline finds."""
-    solution = Solution(plan, Coverage(policy))
     with Calibration(model, plan, **options) as calibration:
-        pipeline(run_of(calibration, solution), *data)
-    return solution
+        return solved(calibration, pipeline(run_of(calibration), *data), policy)
 
 
-def run_of(calibration: Calibration, solution: Solution) -> Run:
+def run_of(calibration: Calibration) -> Run:
+    return Run(calibration, SingleProcess(), Progress(False), torch.device("cpu"))
+
+
+def solved(calibration: Calibration, parts: Parts, policy: OnUnseen = "error") -> Calibrated:
+    """Solve parts from what was measured of them."""
     ranks, bars = SingleProcess(), Progress(False)
+    solution = Calibrated(calibration.plan, Coverage(policy))
     driver = StepDriver(calibration.model, calibration.measurements, solution, ranks, bars)
-    return Run(calibration, driver.solve, ranks, bars, torch.device("cpu"))
+    sink = ModelSink(driver)
+    for _ in run_parts(parts, sink):
+        pass
+    solution.changes = sink.changes
+    return solution
 
 
 def observer(calibration: Calibration, name: str, base_name: str) -> Any:
@@ -210,7 +230,7 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def same_qparams(first: Solution, second: Solution) -> bool:
+def same_qparams(first: Calibrated, second: Calibrated) -> bool:
     """Whether two runs found the same parameters, bit by bit."""
     one, two = first.changes.qparams, second.changes.qparams
     if one.keys() != two.keys() or not one:

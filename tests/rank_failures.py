@@ -19,6 +19,7 @@ from rank_processes import distributed_rank
 from torch import distributed as dist
 
 import calipers.engine.job
+import calipers.engine.loop
 import calipers.engine.oneshot
 from calipers.calibration import pipelines as running
 from calipers.judging import layers as judging
@@ -45,7 +46,7 @@ FAILURES: dict[str, tuple[int, Any, str]] = {
     "working out the parameters of weights": (2, solving, "_solve_group"),
     "judging weights": (2, judging, "weight_loss"),
     "preparing the next step": (0, calipers.engine.oneshot, "report"),
-    "freezing the model": (1, calipers.engine.oneshot, "freeze"),
+    "freezing the model": (1, calipers.engine.loop, "give_schemes"),
     "writing the checkpoint": (0, calipers.engine.oneshot, "write_checkpoint"),
 }
 

@@ -157,7 +157,14 @@ def test_an_evaluation() -> None:
 
 
 def test_a_result(tmp_path: Path) -> None:
-    result = OneshotResult(build(), PLAN, COVERAGE, {"b": 0.01, EVIL: 0.125}, RECIPE, tmp_path)
+    result = OneshotResult(
+        plan=PLAN,
+        coverage=COVERAGE,
+        errors={"b": 0.01, EVIL: 0.125},
+        model=build(),
+        recipe=RECIPE,
+        output_dir=tmp_path,
+    )
     assert repr(result) == (
         f"OneshotResult(model: LlamaForCausalLM, plan: {PLAN!r}, coverage: {COVERAGE!r}, "
         f"largest error of a weight: 12.50%, written to: {tmp_path})"

@@ -64,14 +64,14 @@ def killed_after(
 def solved_by(model: Path, out: Path) -> list[str]:
     """Quantize, and return the modules that were solved for it."""
     solved: list[str] = []
-    solve = StepDriver.solve_prepared
+    solve = StepDriver.solve
 
     def solving(self: StepDriver, names: tuple[str, ...]) -> Any:
         solved.extend(names)
         return solve(self, names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepDriver, "solve_prepared", solving)
+        patch.setattr(StepDriver, "solve", solving)
         quantize(model, out)
     return solved
 

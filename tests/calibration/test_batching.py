@@ -8,6 +8,7 @@ import pytest
 import torch
 from calibrating import (
     STATIC,
+    Calibrated,
     attentions,
     batches_of,
     calibrated,
@@ -22,15 +23,14 @@ from calibrating import (
     samples,
     show,
     small,
+    solved,
 )
 from compressed_tensors.quantization import QuantizationArgs
 from pairwise import in_turns
 from torch import Tensor, nn
 
 from calipers.calibration.context import Calibration
-from calipers.calibration.coverage import Coverage
-from calipers.calibration.pipelines import call_model, run_basic
-from calipers.engine.loop import Solution
+from calipers.calibration.pipelines import call_model, run_basic, run_datafree
 from calipers.planning.plan import Plan
 
 ACTIVATIONS = ["static_minmax", "histogram_mse", "percentile"]
@@ -50,10 +50,10 @@ def order_free(activations: str, weights: dict[str, Any], model: nn.Module) -> P
     )
 
 
-def replayed(model: Any, plan: Plan, recorded: Any, size: int, side: str) -> Solution:
+def replayed(model: Any, plan: Plan, recorded: Any, size: int, side: str) -> Calibrated:
     """What observers make of recorded activations; padding is NaN, which nothing forgives."""
     inputs, outputs = recorded
-    solution, count = Solution(plan, Coverage()), len(inputs["lm_head"])
+    count = len(inputs["lm_head"])
     with Calibration(model, plan) as calibration:
         for start in range(0, count, size):
             rows = slice(start, start + size)
@@ -67,8 +67,7 @@ def replayed(model: Any, plan: Plan, recorded: Any, size: int, side: str) -> Sol
                         tensors = [x[0] for x in outputs[f"{name}.{base}_proj"][rows]]
                         states = joined(tensors, side, torch.nan)["input_ids"]
                         show(calibration, name, base, heads([states])[0], mask)
-        run_of(calibration, solution).finish(plan.names)
-    return solution
+        return solved(calibration, run_datafree(run_of(calibration)))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_products_of_channels_leave_padding_out() -> None:
         assert found.errors[name] == pytest.approx(error, rel=1e-4)
 
 
-def scales(solution: Solution) -> dict[tuple[str, str], Tensor]:
+def scales(solution: Calibrated) -> dict[tuple[str, str], Tensor]:
     return {key: found["scale"] for key, found in solution.qparams.items()}
 
 

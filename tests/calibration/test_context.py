@@ -29,14 +29,13 @@ from calibrating import (
     samples,
     show,
     small,
+    solved,
 )
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from calipers.calibration.context import Calibration
-from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import call_model, run_basic, run_datafree
-from calipers.engine.loop import Solution
 from calipers.errors import ConfigurationError, ModelRunError, TensorValueError
 from calipers.observers import Observer
 from calipers.planning.plan import Plan
@@ -178,12 +177,11 @@ def test_who_is_dismissed_sees_nothing_more() -> None:
 def test_a_module_has_seen_what_all_its_observers_saw() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     plan = plan_of(model, outputs=STATIC)
-    solution = Solution(plan, Coverage("error"))
     with Calibration(model, plan) as calibration:
         for base, tokens in (("input", 5), ("output", 3)):
             show(calibration, "0", base, torch.ones(tokens, 4))
         assert calibration.tokens("0") == calibration.measurements.tokens("0") == 3
-        run_datafree(run_of(calibration, solution))
+        solution = solved(calibration, run_datafree(run_of(calibration)))
     assert solution.coverage.tokens == {"0": 3}
 
 

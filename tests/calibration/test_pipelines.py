@@ -45,11 +45,9 @@ from words import byte_tokenizer
 
 from calipers import evaluate, oneshot
 from calipers.calibration.context import Calibration
-from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
 from calipers.calibration.sequential import run_sequential
-from calipers.engine.loop import Solution
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
@@ -478,11 +476,6 @@ def test_nobody_is_solved_twice() -> None:
     plan = plan_of(model)
     solved: list[str] = []
     with Calibration(model, plan) as calibration:
-        given = run_of(calibration, Solution(plan, Coverage()))
-
-        def solve(names: Any) -> None:
-            solved.extend(names)
-            given.solve(names)
-
-        run_sequential(replace(given, solve=solve), batches)
+        for part in run_sequential(run_of(calibration), batches):
+            solved.extend(part.names)
     assert sorted(solved) == sorted(linears(model))

@@ -12,7 +12,9 @@ from torch import nn
 
 from calipers.advice.candidates import UNQUANTIZED, Candidate
 from calipers.checkpoint.sizes import sizes_of_module
-from calipers.engine.quantize import PreparedModel, prepare_model
+from calipers.engine.loop import run_parts
+from calipers.engine.quantize import prepare_model
+from calipers.engine.streaming import ErrorSink, PreparedModel
 from calipers.judging.activations import dynamic_error
 from calipers.judging.costs import ModuleCosts
 from calipers.judging.errors import decibels
@@ -115,7 +117,7 @@ def prepare_trials(
         if trials:
             network.to("meta")  # the weights of the first are solved in all schemes
         shapes = {}
-        for name in prepared.names:
+        for name in prepared.driver.solution.plan.names:
             module = network.get_submodule(name)
             assert isinstance(module, nn.Linear)
             shapes[name] = Shape.of(module, prepared.model.dtype)
@@ -127,14 +129,12 @@ def predict(
     trials: Sequence[Trial], candidates: Sequence[Candidate], seen: Measurements, progress: Progress
 ) -> list[list[Prediction]]:
     """Solve every module in every trial, and return predictions by candidate and module."""
-    ways = [each.prepared.solved_tensors(None, Progress(False)) for each in trials]
-    seconds: list[dict[str, float]] = [{} for _ in trials]
+    sinks = [ErrorSink(each.prepared) for each in trials]
     with progress.counting("predicting", len(trials[0].shapes), "modules") as add:
-        for names, taken in ways[0].solved_beside(ways[1:]):
-            for known, each in zip(seconds, taken, strict=True):
-                known |= dict.fromkeys(names, each / len(names))
-            add(len(names))
-    found = [list(_predictions(*pair, seen)) for pair in zip(trials, seconds, strict=True)]
+        for part in run_parts(trials[0].prepared.read_parts(), *sinks):
+            add(len(part.names))
+    solved = zip(trials, sinks, strict=True)
+    found = [list(_predictions(trial, sink.seconds, seen)) for trial, sink in solved]
     as_is = [
         Prediction(
             each.module,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,14 +22,30 @@ from calipers.runtime.precision import computing_in
 from calipers.runtime.progress import Add, Progress
 from calipers.runtime.ranks import Ranks
 
+NewValues = Mapping[tuple[str, str], Tensor]
+"""(module, tensor) → what the module computes with from now on."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Modules that are ready to be solved together.
+
+    :param names: theirs
+    :param states: module → its tensors, if they were read from files for this part
+    """
+
+    names: tuple[str, ...]
+    states: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+Parts = Generator[Part, NewValues, None]
+"""Yields the parts of a model; each ``yield`` returns the new values that later parts must see."""
+
 
 @dataclass(frozen=True)
 class Run:
     """What a pipeline works with.
 
-    :param solve: makes of what was measured of some modules what becomes of them, and returns the
-        tensors they compute with from then on, by module and name, where later modules are to see
-        their effect
     :param device: where the model, or the layer at work, computes
     :param dtype: in which it does; None: its own
     :param early: warns of modules that no token has reached, while the data still runs
@@ -38,7 +54,6 @@ class Run:
     """
 
     calibration: Calibration
-    solve: Callable[[Iterable[str]], Mapping[tuple[str, str], Tensor]]
     ranks: Ranks
     progress: Progress
     device: torch.device
@@ -55,19 +70,19 @@ class Run:
         """Show how many layers are solved."""
         return self.progress.counting(self.what, len(layers), "layers")
 
-    def finish(self, names: Iterable[str]) -> Mapping[tuple[str, str], Tensor]:
-        """End the measuring of some modules, solve them, and return the tensors they get."""
-        names = list(names)
-        self.calibration.finish(names)
-        return self.solve(names)
+    def finish(self, names: Iterable[str]) -> Part:
+        """End the measuring of some modules, which can be solved then."""
+        part = Part(tuple(names))
+        self.calibration.finish(part.names)
+        return part
 
 
-def run_datafree(run: Run) -> None:
-    """Solve from the weights alone."""
-    run.finish(run.calibration.plan.names)
+def run_datafree(run: Run, _: Batches | None = None) -> Parts:
+    """Run no data: all modules can be solved at once."""
+    yield run.finish(run.calibration.plan.names)
 
 
-def run_basic(run: Run, batches: Batches) -> None:
+def run_basic(run: Run, batches: Batches) -> Parts:
     """Run each batch through the whole model."""
     calibration = run.calibration
     model, idle = calibration.model, _idle_head(calibration)
@@ -88,7 +103,7 @@ def run_basic(run: Run, batches: Batches) -> None:
                     run.early.after(index, len(batches), calibration.plan.names)
                 if run.after_batch is not None:
                     run.after_batch(index)
-        run.finish(calibration.plan.names)
+        yield run.finish(calibration.plan.names)
 
 
 def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> Any:

@@ -19,6 +19,7 @@ from calipers.calibration.partial_forward import (
     stop_after_calls,
 )
 from calipers.calibration.pipelines import (
+    Parts,
     Run,
     call_model,
     errors_of_forward,
@@ -43,11 +44,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 _SPARED = 8  # of free memory, an eighth is for activations that are needed again
 
 
-def run_sequential(run: Run, batches: Batches) -> None:
+def run_sequential(run: Run, batches: Batches) -> Parts:
     """Run all batches through one layer after another.
 
     Only the layer at work is on the device. Between layers the hidden states of all batches are
-    where the batches are; the parameters of a layer are worked out as soon as its data is through.
+    where the batches are; a layer can be solved as soon as its data is through.
     """
     layers, names = decoder_layers(run.calibration.model), run.calibration.plan.names
     stack = LayerStack(run, list(layers.values()))
@@ -59,7 +60,7 @@ def run_sequential(run: Run, batches: Batches) -> None:
     # What lies before the layers has seen its data by now; what lies behind them has not.
     shared = run.ranks.share({name for name in outside if run.calibration.tokens(name)})
     before = [name for name in outside if name in set().union(*shared)]
-    run.finish(before)
+    yield run.finish(before)
     in_stages = run.calibration.plan.propagation != "float"
     with run.counting_layers(layers) if in_stages else run.counting_tokens(batches) as add:
         for number, (prefix, layer) in enumerate(layers.items()):
@@ -67,19 +68,21 @@ def run_sequential(run: Run, batches: Batches) -> None:
                 if not in_stages:
                     with stack.at_work(prefix, layer):
                         stack.run_layer(number, inside[prefix], add)
-                    run.finish(inside[prefix])
+                    yield run.finish(inside[prefix])
                 else:
-                    _run_in_stages(stack, number, prefix, inside[prefix], add)
+                    yield from _run_in_stages(stack, number, prefix, inside[prefix], add)
     behind = [name for name in outside if name not in before]
     if any(map(run.calibration.is_needed, behind)):
         what = "calibrating what comes after the layers"
         with run.ranks.step(what), run.progress.waiting(what):
             stack.leave(batches)
-    run.finish(behind)
+    yield run.finish(behind)
 
 
-def _run_in_stages(stack: LayerStack, number: int, prefix: str, names: list[str], add: Add) -> None:
-    """Solve the modules of a layer one after another, each on what the others have become."""
+def _run_in_stages(
+    stack: LayerStack, number: int, prefix: str, names: list[str], add: Add
+) -> Parts:
+    """Give the modules of a layer one after another, each calibrated on what the others became."""
     run, layer = stack.run, stack.layers[number]
     solved = NewTensors(run.calibration.model, run.device, run.dtype)
     with stack.at_work(prefix, layer):
@@ -94,7 +97,7 @@ def _run_in_stages(stack: LayerStack, number: int, prefix: str, names: list[str]
             stack.measure(
                 number, stage, solved, unsolved, partial(add, share * stack.share_of_batch)
             )
-        solved.add(run.finish(stage.names))
+        solved.add((yield run.finish(stage.names)))
         unsolved = unsolved[len(stage.names) :]
     with stack.at_work(prefix, layer):
         stack.advance(number, solved, partial(add, share * stack.share_of_batch))

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from calipers.engine.dry_run import DryRun, DryRunRow
-    from calipers.engine.needs import FeedbackNeeds
+    from calipers.engine.dry_run import DryRun, DryRunRow, FeedbackNeeds
     from calipers.recipes import Recipe
 
 _COLUMNS = ("module", "tensor", "format", "strategy", "observer", "data", "before", "after")

@@ -19,13 +19,12 @@ from compressed_tensors.quantization import (
     initialize_module_for_quantization,
 )
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from calipers.calibration.context import expose_states
 from calipers.calibration.lifecycle import store_qparams
-from calipers.checkpoint.state import join, tied_names
+from calipers.checkpoint.state import join
 from calipers.errors import ConfigurationError, listing, shortened
-from calipers.planning.plan import Changes, Plan
+from calipers.planning.plan import Changes
 from calipers.planning.specs import ModuleSpec
 from calipers.steps.base import Layer
 
@@ -99,16 +98,6 @@ def _form(tensor: Tensor) -> str:
 
 
 # What becomes of a model
-
-
-def freeze(model: PreTrainedModel, plan: Plan, changes: Changes) -> None:
-    """Give a model in memory all that steps have made of it.
-
-    It then computes with fake quantization.
-    """
-    give_schemes(model, plan.modules)
-    ties = tied_names(model) if changes.tensors else {}
-    apply_changes(model, plan.modules, changes, ties)
 
 
 def give_schemes(model: torch.nn.Module, modules: Iterable[ModuleSpec]) -> None:

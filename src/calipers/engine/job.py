@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,9 @@ import torch
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.data.columns import check_mask
 from calipers.calibration.pipelines import (
-    Run,
     free_memory,
-    run_basic,
-    run_datafree,
     usable_device,
 )
-from calipers.calibration.sequential import run_sequential
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
@@ -54,12 +50,6 @@ from calipers.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PIPELINES: dict[str, Callable[[Run, Any], None]] = {
-    "datafree": lambda run, _: run_datafree(run),
-    "basic": run_basic,
-    "sequential": run_sequential,
-}
 
 
 @dataclass(frozen=True)

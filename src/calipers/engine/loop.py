@@ -1,19 +1,31 @@
-"""The loop over the parts of a model: each is solved, judged, and handed to a sink."""
+"""The loop over the parts of a model: each is solved, judged, and given to a sink."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, settle_unseen
+from calipers.calibration.pipelines import (
+    NewValues,
+    Part,
+    Parts,
+    Run,
+    run_basic,
+    run_datafree,
+)
+from calipers.calibration.sequential import run_sequential
 from calipers.checkpoint.auxiliary_files import source_folder
-from calipers.engine.applying import check_changes
+from calipers.checkpoint.state import tied_names
+from calipers.engine.applying import apply_changes, check_changes, give_schemes
 from calipers.errors import CalipersWarning, shortened
 from calipers.judging.costs import ModuleCosts, report_costs
 from calipers.judging.layers import judge_layer
@@ -26,42 +38,68 @@ from calipers.recipes import Recipe
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
 from calipers.statistics.base import Statistic
-from calipers.steps.base import Changes, Layer, QParams
+from calipers.steps.base import Changes, Layer
 from calipers.steps.gptq import CurvatureCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PIPELINES: Mapping[str, Callable[[Run, Any], Parts]] = {
+    "datafree": run_datafree,
+    "basic": run_basic,
+    "sequential": run_sequential,
+}
+"""How data runs through a model, by the values of the option ``pipeline``."""
+
+
+class Sink(Protocol):
+    """Where the results of the loop go: a model, a checkpoint, measurements, or errors alone."""
+
+    def take(self, part: Part) -> NewValues:
+        """Take a part, and return the values that later parts must see."""
+
+
+def run_parts(parts: Parts, *sinks: Sink) -> Iterator[Part]:
+    """Let every sink take each part as soon as it is ready, and yield the parts that were taken."""
+    with closing(parts):
+        part = next(parts, None)
+        while part is not None:
+            new: dict[tuple[str, str], Tensor] = {}
+            for sink in sinks:
+                new |= sink.take(part)
+            yield part
+            try:
+                part = parts.send(new)
+            except StopIteration:
+                return
+
 
 @dataclass
 class Solution:
-    """What was solved so far.
+    """What was solved so far, but for the changes to the model.
 
-    :param plan: the plan, as it was carried out
-    :param changes: what becomes of the model
+    :param plan: what was quantized, how, and by which observers
+    :param coverage: how many tokens each module saw
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
-    :param costs: module → what its static activations and its output lose
-    :param pipeline: how data ran, or where what was known of it came from
-    :param samples: how many samples were seen, in all processes; ``tokens``: how many tokens
+    :param costs: module → what its static activations and its output lose, where data ran
+    :param notes: module → what was done otherwise than the recipe says, and why
+    :param pipeline: how data ran; ``measurements`` where it had run before, ``datafree`` where none
+        was needed
+    :param samples: how many samples were seen, in all processes, and ``tokens`` how many tokens
     :param forward_dtype: in which the model computed; None: it did not
     """
 
     plan: Plan
     coverage: Coverage
-    changes: Changes = field(default_factory=Changes)
     errors: dict[str, float] = field(default_factory=dict)
     costs: dict[str, ModuleCosts] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     pipeline: str = "datafree"
     samples: int = 0
     tokens: int = 0
     forward_dtype: torch.dtype | None = None
 
-    @property
-    def qparams(self) -> QParams:
-        """(module, tensor) → its parameters."""
-        return self.changes.qparams
-
-    def as_notes(self) -> dict[str, Any]:
+    def provenance(self) -> dict[str, Any]:
         """Return what the checkpoint says about how it was made."""
         dtype = self.forward_dtype
         return {
@@ -72,202 +110,25 @@ class Solution:
             "coverage": self.coverage.as_dict(),
             "weight_errors": self.errors,
             "costs": {name: asdict(each) for name, each in self.costs.items()},
-            **({"notes": dict(self.changes.notes)} if self.changes.notes else {}),
+            **({"notes": dict(self.notes)} if self.notes else {}),
         }
 
 
-@dataclass(frozen=True)
-class StepDriver:
-    """Solves modules as soon as their data has run through, step after step.
-
-    :param curvatures: factorised Hessians, shared with drivers that solve the same modules
-    """
-
-    model: torch.nn.Module
-    measurements: Measurements
-    solution: Solution
-    ranks: Ranks
-    progress: Progress
-    curvatures: CurvatureCache | None = None
-
-    def solve(self, names: Iterable[str]) -> dict[tuple[str, str], Tensor]:
-        """Solve some modules. All processes call this with the same names.
-
-        Returns the tensors they compute with from then on, where later ones see their effect.
-        """
-        names = tuple(dict.fromkeys(names))
-        self.prepare(names)
-        layer, changes = self.solve_prepared(names)
-        self.solution.changes = self.solution.changes.joined(changes)
-        return {} if self.solution.plan.propagation == "float" else _propagated(layer, changes)
-
-    def prepare(self, names: tuple[str, ...]) -> None:
-        """Settle what all processes have seen of some modules, and what becomes of the unseen."""
-        self._count_tokens(names)
-        self.ranks.merge(self.measurements.of(names))
-        self._settle_unseen(set(names))
-
-    def solve_prepared(self, names: tuple[str, ...]) -> tuple[Layer, Changes]:
-        """Solve some modules, judge what was found, and forget what was measured of them.
-
-        Returns what becomes of them, and the layer as the steps have left it.
-        """
-        layer = self._layer(names)
-        changes = Changes()
-        before: dict[str, Tensor] = {}
-        for label, step in self.solution.plan.steps.items():
-            mine = layer.of_step(label)
-            new = step.solve(mine)
-            check_changes(mine, label, new)
-            rounded = (name for name, local in new.tensors if local == "weight")
-            before |= {n: layer.weight(n) for n in rounded if (n, "weight") in new.qparams}
-            changes = changes.joined(new)
-            layer = replace(layer, new_tensors=changes.tensors)
-        errors, costs = judge_layer(layer, changes.qparams, before)
-        self.solution.changes = self.solution.changes.joined(Changes(notes=changes.notes))
-        self.solution.errors |= errors
-        self.solution.costs |= costs
-        self.measurements.forget(names)
-        return layer, changes
-
-    def _layer(self, names: tuple[str, ...]) -> Layer:
-        wanted, solution = set(names), self.solution
-        modules = tuple(module for module in solution.plan.modules if module.name in wanted)
-        unseen = {name: done for name, done in solution.coverage.applied.items() if name in wanted}
-        return Layer(
-            self.model,
-            modules,
-            names,
-            self.measurements,
-            self.ranks,
-            self.progress,
-            unseen,
-            curvatures=self.curvatures,
-        )
-
-    def _count_tokens(self, names: tuple[str, ...]) -> None:
-        """Note what each module that needs data has seen, in all processes.
-
-        The needed statistic that saw least counts.
-        """
-        needed = {name: self.measurements.needed(name) for name in names}
-        mine = [
-            [(each.num_tokens, self._left_digest(name, each)) for each in statistics]
-            for name, statistics in needed.items()
-        ]
-        everywhere = self.ranks.share(mine)
-        for (name, statistics), *found in zip(needed.items(), *everywhere, strict=True):
-            totals = map(_total_tokens, statistics, *found)
-            if statistics:
-                self.solution.coverage.tokens[name] = min(totals)
-
-    def _left_digest(self, name: str, statistic: Statistic) -> str | None:
-        """Return by what sums that an earlier run has left are known to be the same."""
-        is_left = self.measurements.is_from_earlier_run(name, statistic)
-        return digest_of(statistic.fields().items()) if is_left else None
-
-    def _settle_unseen(self, names: set[str]) -> None:
-        plan, coverage = self.solution.plan, self.solution.coverage
-        modules = [module for module in plan.modules if module.name in names]
-        changed = settle_unseen(modules, coverage, self.measurements, self.ranks)
-        if changed:
-            everything = tuple(changed.get(module.name, module) for module in plan.modules)
-            self.solution.plan = replace(plan, modules=everything)
-
-
-def _propagated(layer: Layer, changes: Changes) -> dict[tuple[str, str], Tensor]:
-    """Return the tensors of a layer that modules behind it see in their inputs."""
-    tensors = dict(changes.tensors)
-    for module in layer.modules:
-        spec, qparams = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
-        if spec is not None and qparams is not None:
-            weight = layer.weight(module.name).detach()
-            tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
-    return tensors
-
-
-def report(solution: Solution) -> None:
-    """Warn of what a user must know."""
-    for sentence in solution.coverage.sentences():
-        warnings.warn(sentence, CalipersWarning, stacklevel=3)
-    report_costs(solution.costs)
-    notes = solution.changes.notes
-    for done in dict.fromkeys(notes.values()):
-        told = f"{shortened([name for name in notes if notes[name] == done])}: {done}"
-        warnings.warn(CalipersWarning(told), stacklevel=3)
-
-
-def _total_tokens(statistic: Statistic, *found: tuple[int, str | None]) -> int:
-    """Return what a statistic has seen in all processes, of which each tells its count.
-
-    What an earlier run has left in all of them alike was seen once.
-    """
-    counts, digests = zip(*found, strict=True)
-    if digests[0] is not None and len(set(digests)) == 1:
-        statistic.mark_common()
-        return int(counts[0])
-    return sum(counts)
-
-
-@dataclass(frozen=True)
-class OneshotResult(NotebookView):
+@dataclass(kw_only=True)
+class OneshotResult(Solution, NotebookView):
     """What ``oneshot`` or ``quantize`` did.
 
     :param model: the frozen model, which computes with fake quantization; where it went from disk
         to disk, its tensors have no values (they are on the meta device)
-    :param plan: what was quantized, how, and by which observers
-    :param coverage: how many tokens each module saw
-    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param recipe: the recipe, as it was carried out
     :param output_dir: where the checkpoint is, if one was asked for
-    :param costs: module → what its static activations and its output lose, where data ran
-    :param notes: module → what was done otherwise than the recipe says, and why
-    :param pipeline: how data ran; ``measurements`` where it had run before, ``datafree`` where none
-        was needed
-    :param samples: how many samples were seen, and ``tokens`` how many tokens
-    :param forward_dtype: in which the model computed; None: it did not
     :param seconds: how long it took
     """
 
     model: PreTrainedModel
-    plan: Plan
-    coverage: Coverage
-    errors: Mapping[str, float]
     recipe: Recipe
     output_dir: Path | None = None
-    costs: Mapping[str, ModuleCosts] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-    pipeline: str = "datafree"
-    samples: int = 0
-    tokens: int = 0
-    forward_dtype: torch.dtype | None = None
     seconds: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        solution: Solution,
-        recipe: Recipe,
-        output_dir: Path | None,
-        seconds: float,
-    ) -> OneshotResult:
-        """Return what a solution has made of a model."""
-        return cls(
-            model,
-            solution.plan,
-            solution.coverage,
-            solution.errors,
-            recipe,
-            output_dir,
-            solution.costs,
-            solution.changes.notes,
-            solution.pipeline,
-            solution.samples,
-            solution.tokens,
-            solution.forward_dtype,
-            seconds,
-        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -291,3 +152,159 @@ class OneshotResult(NotebookView):
 
 
 QuantizeResult = OneshotResult
+
+
+@dataclass(frozen=True)
+class StepDriver:
+    """Solves modules by the steps of a plan, one step after another, and judges the results.
+
+    :param solution: what it fills in
+    :param curvatures: factorised Hessians, shared with drivers that solve the same modules
+    """
+
+    model: torch.nn.Module
+    measurements: Measurements
+    solution: Solution
+    ranks: Ranks
+    progress: Progress
+    curvatures: CurvatureCache | None = None
+    _settled: set[str] = field(default_factory=set, init=False)
+
+    def settle(self, names: Iterable[str]) -> None:
+        """Merge what all processes have measured of modules, and decide about those without data.
+
+        All processes call this with the same names; it is done once for each.
+        """
+        names = [name for name in dict.fromkeys(names) if name not in self._settled]
+        self._settled.update(names)
+        self._count_tokens(names)
+        self.ranks.merge(self.measurements.of(names))
+        plan = self.solution.plan
+        wanted = set(names)
+        modules = [module for module in plan.modules if module.name in wanted]
+        changed = settle_unseen(modules, self.solution.coverage, self.measurements, self.ranks)
+        if changed:
+            everything = tuple(changed.get(module.name, module) for module in plan.modules)
+            self.solution.plan = replace(plan, modules=everything)
+
+    def solve(self, names: tuple[str, ...]) -> tuple[Layer, Changes]:
+        """Solve modules, judge the result, and forget what was measured of them.
+
+        All processes call this with the same names. Returns the layer as the steps have left it,
+        and the changes to it.
+        """
+        self.settle(names)
+        solution, wanted = self.solution, set(names)
+        applied = solution.coverage.applied.items()
+        layer = Layer(
+            self.model,
+            tuple(module for module in solution.plan.modules if module.name in wanted),
+            names,
+            self.measurements,
+            self.ranks,
+            self.progress,
+            unseen={name: done for name, done in applied if name in wanted},
+            curvatures=self.curvatures,
+        )
+        changes = Changes()
+        before: dict[str, Tensor] = {}
+        for label, step in solution.plan.steps.items():
+            own = layer.of_step(label)
+            new = step.solve(own)
+            check_changes(own, label, new)
+            rounded = (name for name, local in new.tensors if local == "weight")
+            before |= {n: layer.weight(n) for n in rounded if (n, "weight") in new.qparams}
+            changes = changes.joined(new)
+            layer = replace(layer, new_tensors=changes.tensors)
+        errors, costs = judge_layer(layer, changes.qparams, before)
+        solution.errors |= errors
+        solution.costs |= costs
+        solution.notes |= changes.notes
+        self.measurements.forget(names)
+        return layer, changes
+
+    def _count_tokens(self, names: Iterable[str]) -> None:
+        """Note what each module that needs data has seen, in all processes.
+
+        The needed statistic that saw least counts.
+        """
+        needed = {name: self.measurements.needed(name) for name in names}
+        own = [
+            [(each.num_tokens, self._left_digest(name, each)) for each in statistics]
+            for name, statistics in needed.items()
+        ]
+        everywhere = self.ranks.share(own)
+        for (name, statistics), *counted in zip(needed.items(), *everywhere, strict=True):
+            totals = map(_total_tokens, statistics, *counted)
+            if statistics:
+                self.solution.coverage.tokens[name] = min(totals)
+
+    def _left_digest(self, name: str, statistic: Statistic) -> str | None:
+        """Return by what sums that an earlier run has left are known to be the same."""
+        is_left = self.measurements.is_from_earlier_run(name, statistic)
+        return digest_of(statistic.fields().items()) if is_left else None
+
+
+def _total_tokens(statistic: Statistic, *counted: tuple[int, str | None]) -> int:
+    """Return what a statistic has seen in all processes, from the count and digest of each.
+
+    What an earlier run has left in all of them alike was seen once.
+    """
+    counts, digests = zip(*counted, strict=True)
+    if digests[0] is not None and len(set(digests)) == 1:
+        statistic.mark_common()
+        return int(counts[0])
+    return sum(counts)
+
+
+@dataclass
+class ModelSink:
+    """Keeps the changes to a model in memory, which gets them when nothing can fail any more."""
+
+    driver: StepDriver
+    changes: Changes = field(default_factory=Changes)
+
+    def take(self, part: Part) -> NewValues:
+        """Solve a part; later ones see its new values, unless the model stays as it is for them."""
+        layer, changes = self.driver.solve(part.names)
+        self.changes = self.changes.joined(changes)
+        if self.driver.solution.plan.propagation == "float":
+            return {}
+        tensors = dict(changes.tensors)
+        for module in layer.modules:
+            spec, qparams = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
+            if spec is not None and qparams is not None:
+                weight = layer.weight(module.name).detach()
+                tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
+        return tensors
+
+    def freeze(self, model: PreTrainedModel) -> None:
+        """Give the model all changes; it then computes with fake quantization."""
+        modules = self.driver.solution.plan.modules
+        give_schemes(model, modules)
+        ties = tied_names(model) if self.changes.tensors else {}
+        apply_changes(model, modules, self.changes, ties)
+
+
+@dataclass(frozen=True)
+class MeasurementsSink:
+    """Merges what the processes have measured of each part, and solves nothing."""
+
+    calibration: Calibration
+    ranks: Ranks
+
+    def take(self, part: Part) -> NewValues:
+        """Merge the statistics of a part, which all processes then have."""
+        self.ranks.merge(self.calibration.measured(part.names))
+        return {}
+
+
+def report(solution: Solution) -> None:
+    """Warn of what a user must know."""
+    for sentence in solution.coverage.sentences():
+        warnings.warn(sentence, CalipersWarning, stacklevel=3)
+    report_costs(solution.costs)
+    notes = solution.notes
+    for done in dict.fromkeys(notes.values()):
+        text = f"{shortened([name for name in notes if notes[name] == done])}: {done}"
+        warnings.warn(CalipersWarning(text), stacklevel=3)

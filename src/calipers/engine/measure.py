@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from calipers.calibration.context import Calibration, left_as_found
 from calipers.calibration.data import Batch, Batches
@@ -19,9 +18,9 @@ from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.reader import load_skeleton
-from calipers.checkpoint.stored_weights import model_fingerprint
-from calipers.engine.job import PIPELINES, Job, check_options
-from calipers.engine.needs import statistics_bytes
+from calipers.engine.dry_run import statistics_bytes
+from calipers.engine.job import Job, check_options
+from calipers.engine.loop import PIPELINES, MeasurementsSink, run_parts
 from calipers.errors import (
     ANY,
     CalipersWarning,
@@ -325,13 +324,8 @@ class _DataRun:
                     self.partial.save(self.seen.info(number), so_far, number)
                 freed.count(_FREED_BY_BATCH)
 
-            def merge(names: Iterable[str]) -> Mapping[tuple[str, str], Tensor]:
-                job.ranks.merge(calibration.measured(names))
-                return {}
-
             run = Run(
                 calibration,
-                merge,
                 job.ranks,
                 job.progress,
                 self.device,
@@ -339,7 +333,10 @@ class _DataRun:
                 after_batch=after_batch,
                 what="measuring",
             )
-            PIPELINES[self.pipeline](run, replace(batches, batches=batches.batches[start:end]))
+            shown = replace(batches, batches=batches.batches[start:end])
+            sink = MeasurementsSink(calibration, job.ranks)
+            for _ in run_parts(PIPELINES[self.pipeline](run, shown), sink):
+                pass
         first, second = calibration.measurements, calibration.second_half
         found = with_halves(first.tensors(), second.tensors())
         self.known = merged(before, found) if before else found

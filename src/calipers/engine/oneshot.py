@@ -13,19 +13,20 @@ import torch
 from calipers.calibration.context import Calibration, unchanged_on_error
 from calipers.calibration.coverage import Coverage, EarlyLook
 from calipers.calibration.data import Batches
-from calipers.calibration.pipelines import Run
+from calipers.calibration.pipelines import Part, Run
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.engine.applying import freeze
-from calipers.engine.job import (
+from calipers.engine.job import Arguments, Job, read_arguments, tensors_without_data
+from calipers.engine.loop import (
     PIPELINES,
-    Arguments,
-    Job,
-    read_arguments,
-    tensors_without_data,
+    ModelSink,
+    OneshotResult,
+    Solution,
+    StepDriver,
+    report,
+    run_parts,
 )
-from calipers.engine.loop import OneshotResult, Solution, StepDriver, report
 from calipers.engine.quantize import check_same_model, driver_for, quantize_files
 from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted
 from calipers.measurements import Measurements
@@ -114,14 +115,20 @@ def oneshot(
         into = options.output.output_dir
         with job.loaded(model, apart_from=into) as (loaded, tokenizer), unchanged_on_error(loaded):
             if arguments.measurements is None:
-                solution = job.measure_and_solve(loaded, arguments.recipe, dataset, tokenizer)
+                sink = job.measure_and_solve(loaded, arguments.recipe, dataset, tokenizer)
             else:
-                solution = job.solve_measured(loaded, arguments)
+                sink = job.solve_measured(loaded, arguments)
+            solution = sink.driver.solution
             if ranks.rank == 0:
                 report(solution)
-            written = job.write(loaded, tokenizer, arguments.recipe, solution)
-    seconds = time.monotonic() - start
-    return OneshotResult.of(loaded, solution, arguments.recipe, written, seconds)
+            job.write(loaded, tokenizer, arguments.recipe, sink)
+    return OneshotResult(
+        **vars(solution),
+        model=loaded,
+        recipe=arguments.recipe,
+        output_dir=None if into is None else Path(into),
+        seconds=time.monotonic() - start,
+    )
 
 
 def _goes_from_disk_to_disk(
@@ -162,20 +169,21 @@ class _OneshotJob(Job):
         )
         return arguments
 
-    def solve_measured(self, model: PreTrainedModel, arguments: Arguments) -> Solution:
+    def solve_measured(self, model: PreTrainedModel, arguments: Arguments) -> ModelSink:
         """Solve from measurements; the model stays as it is."""
         check_same_model(model_fingerprint(model), arguments.measurements)
         on_unseen = self.options.calibration.on_unseen
         driver = driver_for(
             model, arguments.recipe, arguments.measurements, on_unseen, progress=self.progress
         )
+        sink = ModelSink(driver)
         with torch.no_grad():
-            driver.solve(driver.solution.plan.names)
-        return driver.solution
+            sink.take(Part(tuple(driver.solution.plan.names)))
+        return sink
 
     def measure_and_solve(
         self, model: PreTrainedModel, recipe: Recipe, dataset: Any, tokenizer: Any
-    ) -> Solution:
+    ) -> ModelSink:
         """Plan, let data run as far as the plan needs it, and solve; the model stays as it is."""
         device, dtype = self.device_and_dtype(model)
         with self.ranks.step("planning"), self.progress.waiting("reading the data"):
@@ -189,11 +197,24 @@ class _OneshotJob(Job):
             if batches is not None:
                 chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
-        solution = self._run(model, plan, chosen, batches, device, dtype)
-        amounts = self.ranks.share(_amount(batches))
-        solution.samples, solution.tokens = (sum(each) for each in zip(*amounts, strict=True))
+        policy = self.options.calibration.on_unseen
+        solution = Solution(plan, Coverage(policy), pipeline=chosen)
+        with Calibration(
+            model, plan, share_inputs=self.options.calibration.share_inputs, dtype=dtype
+        ) as calibration:
+            sink = ModelSink(
+                StepDriver(model, calibration.measurements, solution, self.ranks, self.progress)
+            )
+            fails = policy == "error" and self.ranks.rank == 0
+            early = EarlyLook(calibration) if fails else None
+            run = Run(calibration, self.ranks, self.progress, device, dtype, early)
+            for _ in run_parts(PIPELINES[chosen](run, batches), sink):
+                pass
+        amount = (0, 0) if batches is None else (batches.num_samples, batches.num_tokens)
+        samples, tokens = zip(*self.ranks.share(amount), strict=True)
+        solution.samples, solution.tokens = sum(samples), sum(tokens)
         solution.forward_dtype = None if chosen == "datafree" else dtype
-        return solution
+        return sink
 
     def _batches(
         self, model: PreTrainedModel, plan: Plan, dataset: Any, tokenizer: Any
@@ -212,56 +233,31 @@ class _OneshotJob(Job):
         cut = {"batch_tokens": _BATCH_TOKENS} if by_length else {}
         return self.batches_for(model, dataset, tokenizer, for_ranges=for_ranges, **cut)
 
-    def _run(
-        self,
-        model: PreTrainedModel,
-        plan: Plan,
-        pipeline: str,
-        batches: Batches | None,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Solution:
-        """Let data run, and solve what has seen it."""
-        options, ranks, progress = self.options.calibration, self.ranks, self.progress
-        solution = Solution(plan, Coverage(options.on_unseen), pipeline=pipeline)
-        with Calibration(
-            model, plan, share_inputs=options.share_inputs, dtype=dtype
-        ) as calibration:
-            driver = StepDriver(model, calibration.measurements, solution, ranks, progress)
-            fails = options.on_unseen == "error" and ranks.rank == 0
-            early = EarlyLook(calibration) if fails else None
-            run = Run(calibration, driver.solve, ranks, progress, device, dtype, early)
-            PIPELINES[pipeline](run, batches)
-        return solution
-
     def write(
         self,
         model: PreTrainedModel,
         tokenizer: Any,
         recipe: Recipe,
-        solution: Solution,
-    ) -> Path | None:
+        sink: ModelSink,
+    ) -> None:
         """Freeze the model, and write the checkpoint if one is wanted."""
         output = self.options.output
         with self.ranks.step("freezing the model"):
-            freeze(model, solution.plan, solution.changes)
+            sink.freeze(model)
         with self.ranks.step("writing the checkpoint"):
             if output.output_dir is not None and self.ranks.rank == 0:
+                # Without one of its own, the files beside the model are the tokenizer's.
+                is_own = self.options.data.tokenizer is None and source_folder(model) is not None
                 write_checkpoint(
                     model,
                     output.output_dir,
                     recipe=recipe.to_yaml(),
-                    tokenizer=None if self._is_from_model(model) else tokenizer,
-                    notes=solution.as_notes(),
+                    tokenizer=None if is_own else tokenizer,
+                    notes=sink.driver.solution.provenance(),
                     overwrite=output.overwrite,
                     max_shard_size=output.max_shard_size,
                     progress=self.progress,
                 )
-        return None if output.output_dir is None else Path(output.output_dir)
-
-    def _is_from_model(self, model: PreTrainedModel) -> bool:
-        """Whether the tokenizer is the one whose files are beside those of the model."""
-        return self.options.data.tokenizer is None and source_folder(model) is not None
 
 
 def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError:
@@ -278,8 +274,3 @@ def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError
         + Call("plan.table")
         + " shows which tensors need data",
     )
-
-
-def _amount(batches: Batches | None) -> tuple[int, int]:
-    """Return how many samples and tokens this process has."""
-    return (0, 0) if batches is None else (batches.num_samples, batches.num_tokens)

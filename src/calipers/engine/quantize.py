@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import usable_device
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
-from calipers.checkpoint.compression import tensor_names
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.reader import (
@@ -26,18 +22,17 @@ from calipers.checkpoint.reader import (
     refuse_quantized,
 )
 from calipers.checkpoint.state import offloaded_tensors, tied_names
-from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, WeightSource
+from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, parse_size, write_stream
 from calipers.engine.applying import give_schemes
 from calipers.engine.job import (
-    Arguments,
     check_not_running,
     read_arguments,
     tensors_without_data,
 )
 from calipers.engine.loop import OneshotResult, Solution, StepDriver, report
-from calipers.engine.streaming import SolvedTensors
+from calipers.engine.streaming import CheckpointSink, PreparedModel
 from calipers.errors import (
     ANY,
     ConfigurationError,
@@ -142,14 +137,25 @@ def quantize_files(
         # Of a model in GGUF there are no files of a tokenizer to copy.
         if given is not None or source_folder(loaded) is None:
             tokenizer = load_tokenizer(given, loaded, trust_remote_code=trusted)
-    solved = prepared.solved_tensors(options.compute.device, progress)
-    solution, names = prepared.driver.solution, tensor_names(loaded)
-    common = _common_arguments(prepared, arguments, options)
+    prepared.device = usable_device(options.compute.device) or prepared.device
+    sink, solution, seen = (
+        CheckpointSink(prepared, progress),
+        prepared.driver.solution,
+        arguments.measurements,
+    )
+    common = {
+        "calipers": version("calipers"),
+        "model": prepared.fingerprint,
+        "recipe": arguments.recipe.to_yaml(),
+        "measurements": None if seen is None else seen.digest(),
+        "on_unseen": options.calibration.on_unseen,
+        "max_shard_size": parse_size(output.max_shard_size),
+    }
     assert output.output_dir is not None
     path = write_stream(
         loaded,
-        names,
-        TensorStream(solved.tensors, solution.as_notes, common, solved.state),
+        sink.names,
+        TensorStream(sink.tensors, solution.provenance, common, sink.state),
         output.output_dir,
         recipe=arguments.recipe.to_yaml(),
         tokenizer=tokenizer,
@@ -157,46 +163,13 @@ def quantize_files(
         max_shard_size=output.max_shard_size,
     )
     report(solution)
-    seconds = time.monotonic() - start
-    return OneshotResult.of(loaded, solution, arguments.recipe, path, seconds)
-
-
-def _common_arguments(
-    prepared: PreparedModel, arguments: Arguments, options: OneshotOptions
-) -> dict[str, Any]:
-    """Return what a run that goes on has in common with the one before it."""
-    seen = arguments.measurements
-    return {
-        "calipers": version("calipers"),
-        "model": prepared.fingerprint,
-        "recipe": arguments.recipe.to_yaml(),
-        "measurements": None if seen is None else seen.digest(),
-        "on_unseen": options.calibration.on_unseen,
-        "max_shard_size": parse_size(options.output.max_shard_size),
-    }
-
-
-@dataclass(frozen=True)
-class PreparedModel:
-    """A model whose modules have their schemes, and what solves them."""
-
-    model: PreTrainedModel
-    driver: StepDriver
-    weights: WeightSource
-    fingerprint: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the modules that are quantized."""
-        return tuple(self.driver.solution.plan.names)
-
-    def solved_tensors(
-        self, device: torch.device | str | None, progress: Progress
-    ) -> SolvedTensors:
-        """Return what becomes of its tensors; solvers work on the device."""
-        place = usable_device(device) or torch.device("cpu")
-        names = tensor_names(self.model)
-        return SolvedTensors(self.model, names, self.weights, self.driver, place, progress)
+    return OneshotResult(
+        **vars(solution),
+        model=loaded,
+        recipe=arguments.recipe,
+        output_dir=path,
+        seconds=time.monotonic() - start,
+    )
 
 
 def prepare_model(
@@ -258,7 +231,7 @@ def driver_for(
 
 def _with_schemes(driver: StepDriver) -> tuple[StepDriver, frozenset[str]]:
     """Give modules their schemes; also return the names of all tensors before."""
-    driver.prepare(tuple(driver.solution.plan.names))
+    driver.settle(driver.solution.plan.names)
     names = frozenset(offloaded_tensors(driver.model))
     give_schemes(driver.model, driver.solution.plan.modules)
     return driver, names
