@@ -18,6 +18,7 @@ from calipers.calibration.pipelines import Run, call_model, moved
 from calipers.calibration.sensitivity import add_sensitivities
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.reader import load_skeleton
+from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.engine.dry_run import statistics_bytes
 from calipers.engine.job import Job, check_options
 from calipers.engine.loop import PIPELINES, MeasurementsSink, run_parts

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from calipers.calibration.pipelines import NewValues, Part, Parts
 from calipers.checkpoint.compression import compressed_state, name_on_disk, tensor_names
-from calipers.checkpoint.state import join, module_state, own_modules
+from calipers.checkpoint.state import join, module_state, own_modules, tied_names
 from calipers.checkpoint.stored_weights import WeightSource
 from calipers.checkpoint.writer import in_background
 from calipers.engine.applying import apply_changes
@@ -96,7 +96,9 @@ class PreparedModel:
                     names = tuple(filter(planned.__contains__, wanted))
                     yield Part(names, {each: self.read(each) for each in wanted})
 
-        return in_background(read())
+        with closing(in_background(read())) as parts:
+            for part in parts:
+                yield part
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Read the tensors that a module has on disk; the parameters of a scheme are not there."""

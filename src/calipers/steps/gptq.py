@@ -264,7 +264,7 @@ class GPTQModifier(QuantizationModifier):
                 hint="'static' is nearly as accurate, and models run faster",
                 path=("actorder",),
             )
-        return {key: value for key, value in given.tems() if key not in _PASSED_OVER}
+        return {key: value for key, value in given.items() if key not in _PASSED_OVER}
 
     @model_validator(mode="after")
     def _has_weights(self) -> Self:
