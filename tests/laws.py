@@ -16,7 +16,7 @@ from torch import Tensor
 
 from calipers.errors import MergeError
 from calipers.observers import Observer
-from calipers.observers.spec import ObserverSpec, Weight, solve_stream, solve_weights
+from calipers.observers.spec import ObserverSpec, Weight, solve_weights
 from calipers.statistics.base import Statistic
 from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
 from calipers.statistics.sums import BlockHessians, PairedHessians, SquareSums, TokenSquares
@@ -250,7 +250,7 @@ def parts_say_the_same(name: str, base_name: str, args: QuantizationArgs, stream
             observer(tensor)
             for statistic in statistics.values():
                 statistic.update(tensor)
-        solved = solve_stream(spec, statistics)
+        solved = spec.solve_stream(statistics)
         assert solved is not None
         found, expected = solved, observer.get_qparams()
     for ours, theirs in zip(found.values(), expected.values(), strict=True):

@@ -23,6 +23,7 @@ import calipers.engine.loop
 import calipers.engine.oneshot
 from calipers.calibration import pipelines as running
 from calipers.judging import layers as judging
+from calipers.observers import ObserverSpec
 from calipers.runtime import distributed
 from calipers.steps import solving
 
@@ -42,7 +43,7 @@ FAILURES: dict[str, tuple[int, Any, str]] = {
     "planning": (2, calipers.engine.oneshot, "plan_for"),
     "reading data": (0, calipers.engine.job, "calibration_batches"),
     "calibrating the model": (1, running, "call_model"),
-    "working out the parameters of activations": (1, solving, "solve_stream"),
+    "working out the parameters of activations": (1, ObserverSpec, "solve_stream"),
     "working out the parameters of weights": (2, solving, "_solve_group"),
     "judging weights": (2, judging, "weight_loss"),
     "preparing the next step": (0, calipers.engine.oneshot, "report"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from calipers.observers.base import Observer
 from calipers.observers.options import Expand, ObserverOptions
-from calipers.observers.pieces import in_pieces
+from calipers.observers.base import Observer, in_pieces
 from calipers.statistics.ranges import {statistic}
 
 

@@ -20,7 +20,7 @@ from calipers import evaluate, oneshot
 from calipers.calibration.context import Calibration
 from calipers.errors import CalipersWarning, ConfigurationError
 from calipers.observers import Observer
-from calipers.observers.spec import RANGE, solve_stream
+from calipers.observers.spec import RANGE
 from calipers.recipes import load_recipe
 from calipers.runtime import precision
 from calipers.runtime.precision import computing_in, forward_dtype
@@ -171,7 +171,7 @@ def test_observers_see_activations_in_the_dtype_of_their_module() -> None:
     for name, tensor in tensors:
         found = {key: seen.get(name, tensor.base_name, key) for key in tensor.observer.statistics}
         assert found[RANGE].observed_like.dtype == torch.bfloat16
-        assert solve_stream(tensor.observer, found)["scale"].dtype == torch.bfloat16
+        assert tensor.observer.solve_stream(found)["scale"].dtype == torch.bfloat16
 
 
 def test_weights_are_judged_in_the_dtype_of_the_model(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from calipers.calibration.context import Calibration
 from calipers.errors import CalipersWarning, Option, UnseenModulesError, Words, counted, shortened
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
-from calipers.observers.spec import COUNTS, RANGE, range_of_stream
+from calipers.observers.spec import COUNTS, RANGE
 from calipers.options import OnUnseen
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
 from calipers.runtime.ranks import Ranks
@@ -191,7 +191,7 @@ def _ranges(
     mine: list[SeenRange] = []
     for peer in peers:
         seen = {key: measurements.get(peer, tensor.base_name, key) for key in (RANGE, COUNTS)}
-        found = range_of_stream(tensor.observer, seen, peer)
+        found = tensor.observer.range_of_stream(seen, peer)
         if found is not None:
             ranged = seen[RANGE]
             like = None if ranged is None else ranged.field("observed_like")

@@ -23,10 +23,10 @@ from calipers.errors import (
     no_statistics,
     not_finite,
 )
-from calipers.kernels.reductions import extrema
+from calipers.kernels.reductions import Extrema, extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import Layout, has_global_scale, strategy_name
-from calipers.numerics.qparams import global_scale_of, qparams_of
+from calipers.numerics.qparams import qparams_of
 from calipers.observers.compatibility import (
     ALIASES,
     base_name_and_args,
@@ -34,24 +34,47 @@ from calipers.observers.compatibility import (
     construct,
     declared_by,
 )
-from calipers.observers.definition import Definition, QParamsDict, absmax, weights_or_none
+from calipers.observers.definition import (
+    Definition,
+    QParamsDict,
+    check_countable,
+    usual_global_scale,
+    weights_or_none,
+)
 from calipers.observers.inputs import InputHook, published
 from calipers.observers.options import ObserverOptions, parse_options
-from calipers.observers.pieces import is_in_pieces
 from calipers.observers.registry import class_in_file, is_file_of_code, observer_registry
 from calipers.registry import Registry
-from calipers.solvers.importance import Importance, Weighed, Weights, importance_named
+from calipers.solvers.importance import Importance, Weights, importance_named
 from calipers.solvers.scales import Solutions
+from calipers.statistics import ranges
 from calipers.statistics.base import Lock, Reduction, Statistic, guarded
 from calipers.statistics.distributed import sync_statistics
 from calipers.statistics.module import StatisticModule
-from calipers.statistics.ranges import Extrema, LastRange, Observation, observation_of
+from calipers.statistics.ranges import LastRange, Observation, observation_of
 from calipers.statistics.value_counts import ValueCounts
 
 C = TypeVar("C", bound=type)
 
+Update = TypeVar("Update", bound=Callable[..., None])
+
 _RESULTS = ("_scale", "_zero_point")
 """What an observer of the first generation keeps."""
+
+
+def in_pieces(update: Update) -> Update:
+    """Mark an ``update_statistics_from_observed`` that asks only ``extrema`` and ``pieces``.
+
+    It is handed the pieces themselves, and no canonical view is made, which may cost a copy.
+    A subclass that overrides it gets the canonical view again, and may pass it on.
+    """
+    update.in_pieces = update  # type: ignore[attr-defined]
+    return update
+
+
+def is_in_pieces(update: Callable[..., None]) -> bool:
+    """Whether an update is marked itself; a mark that ``functools.wraps`` copied does not count."""
+    return getattr(update, "in_pieces", None) is update
 
 
 class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
@@ -80,11 +103,9 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     Options: ClassVar[type[ObserverOptions] | None] = None
     Range: ClassVar[type[LastRange]] = LastRange
     definition: ClassVar[Definition | None] = None
-    """What the class is without objects; a subclass that has none of its own is shown tensors."""
-    counts_values: ClassVar[bool] = False
+    """What the class does, as pure functions: engines need no object of a class that has its own,
+    but show tensors to objects of a subclass that has none."""
     gathers_inputs: ClassVar[bool] = False
-    chooses_global_scale: ClassVar[bool] = False
-    """Whether it finds, by its ``solutions``, a better global scale than the usual one."""
     remembers: ClassVar[str] = ""
     when: ClassVar[str] = ""
 
@@ -104,6 +125,7 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     observed_nonfinite: Tensor
     observed_like: Tensor
 
+    _solutions: Solutions | None = None  # of the last weight, where its scales are chosen
     _has_warned = False
     _observation: Observation | None = None  # what it is being shown
     _hook: InputHook | None = None
@@ -128,9 +150,17 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         self.quantization_args = self.args
         self._fused_observers: set[Observer] = set()
         self.range_statistic = self.Range()
-        self._add_counts()
+        if self.definition is not None and self.definition.counts_values:
+            self.counts = ValueCounts(self.base_name, strategy_name(self.args))
         self.options = options
         self.apply_options()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the class keep what its definition says."""
+        super().__init_subclass__(**kwargs)
+        definition = vars(cls).get("definition")
+        if definition is not None:
+            cls.Range = definition.statistic
 
     @classmethod
     def kept(cls) -> Mapping[str, Reduction]:
@@ -228,14 +258,6 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         return True
 
     @classmethod
-    def keeps_extrema(cls) -> bool:
-        """Whether what it keeps of a tensor are its extrema, or the counts of its values as well.
-
-        Where a subclass takes tensors in by a way of its own, nobody can tell.
-        """
-        return False
-
-    @classmethod
     def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
         """Return how errors count under some options."""
         name = cls.importance_name(options) if base_name == "weight" else "none"
@@ -262,8 +284,12 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
 
     @classmethod
     def writes_update(cls) -> bool:
-        """Whether a class is of the current generation: it writes its own update."""
-        return cls.update_statistics_from_observed is not Observer.update_statistics_from_observed
+        """Whether a class is of the current generation: it has a definition, or its own update."""
+        return cls.definition is not None or not cls._updates_as_defined()
+
+    @classmethod
+    def _updates_as_defined(cls) -> bool:
+        return cls.update_statistics_from_observed is Observer.update_statistics_from_observed
 
     def option_named(self, name: str) -> str | None:
         """Return the option that an attribute stands for; None where it stands for none."""
@@ -275,10 +301,6 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         given = {**self.options.model_dump(), name: value}
         self.__dict__["options"] = parse_options(type(self.options), given, self.registered_name())
         self.apply_options()
-
-    def _add_counts(self) -> None:
-        if self.counts_values:
-            self.counts = ValueCounts(self.base_name, strategy_name(self.args))
 
     def apply_options(self) -> None:
         """Tell the statistics the options that concern them; what they know stays."""
@@ -325,17 +347,32 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         self._absorb(seen.marks())
         return self
 
+    @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         """Set ``min_vals`` and ``max_vals`` from a canonical view. Subclasses write this.
 
         :param observed: shape ``(observations, *qparam_shape, group)``
         """
         low, high = self.extrema(observed)
-        global_scale = None
-        if has_global_scale(self.args):
-            global_scale = global_scale_of(absmax(low, high))
-        scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
-        self.absorb(min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point)
+        definition = self.definition
+        if definition is None:  # a class of the first generation
+            has_global = has_global_scale(self.args)
+            global_scale = usual_global_scale([(low, high)], self.label()) if has_global else None
+            scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
+            self.absorb(min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point)
+            return
+        pieces, shown = self.pieces(observed), self._observation
+        if self.counts is not None:
+            check_countable(low, high, pieces.dtype, self.label(), ". Nothing was recorded")
+        if not definition.takes_extrema:
+            seen = Extrema(low, high, 0, shown.extrema.missing if shown else None)
+            weights = self.weights(pieces)
+            low, high, self._solutions = definition.solve(
+                seen, pieces, self.args, self.options, weights
+            )
+        self._absorb({"min_vals": low, "max_vals": high})
+        if self.counts is not None:
+            self.counts.count(pieces, shown.tokens if shown else 0)
 
     def calculate_qparams(self, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero point. What a subclass of the first generation writes instead."""
@@ -367,7 +404,7 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         """Whether the update is marked itself, and the methods it asks are our own."""
         own = type(self)
         ours = own.extrema is Observer.extrema and own.pieces is Observer.pieces
-        return ours and is_in_pieces(own.update_statistics_from_observed)
+        return ours and own.writes_update() and is_in_pieces(own.update_statistics_from_observed)
 
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, as every statistic does: see ``forward``."""
@@ -378,11 +415,14 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
 
         It is where ranges are those of all data, found by nothing but looking at all values.
         """
-        extrema = Extrema(self.base_name, self.args, nonfinite=self.options.nonfinite)
+        extrema = ranges.Extrema(self.base_name, self.args, nonfinite=self.options.nonfinite)
         counts = None if self.counts is None else copy.deepcopy(self.counts)
         known = list(known)
-        has_all = self.keeps_extrema() and self.kept()["min_vals"] is Reduction.MIN
-        if not has_all or not extrema.derive_from(known):
+        takes_extrema = self.definition is not None and self.definition.takes_extrema
+        has_all = self.kept()["min_vals"] is Reduction.MIN  # a moving average has not
+        if not (takes_extrema and has_all and self._updates_as_defined()):
+            return False
+        if not extrema.derive_from(known):
             return False
         if counts is not None and not counts.derive_from(known):
             return False
@@ -454,14 +494,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
                 subject=self.label(),
                 hint="Call each of them on its tensor before get_qparams() on any",
             )
-        largest = absmax(*self.get_range())
-        for other in self._fused_observers:
-            largest = torch.maximum(largest, absmax(*other.get_range()).to(largest.device))
-        return global_scale_of(largest, self.label())
-
-    def solutions(self) -> Solutions:
-        """Return the best parameters under any global scale, where the class chooses among them."""
-        raise NotImplementedError
+        fused = (self, *self._fused_observers)
+        return usual_global_scale([each.get_range() for each in fused], self.label())
 
     @property
     def num_observed_tokens(self) -> int:
@@ -555,28 +589,25 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             self._hook.remove()
             self._hook = None
 
-    def weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
+    def weights(self, pieces: Tensor) -> Weights:
         """Return what the errors of the weight that is being observed are weighed by.
 
         Where that cannot be, all errors count alike and one warning says so; or it is an error, if
         the options say ``strict``.
-
-        :param least: the least that a column counts, where the mean is 1
         """
         weights, self._has_warned = weights_or_none(
-            partial(self.possible_weights, pieces, least),
+            partial(self.possible_weights, pieces),
             is_strict=getattr(self.options, "strict", False),
             is_told=self._has_warned,
         )
         return weights
 
-    def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
+    def possible_weights(self, pieces: Tensor) -> Weights:
         """Return what errors are weighed by; raise where that cannot be."""
-        if not self.weighing.fields:
-            return Weights()
         seen = self._observation
         layout = Layout.of(self.base_name, self.args) if seen is None else seen.layout
-        return self.weighing.weights(self.inputs, Weighed(pieces, layout, self.label(), least))
+        definition = self.definition or Definition()
+        return definition.weights(self.weighing, self.inputs, pieces, layout, self.label())
 
     def fall_back_silently(self) -> None:
         """Let importance that cannot be used be no news: somebody has told of it."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from torch import Tensor
 
 from calipers.errors import ImportanceUnsupportedError
 from calipers.numerics.layout import strategy_name
 from calipers.observers.base import Observer
-from calipers.observers.definition import Definition
+from calipers.observers.definition import Definition, Range
 from calipers.observers.options import (
     Expand,
     Grid,
@@ -21,10 +20,10 @@ from calipers.observers.options import (
     SearchOptions,
     Shrink,
 )
-from calipers.observers.pieces import in_pieces
-from calipers.solvers.importance import Weights
 from calipers.solvers.scales import Problem, best_range
-from calipers.statistics.ranges import Extrema, LastRange, MovingAverage
+from calipers.statistics.ranges import Extrema, MovingAverage
+
+# Extrema
 
 
 class MemorylessMinMaxObserver(Observer):
@@ -33,14 +32,7 @@ class MemorylessMinMaxObserver(Observer):
     remembers = "extrema of the last tensor"
     when = "weights, fast"
     Options = ObserverOptions
-    Range = LastRange
     definition = Definition()
-
-    @in_pieces
-    def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Keep the extrema as the statistic does."""
-        low, high = self.extrema(observed)
-        self._absorb({"min_vals": low, "max_vals": high})
 
 
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
@@ -48,14 +40,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
     remembers = "extrema of all tensors"
     when = "static activations"
-    Range = Extrema
     definition = Definition(Extrema)
-
-    @classmethod
-    def keeps_extrema(cls) -> bool:
-        """Whether it still looks at tensors as this class does."""
-        own = MemorylessMinMaxObserver.update_statistics_from_observed
-        return cls.update_statistics_from_observed is own
 
 
 class MinMaxObserver(MemorylessMinMaxObserver):
@@ -64,11 +49,13 @@ class MinMaxObserver(MemorylessMinMaxObserver):
     remembers = "moving average of extrema"
     when = "static activations whose extremes differ from batch to batch; it clips rare spikes"
     Options = MovingAverageOptions
-    Range = MovingAverage
     definition = Definition(MovingAverage)
 
 
-def searched_range(problem: Problem, options: SearchOptions) -> tuple[Tensor, Tensor]:
+# Searched ranges
+
+
+def searched_range(problem: Problem, options: SearchOptions) -> Range:
     """Return the best of the shrunk ranges of one tensor."""
     return best_range(problem._replace(norm=options.norm), options.tried)
 
@@ -82,16 +69,6 @@ class MemorylessMSEObserver(Observer):
     options: SearchOptions
     definition = Definition(search=searched_range)
 
-    @in_pieces
-    def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Search, and reduce what was found as the class declares it."""
-        low, high = self.extrema(observed)
-        pieces = self.pieces(observed)
-        weights = self.weights(pieces)
-        problem = Problem(pieces, low, high, self.args, weights=weights)
-        low, high = searched_range(problem, self.options)
-        self.absorb(min_vals=low, max_vals=high)
-
 
 class MovingAverageMSEObserver(MemorylessMSEObserver):
     """Takes a moving average of the best ranges of each tensor."""
@@ -99,7 +76,6 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
     remembers = "moving average of the best shrunk ranges"
     when = "activations"
     Options = MovingAverageSearchOptions
-    Range = MovingAverage
     definition = Definition(MovingAverage, searched_range)
 
 
@@ -125,11 +101,7 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     definition = Definition(search=searched_range)
 
 
-_SUPPORTED = (
-    QuantizationStrategy.CHANNEL,
-    QuantizationStrategy.GROUP,
-    QuantizationStrategy.TENSOR_GROUP,
-)
+# Searches under importance
 
 
 class IMatrixOptions(SearchOptions, ImportanceOptions):
@@ -150,9 +122,21 @@ class IMatrixOptions(SearchOptions, ImportanceOptions):
         return self.patience or None
 
 
+class ExpandedIMatrixOptions(IMatrixOptions):
+    """Options of a search under importance from 1.8 down to 0.8 times the observed range."""
+
+    maxshrink: Shrink = 1 - 0.8 / 1.8
+    patience: Patience = 1000
+    grid: Grid = 200.0
+    norm: Norm = 2.4
+    expand: Expand = 1.8
+
+
 def check_importance(base_name: str, args: QuantizationArgs, label: str) -> None:
     """Refuse importance for anything but weights whose pieces are of one row."""
-    if base_name != "weight" or args.strategy not in _SUPPORTED:
+    strategies = QuantizationStrategy
+    supported = (strategies.CHANNEL, strategies.GROUP, strategies.TENSOR_GROUP)
+    if base_name != "weight" or args.strategy not in supported:
         raise ImportanceUnsupportedError(
             f"importance has no meaning for '{base_name}' with strategy "
             f"'{strategy_name(args)}' (only for weights: channel, group, tensor_group)",
@@ -160,7 +144,7 @@ def check_importance(base_name: str, args: QuantizationArgs, label: str) -> None
         )
 
 
-_DEFINITION = Definition(
+_UNDER_IMPORTANCE = Definition(
     search=searched_range, check_importance=check_importance, is_of_weights=True
 )
 
@@ -177,27 +161,12 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     gathers_inputs = True
     Options = IMatrixOptions
     options: IMatrixOptions
-    definition = _DEFINITION
+    definition = _UNDER_IMPORTANCE
 
     @classmethod
     def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
         """Return the name of the importance by which the errors of a weight are counted."""
         return "imatrix"
-
-    def possible_weights(self, pieces: Tensor, least: float = 0.0) -> Weights:
-        """Return E[x²] of each column over its mean; refuse pieces of more than one row."""
-        check_importance(self.base_name, self.args, self.label())
-        return super().possible_weights(pieces, least)
-
-
-class ExpandedIMatrixOptions(IMatrixOptions):
-    """Options of a search under importance from 1.8 down to 0.8 times the observed range."""
-
-    maxshrink: Shrink = 1 - 0.8 / 1.8
-    patience: Patience = 1000
-    grid: Grid = 200.0
-    norm: Norm = 2.4
-    expand: Expand = 1.8
 
 
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
@@ -206,4 +175,4 @@ class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     remembers = "best of wider and narrower ranges under importance, Σx² and tokens"
     when = "weights in NVFP4, as llm-compressor does it"
     Options = ExpandedIMatrixOptions
-    definition = _DEFINITION
+    definition = _UNDER_IMPORTANCE

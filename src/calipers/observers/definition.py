@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.errors import CalipersWarning, ImportanceError, text_of
+from calipers.errors import CalipersWarning, ImportanceError, TensorValueError, text_of
 from calipers.kernels.reductions import Extrema
-from calipers.solvers.importance import Weights
-from calipers.solvers.scales import Counted, Problem
+from calipers.numerics.layout import Layout
+from calipers.numerics.qparams import global_scale_of
+from calipers.solvers.importance import Importance, Weighed, Weights
+from calipers.solvers.scales import Counted, Problem, Solutions
+from calipers.statistics.base import Statistic
 from calipers.statistics.ranges import LastRange, Observation
 
 Range = tuple[Tensor, Tensor]
@@ -30,15 +33,27 @@ class QParamsDict(TypedDict):
     global_scale: Tensor | None
 
 
+class SolvedTensor(NamedTuple):
+    """The range of one tensor.
+
+    :param solutions: of a weight whose scales are chosen themselves, under any global scale
+    """
+
+    low: Tensor
+    high: Tensor
+    solutions: Solutions | None = None
+
+
 @dataclass(frozen=True)
 class Definition:
     """The parts of an observer; its options are passed to each function.
 
     :param statistic: what is kept of the range of a stream
     :param search: finds a better range of one tensor than its extrema; None: the extrema
-    :param from_counts: finds the range of a stream from the counts of its values; None: nothing is
-        counted
-    :param optimum: asks for the best scale of a weight, in place of a range
+    :param is_optimal: whether the best scales of a weight are found, in place of a range
+    :param counts_values: whether the values of a stream are counted
+    :param range_from_counts: finds the range of a stream from them; None: the extrema
+    :param qparams_from_counts: finds scale and zero point from them, in place of a range
     :param least_importance: the least that a column of a weight counts, where the mean is 1
     :param check_importance: refuses importance for a tensor and a strategy that have none
     :param is_of_weights: whether it is this for weights alone
@@ -46,37 +61,98 @@ class Definition:
 
     statistic: type[LastRange] = LastRange
     search: Callable[[Problem, Any], Range] | None = None
-    from_counts: Callable[[Counted, Any, str], Range | QParamsDict] | None = None
-    optimum: Callable[[Extrema, Tensor, QuantizationArgs, Any, Weights], Problem] | None = None
+    is_optimal: bool = False
+    counts_values: bool = False
+    range_from_counts: Callable[[Counted, Any, str], Range] | None = None
+    qparams_from_counts: Callable[[Counted, Any, str], QParamsDict] | None = None
     least_importance: float = 0.0
     check_importance: Callable[[str, QuantizationArgs, str], None] | None = None
     is_of_weights: bool = False
 
+    @property
+    def takes_extrema(self) -> bool:
+        """Whether what is kept of the range of a tensor are its extrema."""
+        return self.search is None and not self.is_optimal
 
-def absmax(low: Tensor, high: Tensor) -> Tensor:
-    """Return the largest magnitude of all ranges, from which a global scale is made."""
-    return torch.maximum(-low.min(), high.max())
+    def weights(
+        self,
+        importance: Importance,
+        inputs: Statistic | None,
+        pieces: Tensor,
+        layout: Layout,
+        label: str,
+    ) -> Weights:
+        """Return what the errors of a weight are weighed by; raise where that cannot be."""
+        if self.check_importance is not None:
+            self.check_importance(layout.base_name, layout.args, label)
+        if not importance.fields:
+            return Weights()
+        return importance.weights(inputs, Weighed(pieces, layout, label, self.least_importance))
+
+    def solve(
+        self, seen: Extrema, pieces: Tensor, args: QuantizationArgs, options: Any, weights: Weights
+    ) -> SolvedTensor:
+        """Find the range, or the scales, of one tensor."""
+        low, high = seen.min_vals, seen.max_vals
+        if self.is_optimal:
+            if seen.missing is not None:  # pieces without any finite value are pieces of zeros
+                low, high = low.masked_fill(seen.missing, 0), high.masked_fill(seen.missing, 0)
+            problem = Problem(
+                pieces.detach(),
+                low,
+                high,
+                args,
+                weights=weights,
+                signed=options.signed_scale,
+                shortlist=options.shortlist if weights.hessian is not None else 1,
+            )
+            return SolvedTensor(low, high, Solutions(problem))
+        if self.search is not None:
+            low, high = self.search(Problem(pieces, low, high, args, weights=weights), options)
+        return SolvedTensor(low, high)
 
 
 @dataclass(frozen=True)
 class SearchedRange:
-    """The range that a search finds for each tensor of a stream, for a statistic of ranges."""
+    """The range that a definition finds for each tensor of a stream, for a statistic of ranges."""
 
-    search: Callable[[Problem, Any], Range]
+    definition: Definition
     args: QuantizationArgs
     options: Any
 
     def __call__(self, seen: Observation) -> Range:
-        """Search the range of one tensor."""
-        found = seen.extrema
-        return self.search(
-            Problem(seen.pieces, found.min_vals, found.max_vals, self.args), self.options
-        )
+        """Find the range of one tensor."""
+        return self.definition.solve(seen.extrema, seen.pieces, self.args, self.options, Weights())[
+            :2
+        ]
 
     def configuration(self) -> dict[str, Any]:
         """Return what two searches have in common that find the same ranges."""
         args = self.args.model_dump_json(exclude={"observer", "observer_kwargs"})
         return {"args": json.loads(args), "options": self.options.model_dump()}
+
+
+def usual_global_scale(ranges: Iterable[Range], label: str) -> Tensor:
+    """Return the scale of the local scales from the largest magnitude of all ranges."""
+    magnitudes = [torch.maximum(-low.min(), high.max()) for low, high in ranges]
+    largest = magnitudes[0]
+    for magnitude in magnitudes[1:]:
+        largest = torch.maximum(largest, magnitude.to(largest.device))
+    return global_scale_of(largest, label)
+
+
+def check_countable(
+    low: Tensor, high: Tensor, dtype: torch.dtype, label: str, end: str = ""
+) -> None:
+    """Refuse values that would be infinite where they are counted; ``end`` ends the message."""
+    if dtype == torch.float16 or not torch.stack([low, high]).bfloat16().isinf().any():
+        return
+    raise TensorValueError(
+        f"was given values from {float(low.min()):g} to {float(high.max()):g} "
+        f"({dtype}). They are counted as bfloat16, which ends at ±3.38953e+38{end}",
+        subject=label,
+        hint="Scale the tensor down, or use 'static_minmax'",
+    )
 
 
 def weights_or_none(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -13,7 +12,6 @@ from typing_extensions import Self
 
 from calipers.errors import (
     MergeError,
-    TensorValueError,
     UnsuitableError,
     different_configurations,
 )
@@ -22,17 +20,11 @@ from calipers.numerics.layout import strategy_name
 from calipers.observers.base import Observer
 from calipers.observers.definition import Definition, QParamsDict, Range
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
-from calipers.observers.pieces import in_pieces
 from calipers.solvers.distribution import entropy, percentile
 from calipers.solvers.scales import Counted, least_error
 from calipers.statistics.base import guarded
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
-
-
-def counted_range(seen: Counted, options: ObserverOptions, label: str) -> Range:  # noqa: ARG001
-    """Return the extrema."""
-    return seen.low, seen.high
 
 
 def least_error_qparams(seen: Counted, options: HistogramMSEOptions, label: str) -> QParamsDict:
@@ -61,19 +53,6 @@ def entropy_range(seen: Counted, options: EntropyOptions, label: str) -> Range: 
     return entropy(seen, options.bins)
 
 
-def check_countable(
-    low: Tensor, high: Tensor, dtype: torch.dtype, label: str, end: str = ""
-) -> None:
-    """Refuse values that would be infinite where they are counted; ``end`` ends the message."""
-    if dtype != torch.float16 and _overflows(low, high):
-        raise TensorValueError(
-            f"was given values from {float(low.min()):g} to {float(high.max()):g} "
-            f"({dtype}). They are counted as bfloat16, which ends at ±3.38953e+38{end}",
-            subject=label,
-            hint="Scale the tensor down, or use 'static_minmax'",
-        )
-
-
 _COUNTED = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
 
@@ -93,10 +72,8 @@ class ValueCountsObserver(Observer):
     remembers = "how often each value occurred, and extrema"
     when = "activations: measure once, then `adopt` by `histogram_mse`, `percentile` or `entropy`"
     Options = ObserverOptions
-    Range = Extrema
-    counts_values = True
     counts: ValueCounts
-    definition = Definition(Extrema, from_counts=counted_range)
+    definition = Definition(Extrema, counts_values=True)
 
     @classmethod
     def check(
@@ -112,20 +89,26 @@ class ValueCountsObserver(Observer):
                 hint="Use 'static_minmax' or 'mse' for this strategy",
             )
 
-    @in_pieces
-    def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Count the values, and reduce their exact extrema."""
-        low, high = self.extrema(observed)
-        pieces = self.pieces(observed)
-        check_countable(low, high, pieces.dtype, self.label(), ". Nothing was recorded")
-        self.absorb(min_vals=low, max_vals=high)
-        self.counts.count(pieces, self._observation.tokens if self._observation else 0)
+    @torch.no_grad()
+    @guarded
+    def get_qparams(self) -> QParamsDict:
+        """Work out the parameters from what was observed; changes nothing."""
+        definition = self.definition
+        assert definition is not None
+        if definition.qparams_from_counts is None:
+            return super().get_qparams()
+        return definition.qparams_from_counts(self._counted(), self.options, self.label())
 
-    @classmethod
-    def keeps_extrema(cls) -> bool:
-        """Whether it still looks at tensors as this class does."""
-        own = ValueCountsObserver.update_statistics_from_observed
-        return cls.update_statistics_from_observed is own
+    @guarded
+    def get_range(self) -> Range:
+        """Return the range that is made from the counts, or that the codes cover."""
+        definition = self.definition
+        assert definition is not None
+        if definition.qparams_from_counts is not None:
+            return covered_range(self.get_qparams(), self.args, self.min_vals.shape)
+        if definition.range_from_counts is not None:
+            return definition.range_from_counts(self._counted(), self.options, self.label())
+        return super().get_range()
 
     def adopt(self, other: ValueCountsObserver) -> Self:
         """Take over a copy of what ``other`` has counted, in place of what is here.
@@ -137,7 +120,10 @@ class ValueCountsObserver(Observer):
             raise MergeError(
                 f"cannot adopt a {type(other).__name__}: no counts", subject=self.label()
             )
-        ours, theirs = self._measured(), other._measured()
+        ours, theirs = (
+            {"base_name": each.base_name, "strategy": strategy_name(each.args)}
+            for each in (self, other)
+        )
         if ours != theirs:
             raise different_configurations(f"adopt by {self.label()}", ours, theirs)
         with other.lock:  # never both locks at once
@@ -153,12 +139,9 @@ class ValueCountsObserver(Observer):
         self.synced.update(synced)
         return self
 
-    def _measured(self) -> dict[str, Any]:
-        return {"base_name": self.base_name, "strategy": strategy_name(self.args)}
-
     def _counted(self) -> Counted:
         """Return what solvers ask for."""
-        low, high = Observer.get_range(self)
+        low, high = super().get_range()
         return Counted(self.counts.distributions(), low, high, self.args)
 
 
@@ -180,18 +163,7 @@ class HistogramMSEObserver(ValueCountsObserver):
     when = "activations and KV cache: the best of all storable scales for all data at once"
     Options = HistogramMSEOptions
     options: HistogramMSEOptions
-    definition = Definition(Extrema, from_counts=least_error_qparams)
-
-    @torch.no_grad()
-    @guarded
-    def get_qparams(self) -> QParamsDict:
-        """Work out the parameters from what was observed; changes nothing."""
-        return least_error_qparams(self._counted(), self.options, self.label())
-
-    @guarded
-    def get_range(self) -> tuple[Tensor, Tensor]:
-        """Return the range that the codes cover."""
-        return covered_range(self.get_qparams(), self.args, self.min_vals.shape)
+    definition = Definition(Extrema, counts_values=True, qparams_from_counts=least_error_qparams)
 
 
 class PercentileOptions(ObserverOptions):
@@ -216,12 +188,7 @@ class PercentileObserver(ValueCountsObserver):
     )
     Options = PercentileOptions
     options: PercentileOptions
-    definition = Definition(Extrema, from_counts=percentile_range)
-
-    @guarded
-    def get_range(self) -> tuple[Tensor, Tensor]:
-        """Return the range that keeps the asked share of the values of each piece."""
-        return percentile_range(self._counted(), self.options, self.label())
+    definition = Definition(Extrema, counts_values=True, range_from_counts=percentile_range)
 
 
 class EntropyOptions(ObserverOptions):
@@ -240,7 +207,7 @@ class EntropyObserver(ValueCountsObserver):
     when = "for comparison: it clips too much for language models"
     Options = EntropyOptions
     options: EntropyOptions
-    definition = Definition(Extrema, from_counts=entropy_range)
+    definition = Definition(Extrema, counts_values=True, range_from_counts=entropy_range)
 
     @classmethod
     def check(
@@ -254,13 +221,3 @@ class EntropyObserver(ValueCountsObserver):
                 where=cls.label_of(base_name),
                 hint="Use 'percentile' or 'mse' for this format",
             )
-
-    @guarded
-    def get_range(self) -> tuple[Tensor, Tensor]:
-        """Return the range of least divergence of each piece."""
-        return entropy_range(self._counted(), self.options, self.label())
-
-
-def _overflows(low: Tensor, high: Tensor) -> bool:
-    """Whether rounding to bfloat16 makes an extremum infinite."""
-    return bool(torch.stack([low, high]).to(torch.bfloat16).isinf().any())

@@ -11,16 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from calipers.errors import UnsuitableError, no_statistics, weight_gone
-from calipers.kernels.reductions import Extrema
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import has_global_scale
-from calipers.observers.base import Observer
+from calipers.observers.base import Observer, in_pieces
 from calipers.observers.definition import Definition, QParamsDict
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
-from calipers.observers.pieces import in_pieces
 from calipers.solvers.importance import ImportanceName, Weights
 from calipers.solvers.scales import (
-    Problem,
     Solutions,
     best_range,
     common_global_scale,
@@ -59,24 +56,6 @@ class ErrorReport(NamedTuple):
     chosen: float
 
 
-def optimal_problem(
-    seen: Extrema, pieces: Tensor, args: QuantizationArgs, options: OptimalOptions, weights: Weights
-) -> Problem:
-    """Return what is asked of a weight; pieces without any finite value are pieces of zeros."""
-    low, high = seen.min_vals, seen.max_vals
-    if seen.missing is not None:
-        low, high = low.masked_fill(seen.missing, 0), high.masked_fill(seen.missing, 0)
-    return Problem(
-        pieces.detach(),
-        low,
-        high,
-        args,
-        weights=weights,
-        signed=options.signed_scale,
-        shortlist=options.shortlist if weights.hessian is not None else 1,
-    )
-
-
 class OptimalObserver(Observer):
     """Takes, of all scales that can be stored, the one with the least Σ w·(q−x)².
 
@@ -99,10 +78,9 @@ class OptimalObserver(Observer):
     remembers = "Σx² or Σx xᵀ of the inputs; the best of all storable scales"
     when = "weights: the recommended one, under importance"
     gathers_inputs = True
-    chooses_global_scale = True
     Options = OptimalOptions
     options: OptimalOptions
-    definition = Definition(optimum=optimal_problem, least_importance=LEAST_IMPORTANCE)
+    definition = Definition(is_optimal=True, least_importance=LEAST_IMPORTANCE)
     reductions: ClassVar[Mapping[str, Reduction]] = {
         "_scale": Reduction.LAST,
         "_zero_point": Reduction.LAST,
@@ -111,8 +89,6 @@ class OptimalObserver(Observer):
     _scale: Tensor
     _zero_point: Tensor
     _global_scale: Tensor
-
-    _solutions: Solutions | None = None  # of the last weight
 
     @classmethod
     def check(
@@ -146,14 +122,10 @@ class OptimalObserver(Observer):
     @in_pieces
     def update_statistics_from_observed(self, observed: Tensor) -> None:
         """Find the optimum; one that depends on fused observers is found when asked for."""
-        missing = self._observation.extrema.missing if self._observation else None
-        seen = Extrema(*self.extrema(observed), 0, missing)
-        pieces = self.pieces(observed)
-        weights = self.weights(pieces, LEAST_IMPORTANCE)
-        problem = optimal_problem(seen, pieces, self.args, self.options, weights)
-        self._forget_results()
-        self._solutions = Solutions(problem)
-        self.absorb(min_vals=problem.low, max_vals=problem.high)
+        super().update_statistics_from_observed(observed)
+        for name in OptimalObserver.reductions:  # they are of the weight before
+            if name in self.fields():
+                delattr(self, name)
         if self._shares_global_scale:
             return
         global_scale = self._best_global_scale()
@@ -225,17 +197,13 @@ class OptimalObserver(Observer):
         if usual is None:
             return None
         fused = [self, *self._fused_observers]
-        if not all(other.chooses_global_scale for other in fused):
+        optimal = [other for other in fused if isinstance(other, OptimalObserver)]
+        if len(optimal) < len(fused):
             return usual  # the others take that, and all must have the same
-        return common_global_scale([other.solutions() for other in fused], usual)
+        return common_global_scale([other.solutions() for other in optimal], usual)
 
     @guarded
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
         self._solutions = None
-
-    def _forget_results(self) -> None:
-        for name in OptimalObserver.reductions:
-            if name in self.fields():
-                delattr(self, name)

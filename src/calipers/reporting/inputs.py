@@ -19,7 +19,7 @@ from calipers.kernels.reductions import count_values
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.tensors import Statistics, readers_of
 from calipers.numerics.formats import Format
-from calipers.observers.spec import ObserverSpec, solve_stream
+from calipers.observers.spec import ObserverSpec
 from calipers.planning.measuring import CHANNEL_EXTREMA, HESSIAN
 from calipers.planning.specs import COUNTS, SQUARES
 from calipers.statistics.base import Statistic
@@ -196,7 +196,7 @@ def ranges_by_observers(
             statistics = {key: create("") for key, create in spec.statistics.items()}
             if not all(each.derive_from(known) for each in statistics.values()):
                 continue
-            qparams = solve_stream(spec, statistics)
+            qparams = spec.solve_stream(statistics)
         except CalipersError:  # not for this format, or for these values
             continue
         if qparams is not None:

@@ -11,7 +11,7 @@ from calipers.kernels.resources import Freed, in_threads
 from calipers.numerics.layout import has_global_scale
 from calipers.observers import QParamsDict
 from calipers.observers import spec as observers
-from calipers.observers.spec import COUNTS, RANGE, Weight, solve_stream
+from calipers.observers.spec import COUNTS, RANGE, Weight
 from calipers.planning.specs import IMPORTANCE, ModuleSpec
 from calipers.statistics.base import Statistic
 from calipers.steps.base import Layer
@@ -32,7 +32,7 @@ def solve_activations(layer: Layer) -> Solved:
                     continue
                 place = module.name, tensor.base_name
                 seen = {key: layer.measurements.get(*place, key) for key in (RANGE, COUNTS)}
-                solved = solve_stream(tensor.observer, seen, module.name)
+                solved = tensor.observer.solve_stream(seen, module.name)
                 if solved is not None:
                     mine[place] = solved
     # A statistic that remembers its last value only differs from process to process.
