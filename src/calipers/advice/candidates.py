@@ -23,7 +23,7 @@ from calipers.planning.specs import has_free_groups, regrouped
 from calipers.recipes import Recipe, load_changed_recipe, load_recipe
 from calipers.steps import QuantizationModifier
 from calipers.steps.base import steps_by_method
-from calipers.steps.choices import ObserverChoice, preset_name, read_choice, scheme_to_data
+from calipers.steps.choices import preset_name, read_choice, scheme_to_data
 from calipers.topology.names import groups_of_one_scheme, patterns_for
 
 UNQUANTIZED = "UNQUANTIZED"
@@ -120,11 +120,10 @@ def read_schemes(
     def runs(name: str) -> bool:
         return target is None or target in runs_on(_preset(name))
 
-    words = schemes.split(",") if isinstance(schemes, str) else schemes
-    half = list(filter(runs, _HALF_SIZE))[:1]
-    given = ("W4A16", *half, UNQUANTIZED) if words is None else words
+    if schemes is None:
+        schemes = ("W4A16", *list(filter(runs, _HALF_SIZE))[:1], UNQUANTIZED)
     asked = []
-    for word in map(str, given):
+    for word in map(str, schemes.split(",") if isinstance(schemes, str) else schemes):
         size = _group_size(word)
         asked.append(preset_name(_preset(word)) + ("" if size is None else f"-g{size}"))
     asked = list(dict.fromkeys(asked))
@@ -191,25 +190,37 @@ def read_candidates(
     if chosen == []:
         problem = "There is nothing that finds scales"
         raise ConfigurationError(problem, hint="Pass " + Option("solvers", "optimal"))
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for name in schemes:
         if name == UNQUANTIZED:
-            found.append(Candidate(name, name))
+            candidates.append(Candidate(name, name))
             continue
+        preset = QuantizationModifier(
+            scheme=_preset(name), ignore=tuple(ignore), unmatched="ignore"
+        )
+        inputs = next(iter(preset.schemes.values())).input_activations
+        is_static = inputs is not None and inputs.dynamic is False
         for method in methods:
             importance = SOLVER["importance"] if method == "rtn" else "hessian"
             default = read_choice({**SOLVER, "importance": importance})
             for choice in [default] if chosen is None else chosen:
-                options = "".join(f",{key}={value}" for key, value in choice.options.items())
-                solver = choice.name + options
-                told = [name, method] if len(methods) > 1 else [name]
-                told += [solver] if chosen is not None and len(chosen) > 1 else []
-                recipe = _recipe(name, method, choice, ignore)
+                recipe = load_changed_recipe(
+                    preset,
+                    method=method,
+                    group_size=_group_size(name),
+                    weight_observer=choice,
+                    activation_observer=_ACTIVATIONS if is_static else None,
+                )
                 (modifier,) = recipe.modifiers
                 assert isinstance(modifier, QuantizationModifier)
                 (scheme,) = modifier.schemes.values()
-                found.append(Candidate(" ".join(told), name, solver, method, recipe, scheme))
-    return tuple(found)
+                options = "".join(f",{key}={value}" for key, value in choice.options.items())
+                solver = choice.name + options
+                words = [name, method] if len(methods) > 1 else [name]
+                words += [solver] if chosen is not None and len(chosen) > 1 else []
+                label = " ".join(words)
+                candidates.append(Candidate(label, name, solver, method, recipe, scheme))
+    return tuple(candidates)
 
 
 def _preset(word: str) -> str:
@@ -219,17 +230,3 @@ def _preset(word: str) -> str:
 def _group_size(word: str) -> int | None:
     found = re.search(r"-g(\d+)$", word.strip())
     return None if found is None else int(found[1])
-
-
-def _recipe(name: str, method: str, solver: ObserverChoice, ignore: Sequence[str]) -> Recipe:
-    modifier = QuantizationModifier(scheme=_preset(name), ignore=tuple(ignore), unmatched="ignore")
-    (given,) = modifier.schemes.values()
-    activations = given.input_activations
-    is_static = activations is not None and activations.dynamic is False
-    return load_changed_recipe(
-        modifier,
-        method=method,
-        group_size=_group_size(name),
-        weight_observer=solver,
-        activation_observer=_ACTIVATIONS if is_static else None,
-    )

@@ -39,13 +39,13 @@ class Budget:
         """Read a budget; a bare number is one of bits per weight."""
         if isinstance(text, Budget):
             return text
-        given = str(text).strip()
-        subject = Option("budget", given)
+        text = str(text).strip()
+        subject = Option("budget", text)
         refused = ConfigurationError("is no budget", subject=subject, hint=_EXAMPLES)
-        matched = re.fullmatch(r"(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*(bpw|nats|dB|)", given)
+        matched = re.fullmatch(r"(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*(bpw|nats|dB|)", text)
         if matched is None:
             try:
-                return cls(float(parse_size(given)), "bytes")
+                return cls(float(parse_size(text)), "bytes")
             except ConfigurationError as error:
                 raise refused from error
         amount, unit = float(matched[1]), matched[2] or "bpw"
@@ -101,10 +101,6 @@ def choose(options: Options, *, size: float | None = None, harm: float | None = 
     """Return the choice that loses least within a size, or is smallest within a loss.
 
     A knapsack of which one thing of each kind is taken, solved as an integer program.
-
-    >>> options = Options([[1, 4], [1, 4]], [[9, 1], [5, 2]])
-    >>> choose(options, size=5).columns, choose(options, harm=7).columns
-    ((1, 0), (1, 0))
     """
     import numpy as np
     from scipy.optimize import (  # type: ignore[import-untyped]

@@ -78,8 +78,8 @@ class Bootstrap:
 
     :param sums: name → (samples,) what each sample adds
 
-    >>> told = Bootstrap({"hits": torch.tensor([1.0, 3.0]), "tries": torch.tensor([4.0, 4.0])})
-    >>> told.estimate(lambda sums: sums["hits"] / sums["tries"])
+    >>> hits = Bootstrap({"hits": torch.tensor([1.0, 3.0]), "tries": torch.tensor([4.0, 4.0])})
+    >>> hits.estimate(lambda sums: sums["hits"] / sums["tries"])
     Estimate(value=0.5, low=0.25, high=0.75)
     """
 

@@ -67,10 +67,6 @@ def noise_in_nats(change: Tensor, tokens: Tensor, samples: int) -> float:
     :param tokens: (some samples,) how many tokens each predicts
     :param samples: of how many samples the mean is
     :return: Inf where the model computes NaN or Inf with other roundings
-
-    >>> sums, tokens = torch.tensor([0.5, -0.5]), torch.tensor([5.0, 5.0])
-    >>> round(noise_in_nats(sums, tokens, samples=200), 6)
-    0.01
     """
     count, total = len(change), tokens.sum()
     shift = change.sum() / total

@@ -28,10 +28,10 @@ def perplexity(sums: Sums, name: str) -> Tensor:
     return (sums[key("nll", name)] / sums["tokens"]).exp()
 
 
-def difference(told: Bootstrap, one: str, other: str, noise: float) -> Difference:
+def difference(bootstrap: Bootstrap, one: str, other: str, noise: float) -> Difference:
     """Return by how much the perplexity of one checkpoint lies above that of another."""
-    found = told.estimate(lambda sums: perplexity(sums, one) - perplexity(sums, other))
-    return Difference(**vars(found), noise=noise)
+    estimate = bootstrap.estimate(lambda sums: perplexity(sums, one) - perplexity(sums, other))
+    return Difference(**vars(estimate), noise=noise)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _other_shape(module: StoredModule, expected: ExpectedTensor) -> Finding:
     """Name the option of the scheme that is wrong, where a shape tells, or the shape."""
     name, stored = f"{module.name}.{expected.local}", module.tensors[expected.local].shape
     args, shape = module.weights, module.shape
-    if args is not None and shape is not None and stored[:-1] == shape[:-1]:
+    if args is not None and shape and stored and stored[:-1] == shape[:-1]:
         columns, last = shape[-1], stored[-1]
         if expected.role == "codes" and module.form in IN_WORDS:
             fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == last]

@@ -42,14 +42,7 @@ class Magnitudes:
 
 
 def magnitudes_of(statistics: Mapping[str, Statistic]) -> Magnitudes | None:
-    """Return how large values were; None where they were not counted.
-
-    >>> seen = ValueCounts()
-    >>> seen.update(torch.tensor([[0.0, 1.0, -1.5, 4.0]]))
-    >>> found = magnitudes_of({"counts": seen})
-    >>> found.zeros, found.exponent, found.counts, found.largest
-    (1, 0, (2, 0, 1), 4.0)
-    """
+    """Return how large values were; None where they were not counted."""
     counted = [each for each in statistics.values() if isinstance(each, ValueCounts)]
     parts = list(counted[0].distributions()) if counted and counted[0].fields() else []
     if not parts:
@@ -99,10 +92,6 @@ def layer_grid(numbers: Mapping[str, float]) -> LayerGrid:
     """Lay numbers out by layer and kind; of several of one kind, as experts are, the largest.
 
     :param numbers: module or tensor → a number
-
-    >>> grid = layer_grid({"layers.0.mlp.up_proj": 1.0, "layers.1.mlp.up_proj": 2.0, "head": 3.0})
-    >>> grid.layers, grid.kinds, grid.values
-    (('0', '1', '–'), ('up_proj', 'head'), ((1.0, None), (2.0, None), (None, 3.0)))
     """
     cells: dict[tuple[str, str], float] = {}
     for name, number in numbers.items():

@@ -168,11 +168,7 @@ class Halves(NamedTuple):
 
 
 def is_of_half(key: str) -> bool:
-    """Whether a key is that of a statistic of one half.
-
-    >>> is_of_half("first/counts"), is_of_half("counts")
-    (True, False)
-    """
+    """Whether a key is that of a statistic of one half."""
     return key.startswith((FIRST, SECOND))
 
 

@@ -311,8 +311,8 @@ def _own_findings(
         hint = "Measure with more data, or with all experts."
         yield Finding("warning", "coverage", unseen[0], problem, hint)
     notes = checkpoint.notes.get("notes")
-    for name, told in notes.items() if isinstance(notes, Mapping) else ():
-        yield Finding("warning", "recipe", str(name), str(told), "")
+    for name, note in notes.items() if isinstance(notes, Mapping) else ():
+        yield Finding("warning", "recipe", str(name), str(note), "")
     for row in sorted(rows, key=lambda row: -(row.output_error or 0.0)):
         if row.verdict == "hurts":
             times = f", {row.times_median:.1f} times the median" if row.times_median else ""

@@ -31,9 +31,6 @@ def html_table(
     :param rows: each with the same columns
     :param most: how many rows are shown; the rest is counted
     :param plots: columns of plots, which are markup: one for each row
-
-    >>> html_table([{"name": "a<b"}])
-    '<table><thead><tr><th>name</th></tr></thead><tbody><tr><td>a&lt;b</td></tr></tbody></table>'
     """
     plots = plots or {}
     columns = [*rows[0], *plots] if rows else []
@@ -68,11 +65,7 @@ def _row(kind: str, cells: Iterable[object], plots: Iterable[str] = ()) -> str:
 
 
 def svg_bars(numbers: Mapping[str, float], caption: str = "", *, form: str = ",.4g") -> str:
-    """Return numbers as bars that lie beneath each other, each with its name and value.
-
-    >>> "width" in svg_bars({"W4A16": 2.0, "a<b": 1.0}) and "a<b" not in svg_bars({"a<b": 1.0})
-    True
-    """
+    """Return numbers as bars that lie beneath each other, each with its name and value."""
     if not numbers:
         return ""
     left = _LETTER * max(map(len, numbers)) + 8
@@ -98,8 +91,8 @@ def svg_histogram(histogram: Mapping[str, Any] | None) -> str:
     parts = []
     for place, count in enumerate(counts):
         height = 2 + 22 * count / most if count else 0
-        told = f"2^{first + place} to 2^{first + place + 1}: {count:,}"
-        parts.append(_rect(place * 5, 24 - height, 4, height, opacity=0.7, title=told))
+        title = f"2^{first + place} to 2^{first + place + 1}: {count:,}"
+        parts.append(_rect(place * 5, 24 - height, 4, height, opacity=0.7, title=title))
     return _svg(5 * len(counts), 24, "".join(parts))
 
 
@@ -170,8 +163,8 @@ def _rect(
     opacity: float = 1.0,
     title: str = "",
 ) -> str:
-    told = f"<title>{escape(title)}</title>" if title else ""
+    inside = f"<title>{escape(title)}</title>" if title else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'fill="{fill}" fill-opacity="{opacity:.2f}">{told}</rect>'
+        f'fill="{fill}" fill-opacity="{opacity:.2f}">{inside}</rect>'
     )

@@ -176,11 +176,7 @@ def page(content: Content) -> str:
 
 
 def json_for_script(data: Any) -> str:
-    """Return JSON that nothing in it can end the element of a script with.
-
-    >>> print(json_for_script({"name": "</script>&"}))
-    {"name":"\\u003c/script\\u003e\\u0026"}
-    """
+    """Return JSON that nothing in it can end the element of a script with."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.translate(_ESCAPED)
 
