@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from calipers.advice.candidates import UNQUANTIZED, Candidate
@@ -76,13 +75,6 @@ class Shape(NamedTuple):
     as_is: int
     weights: int
 
-    @classmethod
-    def of(cls, module: nn.Linear, dtype: torch.dtype) -> Shape:
-        """Look at a module that has its scheme."""
-        weights, bias = module.weight.numel(), module.bias
-        as_is = weights * dtype.itemsize + (0 if bias is None else bias.nbytes)
-        return cls(sum(sizes_of_module(module).values()), as_is, weights)
-
 
 class Trial(NamedTuple):
     """A candidate, and a model whose modules have its scheme and are not solved yet."""
@@ -120,7 +112,9 @@ def prepare_trials(
         for name in prepared.driver.solution.plan.names:
             module = network.get_submodule(name)
             assert isinstance(module, nn.Linear)
-            shapes[name] = Shape.of(module, prepared.model.dtype)
+            weights, bias = module.weight.numel(), module.bias
+            as_is = weights * prepared.model.dtype.itemsize + (0 if bias is None else bias.nbytes)
+            shapes[name] = Shape(sum(sizes_of_module(module).values()), as_is, weights)
         trials.append(Trial(candidate, prepared, shapes))
     return trials
 
