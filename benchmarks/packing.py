@@ -1,4 +1,4 @@
-"""How long it takes to quantize and pack a weight for a checkpoint.
+"""How long it takes to quantize and pack a weight for a checkpoint, and to sum up its errors.
 
 The kernel, the compressor of compressed-tensors, and one pass over the weight that copies it take
 turns in one process; of each the fastest call counts.

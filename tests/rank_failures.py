@@ -22,7 +22,7 @@ import calipers.engine.job
 import calipers.engine.loop
 import calipers.engine.oneshot
 from calipers.calibration import pipelines as running
-from calipers.judging import layers as judging
+from calipers.judging import costs as judging
 from calipers.observers import ObserverSpec
 from calipers.runtime import distributed
 from calipers.steps import solving

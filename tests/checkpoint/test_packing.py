@@ -16,8 +16,9 @@ from compressed_tensors.quantization import (
 from engines import ENGINES, engine_in_use
 from pairwise import pairwise
 
-from calipers.checkpoint.compression import compressed_state, module_format
+from calipers.checkpoint.compression import compressed_state
 from calipers.observers import Observer
+from calipers.planning.specs import module_format
 
 GROUPS = {"strategy": "group", "group_size": 32}
 CUTS: list[dict[str, Any]] = [

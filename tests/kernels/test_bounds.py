@@ -101,11 +101,26 @@ def _search(**changes: Any) -> None:
 
 def _quantize(**changes: Any) -> None:
     kernels = library()
-    given = {"scales": THREE, "zero_points": None, "weights": None, "output": None}
+    given = {"scales": THREE, "zero_points": None, "weights": None}
     given["errors"] = torch.zeros(1, 3, dtype=torch.float64)
     numbers = kernels.Numbers("int", -8, 7)
-    told = {"working": "float32", "numbers": numbers, "norm": 2.0, "threads": 1}
-    kernels.quantize(values=PIECES, **(given | changes), **told)
+    kernels.quantize(values=PIECES, **(given | changes), numbers=numbers, norm=2.0, threads=1)
+
+
+def _encode(**changes: Any) -> None:
+    kernels = library()
+    scales, zeros = changes.pop("scales", torch.ones(6)), changes.pop("zeros", torch.zeros(1))
+    given = {"values": torch.ones(1, 1, 1, 3, 8), "output": None, "packed": None}
+    given["errors"] = torch.zeros(8, dtype=torch.float64)
+    kernels.encode(
+        **(given | changes),
+        blocks=kernels.Blocks(scales=scales, zeros=zeros, height=1, width=4),
+        working="float32",
+        numbers=kernels.Numbers("int", -8, 7),
+        offset=8.0,
+        bits=4,
+        threads=1,
+    )
 
 
 def _count(**changes: Any) -> None:
@@ -136,8 +151,13 @@ def _feed_back(**changes: Any) -> None:
         (_search, {"done": torch.tensor([0, -1, 0], dtype=torch.int32)}),
         (_quantize, {"scales": torch.ones(2)}),
         (_quantize, {"zero_points": torch.ones(2)}),
-        (_quantize, {"output": torch.zeros(23)}),
         (_quantize, {"errors": torch.zeros(1, 2, dtype=torch.float64)}),
+        (_encode, {"scales": torch.ones(5)}),
+        (_encode, {"zeros": torch.zeros(5)}),
+        (_encode, {"packed": torch.zeros(3 * 3, dtype=torch.uint8)}),
+        (_encode, {"output": torch.zeros(23)}),
+        (_encode, {"errors": torch.zeros(7, dtype=torch.float64)}),
+        (_encode, {"values": torch.ones(1, 2, 1, 3, 8)}),
         (_count, {"counts": torch.zeros(2, 65536, dtype=torch.int64)}),
         (_count, {"values": PIECES[:, :0]}),
         (_feed_back, {"begin": 3}),
@@ -150,5 +170,5 @@ def _feed_back(**changes: Any) -> None:
 )
 def test_what_does_not_fit_is_refused(call: Callable[..., None], changes: dict[str, Any]) -> None:
     call()
-    with pytest.raises(ValueError, match=r"size|shape|empty|count|reach|number|matrix"):
+    with pytest.raises(ValueError, match=r"size|shape|empty|count|reach|number|matrix|small"):
         call(**changes)

@@ -25,7 +25,7 @@ from calipers.kernels.reductions import (
     sum_of_squares,
     summarize_channels,
 )
-from calipers.kernels.rounding import pack_weight, quantization_errors, quantize_with_error
+from calipers.kernels.rounding import pack_weight, quantization_errors
 from calipers.kernels.search import search_range
 from calipers.numerics.formats import Format, windows_of
 
@@ -142,7 +142,8 @@ def _choose(x: Given) -> Any:
 def _pack(x: Given) -> Any:
     form = CompressionFormat.pack_quantized
     scales = x.scales.to(x.values.dtype)
-    return pack_weight(x.values, scales, x.zeros.to(torch.int8), None, INT4, form)
+    zeros = x.zeros.to(torch.int8)
+    return list(pack_weight(x.values, scales, zeros, None, INT4, form, with_values=True))
 
 
 CALLS: dict[str, Callable[[Given], Any]] = {
@@ -160,7 +161,6 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "add_counts": _count,
     "add_counts distinct": lambda x: distinct_values(as_pieces(x.values.bfloat16())),
     "summarize_channels": _summarize,
-    "quantize": lambda x: quantize_with_error(*_rounding(x)),
     "sum_errors": lambda x: quantization_errors(*_rounding(x), 2.4, x.weights),
     "feed_back_block": _feed_back,
     "descend_in_place": _descend,

@@ -1,4 +1,7 @@
-"""Codes are packed bit by bit as the compressors of compressed-tensors pack them."""
+"""Codes are packed bit by bit as the compressors of compressed-tensors pack them.
+
+With them come the values they stand for, and the errors of each column.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from data import DTYPES, EIGHTEEN, draw
 from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from geometries import MEMORIES
@@ -68,10 +72,38 @@ def assert_packed(
     args: QuantizationArgs,
     form: CompressionFormat,
 ) -> None:
-    found = pack_weight(weight, scale, zero_point, global_scale, args, form)
-    expected = by_the_library(weight, scale, zero_point, global_scale, args, form)
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    given = weight, scale, zero_point, global_scale, args
+    packed = pack_weight(*given, form, with_values=True)
+    expected, codes = by_the_library(*given, form), packed.codes
+    assert codes is not None
+    assert (codes.dtype, codes.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    values, errors = values_and_errors(*given, form)
+    assert torch.equal(packed.values, values)
+    torch.testing.assert_close(packed.errors, errors, rtol=1e-9, atol=0)
+    alone = pack_weight(*given, form)
+    assert torch.equal(alone.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(alone.errors, packed.errors)
+    assert alone.values is None
+
+
+def values_and_errors(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    args: QuantizationArgs,
+    form: CompressionFormat | None,
+) -> tuple[Tensor, Tensor]:
+    """What the codes of the library stand for, in float32, and how far that is from the weight."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if global_scale is not None and (form is None or form in rounding.IN_PAIRS):
+        scale = scale / global_scale
+    codes = quantize(weight, scale, zero_point, args).to(wide)
+    values = dequantize(codes, scale.to(wide), zero_point, args, dtype=wide)
+    # They cannot overflow: float64 is for sums alone.
+    error = torch.where(weight.isfinite(), values - weight.to(wide), 0.0).double().square()
+    return values, error.reshape(-1, weight.shape[-1]).sum(0)
 
 
 def shape_of_scales(shape: tuple[int, int], args: QuantizationArgs) -> tuple[int, ...]:
@@ -165,8 +197,23 @@ def test_threads(fmt: str, dtype: torch.dtype) -> None:
     results = []
     for threads in (1, 2, 7):
         with threads_in_use(threads):
-            results.append(pack_weight(weight, scale, None, None, args, CompressionFormat(form)))
-    assert all(torch.equal(results[0].view(torch.uint8), x.view(torch.uint8)) for x in results)
+            packed = pack_weight(weight, scale, None, None, args, CompressionFormat(form))
+            results.append((packed.codes.view(torch.uint8), packed.errors))
+    assert all(torch.equal(a, b) for x in results for a, b in zip(results[0], x, strict=True))
+
+
+@with_engines("fmt, cut, dtype", list(FORMATS), list(CUTS), DTYPES)
+def test_without_codes(fmt: str, cut: str, dtype: torch.dtype) -> None:
+    """Only what is lost; also where codes have no place, as one fp4 without another."""
+    args = QuantizationArgs(**FORMATS[fmt][1], **CUTS[cut])
+    weight = torch.randn(7, 48 if "group" in cut else 45).to(dtype)
+    scale = scales_for(weight, shape_of_scales(tuple(weight.shape), args), args.num_bits, dtype)
+    given = weight, scale, zero_points_for("any", scale.shape, args), torch.tensor([0.37]), args
+    packed = pack_weight(*given, None, with_values=True)
+    values, errors = values_and_errors(*given, None)
+    assert packed.codes is None
+    assert torch.equal(packed.values, values)
+    torch.testing.assert_close(packed.errors, errors, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("cause", ["weight", "scale", "zero_point"])
@@ -184,7 +231,7 @@ def test_what_is_no_number_is_left_to_the_library(
     zero_point[2] = float("nan") if cause == "zero_point" else 0.0
     form = CompressionFormat.float_quantized
     assert_packed(weight, scale, zero_point, None, args, form)
-    assert pack_weight(weight, scale, zero_point, None, args, form)[2, 39].isnan()
+    assert pack_weight(weight, scale, zero_point, None, args, form).codes[2, 39].isnan()
 
 
 UNKNOWN: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {

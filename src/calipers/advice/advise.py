@@ -31,7 +31,7 @@ from calipers.advice.predicting import Prediction, predict, prepare_trials
 from calipers.engine.job import check_complete
 from calipers.engine.quantize import skeleton_for
 from calipers.errors import ConfigurationError, Option
-from calipers.judging.errors import decibels, format_decibels
+from calipers.judging.losses import decibels, format_decibels
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
 from calipers.options import IGNORED_BY_DEFAULT

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from calipers.checkpoint.writer import parse_size
 from calipers.errors import ConfigurationError, Option
-from calipers.judging.errors import error_of_decibels
+from calipers.judging.losses import error_of_decibels
 
 Unit = Literal["bpw", "bytes", "nats", "dB"]
 

@@ -16,7 +16,7 @@ from calipers.engine.quantize import prepare_model
 from calipers.engine.streaming import ErrorSink, PreparedModel
 from calipers.judging.activations import dynamic_error
 from calipers.judging.costs import ModuleCosts
-from calipers.judging.errors import decibels
+from calipers.judging.losses import decibels
 from calipers.measurements import Measurements
 from calipers.planning.specs import COUNTS, ModuleSpec
 from calipers.runtime.progress import Progress

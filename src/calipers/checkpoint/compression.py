@@ -5,11 +5,10 @@ The model they are made of is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
@@ -35,13 +34,13 @@ from calipers.checkpoint.state import (
 )
 from calipers.errors import CheckpointError, listing
 from calipers.kernels.resources import Freed
-from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS, pack_weight
+from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS, PACKED, pack_weight
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import strategy_name
+from calipers.planning.specs import module_format
 
 _OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
 _BY_ROW = ("group", "channel")
-_PACKED = IN_WORDS | IN_PAIRS | IN_BYTES
 _SIDES = {"input": "input_activations", "weight": "weights", "output": "output_activations"}
 _STORABLE = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
 
@@ -73,24 +72,21 @@ def check_frozen(model: nn.Module) -> None:
             )
 
 
-def module_format(module: nn.Module, scheme: QuantizationScheme) -> CompressionFormat:
-    """Return the format in which a quantized module is stored; the scheme stays untouched."""
-    # The library asks for the exact class. A subclass of Linear is stored as a Linear.
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding)
-    kind = next((kind for kind in kinds if isinstance(module, kind)), type(module))
-    return CompressionFormat(scheme.format or infer_module_format(kind, scheme))
-
-
 @torch.no_grad()
-def compressed_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module itself as they are stored, under their local names."""
+def compressed_state(
+    module: nn.Module, codes: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module itself as they are stored, under their local names.
+
+    :param codes: its packed weight, which is then not quantized again
+    """
     state = {name: tensor.detach() for name, tensor in module_state(module).items()}
     scheme = scheme_of(module)
     if scheme is None or module.quantization_status == QuantizationStatus.COMPRESSED:
         return state
     form = module_format(module, scheme)
-    if form in _PACKED and scheme.weights is not None and not state["weight"].is_meta:
-        return _packed(state, scheme, form)
+    if form in PACKED and scheme.weights is not None and not state["weight"].is_meta:
+        return _packed(state, scheme, form, codes)
     compressor = BaseCompressor.get_value_from_registry(form.value)
     compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
     if form in IN_WORDS and _has_scales_per_row(state, scheme):
@@ -99,13 +95,19 @@ def compressed_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _packed(
-    state: dict[str, torch.Tensor], scheme: QuantizationScheme, form: CompressionFormat
+    state: dict[str, torch.Tensor],
+    scheme: QuantizationScheme,
+    form: CompressionFormat,
+    codes: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     """Return what the compressor of the library returns, in the same order."""
     args, packed = scheme.weights, state.copy()
     weight, scale = packed.pop("weight"), packed["weight_scale"]
     zero_point = packed.get("weight_zero_point")
-    codes = pack_weight(weight, scale, zero_point, packed.get("weight_global_scale"), args, form)
+    if codes is None:
+        global_scale = packed.get("weight_global_scale")
+        codes = pack_weight(weight, scale, zero_point, global_scale, args, form).codes
+        assert codes is not None
     if form in IN_PAIRS:
         del packed["weight_scale"]  # it comes behind the codes
     packed["weight" if form in IN_BYTES else "weight_packed"] = codes
@@ -178,14 +180,17 @@ def name_on_disk(names: StoredNames, prefix: str, module: nn.Module, local: str)
 
 
 def checkpoint_tensors(
-    model: PreTrainedModel, names: StoredNames
+    model: PreTrainedModel, names: StoredNames, codes: Mapping[str, torch.Tensor] | None = None
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Give each tensor of the checkpoint with its name; the model is not changed."""
+    """Give each tensor of the checkpoint with its name; the model is not changed.
+
+    :param codes: module → its packed weight; others are quantized here
+    """
     waiting: dict[str, torch.Tensor] = {}
     freed = Freed(most=1 << 20)  # of what is stored, which took several times as much to make
     for prefix, module in own_modules(model):
         size = 0
-        for local, tensor in compressed_state(module).items():
+        for local, tensor in compressed_state(module, (codes or {}).get(prefix)).items():
             name, stored = join(prefix, local), name_on_disk(names, prefix, module, local)
             size += tensor.nbytes
             if stored is not None:

@@ -30,10 +30,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.compressed_tensors import get_experts_scheme
 
 from calipers.checkpoint.auxiliary_files import source_folder
-from calipers.checkpoint.compression import module_format, scheme_of
+from calipers.checkpoint.compression import scheme_of
 from calipers.checkpoint.state import expert_names, own_modules, stored_module_names, tied_names
 from calipers.checkpoint.unknown_model import UnknownModel
 from calipers.numerics.layout import strategy_name
+from calipers.planning.specs import module_format
 from calipers.topology.experts import unfused_experts
 from calipers.topology.model import says_tied
 from calipers.topology.names import EXPERTS_PATTERN

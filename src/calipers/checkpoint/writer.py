@@ -71,6 +71,7 @@ def write_checkpoint(
     recipe: str,
     tokenizer: Any = None,
     notes: Mapping[str, Any] | None = None,
+    codes: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
@@ -82,13 +83,14 @@ def write_checkpoint(
     :param recipe: the text of recipe.yaml
     :param tokenizer: what is saved beside the model; None: the files of the model's own folder
     :param notes: what calipers.json says besides the version of Calipers
+    :param codes: module → its packed weight; others are quantized here
     :param overwrite: whether a checkpoint that is there already may be replaced
     :param max_shard_size: the largest size of a file of tensors, in bytes or as ``"5GB"``
     :param progress: shows how far it is
     """
     names = tensor_names(model)
     shown = progress or Progress(False)
-    written = TensorStream(lambda _: _counted(model, names, shown), lambda: notes or {})
+    written = TensorStream(lambda _: _counted(model, names, codes, shown), lambda: notes or {})
     return write_stream(
         model,
         names,
@@ -102,12 +104,15 @@ def write_checkpoint(
 
 
 def _counted(
-    model: PreTrainedModel, names: StoredNames, progress: Progress
+    model: PreTrainedModel,
+    names: StoredNames,
+    codes: Mapping[str, Tensor] | None,
+    progress: Progress,
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Give the tensors of a checkpoint, and show how many bytes they have so far."""
     total = estimated_size(model, names) / _MEGABYTE
     with progress.counting("writing the checkpoint", total, "MB") as add:
-        for name, tensor in checkpoint_tensors(model, names):
+        for name, tensor in checkpoint_tensors(model, names, codes):
             yield name, tensor
             add(tensor.nbytes / _MEGABYTE)
 

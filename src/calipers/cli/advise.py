@@ -206,7 +206,7 @@ def _chosen_text(found: Advice) -> RenderableType:
 
 
 def _worst(found: Advice) -> RenderableType:
-    from calipers.judging.errors import format_decibels
+    from calipers.judging.losses import format_decibels
 
     def harm(each: Prediction) -> float:
         return each.error if each.loss is None else each.loss

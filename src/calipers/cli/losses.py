@@ -11,7 +11,8 @@ from calipers.errors import counted
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers.judging.costs import ActivationCost, ModuleCosts
+    from calipers.judging.activations import ActivationCost
+    from calipers.judging.costs import ModuleCosts
     from calipers.judging.losses import ModuleLoss
     from calipers.planning.plan import Plan
     from calipers.planning.specs import TensorSpec
@@ -29,7 +30,7 @@ def worst_modules(losses: Sequence[ModuleLoss]) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    from calipers.judging.errors import format_decibels
+    from calipers.judging.losses import format_decibels
 
     if not losses:
         return []

@@ -120,18 +120,22 @@ def apply_changes(
     modules: Iterable[ModuleSpec],
     changes: Changes,
     ties: Mapping[str, str],
-) -> None:
+) -> Mapping[str, Tensor]:
     """Give modules, which have their schemes, the tensors, parameters and attributes of changes.
+
+    Returns the codes of weights, without those of weights that another, tied one has replaced.
 
     :param modules: those that are quantized, of the ones that are changed
     :param ties: each tied copy, with the tensor that is stored in its place; both become the same
     """
-    tied = _tied_together(ties)
+    tied, codes = _tied_together(ties), dict(changes.codes)
     for (name, local), value in changes.tensors.items():
         new = _new_tensor(model.get_submodule(name), local, value)
         for place in tied.get(join(name, local), (join(name, local),)):
             owner, _, own = place.rpartition(".")
             setattr(model.get_submodule(owner), own, new)
+            if own == "weight" and owner != name:
+                codes.pop(owner, None)
     for planned in modules:
         module = model.get_submodule(planned.name)
         for tensor in planned.tensors:
@@ -142,6 +146,7 @@ def apply_changes(
                 vars(module).pop(name, None)
     for name, attributes in changes.published.items():
         vars(model.get_submodule(name)).update(attributes)
+    return codes
 
 
 def _tied_together(ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -27,8 +27,7 @@ from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.state import tied_names
 from calipers.engine.applying import apply_changes, check_changes, give_schemes
 from calipers.errors import CalipersWarning, shortened
-from calipers.judging.costs import ModuleCosts, report_costs
-from calipers.judging.layers import judge_layer
+from calipers.judging.costs import ModuleCosts, judge_layer, report_costs
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
 from calipers.numerics.qparams import fake_quantize
@@ -160,6 +159,7 @@ class StepDriver:
 
     :param solution: what it fills in
     :param curvatures: factorised Hessians, shared with drivers that solve the same modules
+    :param keep_codes: whether changes carry the codes of weights, for a checkpoint to be written
     """
 
     model: torch.nn.Module
@@ -168,6 +168,7 @@ class StepDriver:
     ranks: Ranks
     progress: Progress
     curvatures: CurvatureCache | None = None
+    keep_codes: bool = False
     _settled: set[str] = field(default_factory=set, init=False)
 
     def settle(self, names: Iterable[str]) -> None:
@@ -216,12 +217,14 @@ class StepDriver:
             before |= {n: layer.weight(n) for n in rounded if (n, "weight") in new.qparams}
             changes = changes.joined(new)
             layer = replace(layer, new_tensors=changes.tensors)
-        errors, costs = judge_layer(layer, changes.qparams, before)
+        errors, costs, codes = judge_layer(
+            layer, changes.qparams, before, keep_codes=self.keep_codes
+        )
         solution.errors |= errors
         solution.costs |= costs
         solution.notes |= changes.notes
         self.measurements.forget(names)
-        return layer, changes
+        return layer, replace(changes, codes=codes)
 
     def _count_tokens(self, names: Iterable[str]) -> None:
         """Note what each module that needs data has seen, in all processes.
@@ -278,12 +281,15 @@ class ModelSink:
                 tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
         return tensors
 
-    def freeze(self, model: PreTrainedModel) -> None:
-        """Give the model all changes; it then computes with fake quantization."""
+    def freeze(self, model: PreTrainedModel) -> Mapping[str, Tensor]:
+        """Give the model all changes; it then computes with fake quantization.
+
+        Returns the codes of its weights, if they were kept.
+        """
         modules = self.driver.solution.plan.modules
         give_schemes(model, modules)
         ties = tied_names(model) if self.changes.tensors else {}
-        apply_changes(model, modules, self.changes, ties)
+        return apply_changes(model, modules, self.changes, ties)
 
 
 @dataclass(frozen=True)

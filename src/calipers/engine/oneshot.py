@@ -174,7 +174,12 @@ class _OneshotJob(Job):
         check_same_model(model_fingerprint(model), arguments.measurements)
         on_unseen = self.options.calibration.on_unseen
         driver = driver_for(
-            model, arguments.recipe, arguments.measurements, on_unseen, progress=self.progress
+            model,
+            arguments.recipe,
+            arguments.measurements,
+            on_unseen,
+            progress=self.progress,
+            keep_codes=self.options.output.output_dir is not None,
         )
         sink = ModelSink(driver)
         with torch.no_grad():
@@ -202,9 +207,15 @@ class _OneshotJob(Job):
         with Calibration(
             model, plan, share_inputs=self.options.calibration.share_inputs, dtype=dtype
         ) as calibration:
-            sink = ModelSink(
-                StepDriver(model, calibration.measurements, solution, self.ranks, self.progress)
+            driver = StepDriver(
+                model,
+                calibration.measurements,
+                solution,
+                self.ranks,
+                self.progress,
+                keep_codes=self.options.output.output_dir is not None,
             )
+            sink = ModelSink(driver)
             fails = policy == "error" and self.ranks.rank == 0
             early = EarlyLook(calibration) if fails else None
             run = Run(calibration, self.ranks, self.progress, device, dtype, early)
@@ -243,7 +254,7 @@ class _OneshotJob(Job):
         """Freeze the model, and write the checkpoint if one is wanted."""
         output = self.options.output
         with self.ranks.step("freezing the model"):
-            sink.freeze(model)
+            codes = sink.freeze(model)
         with self.ranks.step("writing the checkpoint"):
             if output.output_dir is not None and self.ranks.rank == 0:
                 # Without one of its own, the files beside the model are the tokenizer's.
@@ -254,6 +265,7 @@ class _OneshotJob(Job):
                     recipe=recipe.to_yaml(),
                     tokenizer=None if is_own else tokenizer,
                     notes=sink.driver.solution.provenance(),
+                    codes=codes,
                     overwrite=output.overwrite,
                     max_shard_size=output.max_shard_size,
                     progress=self.progress,

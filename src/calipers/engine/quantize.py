@@ -190,19 +190,22 @@ def prepare_model(
     skeleton = skeleton_for(name, recipe, trust_remote_code)
     if output_dir is not None:
         check_apart(output_dir, skeleton)
+    keep_codes = output_dir is not None
     stored, ties = _stored(name, skeleton), tied_names(skeleton)
     own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
     if own is not None:
         fingerprint = own.fingerprint()
         check_same_model(fingerprint, seen)
-        driver, names = _with_schemes(driver_for(skeleton, recipe, seen, on_unseen, curvatures))
+        driver = driver_for(skeleton, recipe, seen, on_unseen, curvatures, keep_codes=keep_codes)
+        driver, names = _with_schemes(driver)
         weights = StoredWeights.of(skeleton, stored, ties, names)
         if weights is not None:
             return PreparedModel(skeleton, driver, weights, fingerprint)
     model = load_model(name, trust_remote_code=trust_remote_code)
     fingerprint = LoadedWeights(model, frozenset()).fingerprint()
     check_same_model(fingerprint, seen)
-    driver, names = _with_schemes(driver_for(model, recipe, seen, on_unseen, curvatures))
+    driver = driver_for(model, recipe, seen, on_unseen, curvatures, keep_codes=keep_codes)
+    driver, names = _with_schemes(driver)
     return PreparedModel(model, driver, LoadedWeights(model, names), fingerprint)
 
 
@@ -213,6 +216,8 @@ def driver_for(
     on_unseen: OnUnseen = "error",
     curvatures: CurvatureCache | None = None,
     progress: Progress | None = None,
+    *,
+    keep_codes: bool = False,
 ) -> StepDriver:
     """Plan for a model that does not run, and return what solves it from measurements, if any."""
     plan = plan_for(model, recipe)
@@ -225,7 +230,13 @@ def driver_for(
         solution.pipeline = "measurements"
         solution.samples, solution.tokens = len(seen.info.samples), seen.info.tokens
     return StepDriver(
-        model, known, solution, SingleProcess(), progress or Progress(False), curvatures
+        model,
+        known,
+        solution,
+        SingleProcess(),
+        progress or Progress(False),
+        curvatures,
+        keep_codes,
     )
 
 

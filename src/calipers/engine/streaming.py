@@ -245,9 +245,10 @@ class CheckpointSink:
                     hint="Load the model with transformers, and pass it to calipers.oneshot",
                 )
             quantized = [prepared.modules[n] for n in part.states if n in prepared.modules]
-            apply_changes(prepared.model, quantized, changes, prepared.ties)
+            codes = apply_changes(prepared.model, quantized, changes, prepared.ties)
             for name in part.states:
-                self._compressed[name] = compressed_state(prepared.model.get_submodule(name))
+                module = prepared.model.get_submodule(name)
+                self._compressed[name] = compressed_state(module, codes.get(name))
                 prepared.empty(name)
         self._freed.count(prepared.bytes_of_work(part))
         return {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from calipers.calibration.data import Batch, counted_tokens
-from calipers.judging.errors import token_errors
+from calipers.judging.losses import token_errors
 from calipers.topology.model import decoder_layers
 
 if TYPE_CHECKING:

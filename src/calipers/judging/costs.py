@@ -6,46 +6,50 @@ is what the weight, or the input, causes by itself while the other stays as it w
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from calipers.errors import CalipersWarning, counted, shortened
-from calipers.judging.errors import combined_error
+from calipers.judging.activations import ActivationCost, activation_cost
+from calipers.judging.weights import Streams, WeightLoss, relative_error, weight_loss
+from calipers.kernels.reductions import sum_of_squares
+from calipers.kernels.rounding import PACKED
+from calipers.measurements import Measurements
+from calipers.planning.specs import (
+    COUNTS,
+    IMPORTANCE,
+    SENSITIVITY,
+    SQUARES,
+    ModuleSpec,
+    TensorSpec,
+    module_format,
+)
+from calipers.statistics.sums import Sensitivity
+from calipers.statistics.value_counts import ValueCounts
+from calipers.steps.base import Layer, QParams
 
 COSTLY = 0.2
 """A static activation that loses more than this is warned of."""
 
 
-@dataclass(frozen=True)
-class ActivationCost:
-    """What static quantization makes of a tensor, from the count of every value that was seen.
+def combined_error(by_weight: float, by_input: float) -> float:
+    """Return the relative error of an output, √(by_weight² + by_input²).
 
-    :param clipped: the share of values beyond the range by more than half a step
-    :param error: √(Σ(q−x)² / Σx²) over all values
-    :param typical_error: the same without the largest thousandth of the values: a few huge ones
-        hide what all others lose
-    :param error_in_largest: the share of Σ(q−x)² that falls on those largest values
-    :param largest: the largest magnitude that was seen
-    :param limit: the largest magnitude that codes reach, on the side of ``largest``
-    :param exact: whether values were counted as they are. Those of float32 are rounded to bfloat16
-        first: errors are then within 0.004, ``largest`` within 0.4 %, and ``clipped`` counts only
-        what is beyond doubt
+    The rounding errors of a weight and of its input are independent and have a mean of about zero:
+    the expectation of their product vanishes, so that energies add up. This is the error of a
+    module wherever Calipers names one.
+
+    >>> combined_error(0.03, 0.04)
+    0.05
     """
-
-    clipped: float
-    error: float
-    typical_error: float
-    error_in_largest: float
-    largest: float
-    limit: float
-    exact: bool
-
-    @property
-    def worst(self) -> float:
-        """The larger of the two errors."""
-        return max(self.error, self.typical_error)
+    return math.hypot(by_weight, by_input)
 
 
 @dataclass(frozen=True)
@@ -141,3 +145,181 @@ def report_costs(costs: Mapping[str, ModuleCosts]) -> None:
             CalipersWarning,
             stacklevel=3,
         )
+
+
+# Of a layer
+
+
+class Judgement(NamedTuple):
+    """What the parameters of a layer cost.
+
+    :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
+    :param costs: module → what its activations and its output lose, where data ran
+    :param codes: module → its packed weight, where codes are kept
+    """
+
+    errors: dict[str, float]
+    costs: dict[str, ModuleCosts]
+    codes: dict[str, Tensor]
+
+
+def judge_layer(
+    layer: Layer, qparams: QParams, before: Mapping[str, Tensor], *, keep_codes: bool = False
+) -> Judgement:
+    """Quantize the weights of a layer, and work out what they and static activations lose.
+
+    :param before: module → its weight before a step rounded it otherwise than to the nearest
+    :param keep_codes: whether codes are kept, for a checkpoint to be written
+    """
+    activations = _judge_activations(layer, qparams)
+    mine = Judgement({}, {}, {})
+    solved = [module for module in layer.modules if (module.name, "weight") in qparams]
+    with layer.ranks.step("judging weights"):
+        for module in layer.ranks.my_part(solved, layer.size):
+            layer.ranks.check()
+            name, weight, spec = module.name, layer.weight(module.name), module.tensor("weight")
+            assert spec is not None
+            original = before.get(name, weight)
+            streams = streams_of(layer.measurements, module, original)
+            measured = layer.measurements.get(name, "weight", SENSITIVITY)
+            sensitivity = None
+            if isinstance(measured, Sensitivity) and measured.num_tokens:
+                sensitivity = measured.per_token()
+            form = module_format(layer.module(name), module.scheme) if keep_codes else None
+            loss, codes = weight_loss(
+                weight,
+                spec.args,
+                qparams[name, "weight"],
+                streams,
+                before.get(name),
+                sensitivity,
+                form if form in PACKED else None,
+            )
+            mine.errors[name] = loss.error
+            if codes is not None:
+                mine.codes[name] = codes.cpu()
+            if streams is not None or sensitivity is not None:
+                tensors = activations.get(name, ModuleCosts()).tensors
+                mine.costs[name] = module_costs(original, loss, streams, tensors)
+    costs = {name: asdict(cost) for name, cost in mine.costs.items()}
+    everything = Judgement({}, activations, {})
+    for errors, theirs, codes_of_rank in layer.ranks.share((mine.errors, costs, mine.codes)):
+        everything.errors.update(errors)
+        everything.costs.update({n: ModuleCosts.from_dict(cost) for n, cost in theirs.items()})
+        if layer.ranks.rank == 0:  # it writes
+            everything.codes.update(codes_of_rank)
+    return everything
+
+
+def _judge_activations(layer: Layer, qparams: QParams) -> dict[str, ModuleCosts]:
+    """Work out what the parameters of static activations make of all that was seen."""
+    counted: list[tuple[ModuleSpec, TensorSpec, ValueCounts]] = []
+    for module in layer.modules:
+        for tensor in module.tensors:
+            counts = layer.measurements.get(module.name, tensor.base_name, COUNTS)
+            is_static = (module.name, tensor.base_name) in qparams
+            if is_static and isinstance(counts, ValueCounts) and counts.fields():
+                counted.append((module, tensor, counts))
+    mine: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    with layer.ranks.step("judging activations"):
+        for module, tensor, counts in layer.ranks.my_part(counted, lambda _: 1):
+            chosen = qparams[module.name, tensor.base_name]
+            cost = activation_cost(counts, counts.is_exact, tensor.args, chosen)
+            if cost is not None:
+                mine[module.name][tensor.base_name] = asdict(cost)
+    costs: dict[str, ModuleCosts] = {}
+    for theirs in layer.ranks.share(dict(mine)):
+        for name, tensors in theirs.items():
+            known = costs.get(name, ModuleCosts())
+            added = {base: ActivationCost(**cost) for base, cost in tensors.items()}
+            costs[name] = replace(known, tensors={**known.tensors, **added})
+    return costs
+
+
+def streams_of(measurements: Measurements, module: ModuleSpec, weight: Tensor) -> Streams | None:
+    """Return what went through a Linear module; None if nothing did."""
+    inputs = measurements.get(module.name, "input", IMPORTANCE)
+    inputs = inputs or measurements.get(module.name, "input", SQUARES)
+    return Streams.of(inputs, measurements.get(module.name, "output", SQUARES), weight.detach())
+
+
+# Of the output of a module
+
+
+def module_costs(
+    weight: Tensor,
+    loss: WeightLoss,
+    streams: Streams | None,
+    tensors: dict[str, ActivationCost],
+) -> ModuleCosts:
+    """Return what the output of a module loses by its weight, and by its static input."""
+    if streams is None or loss.output is None:
+        return ModuleCosts(tensors=tensors, loss=loss.loss)
+    by_weight = relative_error(loss.output, streams.output)
+    seen = tensors.get("input")
+    if seen is None:
+        return ModuleCosts(by_weight, tensors=tensors, loss=loss.loss)
+    columns = sum_of_squares(weight.detach()).cpu()
+    return ModuleCosts(by_weight, *_input_errors(seen, streams, columns), tensors, loss.loss)
+
+
+def _input_errors(
+    seen: ActivationCost, streams: Streams, columns: Tensor
+) -> tuple[float, float | None]:
+    """Return the error of the output by that of the input: of all values, and of typical ones.
+
+    :param columns: Σw² of each column of the weight
+    """
+    x = streams.energies
+    total = float(x.sum())
+    alone = float((columns * x).sum())  # E‖y‖² if channels were independent of each other
+    if not alone:
+        return 0.0, 0.0
+    gain = streams.output / alone
+    error = seen.error**2 * total
+    in_largest = _concentrated(error * seen.error_in_largest, x)
+    elsewhere = error * (1 - seen.error_in_largest)
+    lost = in_largest + _spread(elsewhere, x - in_largest)
+    whole = relative_error(_passed_on(lost, x, columns, gain), streams.output)
+    if not seen.typical_error:
+        return whole, 0.0
+    usual = x - _concentrated(total - elsewhere / seen.typical_error**2, x)
+    lost = _spread(elsewhere, usual)
+    return whole, relative_error(
+        _passed_on(lost, usual, columns, gain), gain * float((columns * usual).sum())
+    )
+
+
+def _passed_on(lost: Tensor, x: Tensor, columns: Tensor, gain: float) -> float:
+    """Return the energy at the output of what channels of energy ``x`` lose.
+
+    The best that a coarse grid can keep of a channel is (1−f)·x, f the share that is lost: f² of
+    its energy is then missing, and goes together with other channels as the signal does; the rest,
+    f·(1−f), is noise.
+    """
+    share = torch.where(x > 0, lost / x, 0.0).clamp(0, 1)
+    return float((columns * x * (share * (1 - share) + share.square() * gain)).sum())
+
+
+def _concentrated(total: float, most: Tensor) -> Tensor:
+    """Let the largest take as much as they can, until nothing is left.
+
+    >>> _concentrated(5.0, torch.tensor([1.0, 4.0, 2.0])).tolist()
+    [0.0, 4.0, 1.0]
+    """
+    ordered, order = most.sort(descending=True)
+    left = total - (ordered.cumsum(0) - ordered)
+    return torch.empty_like(most).scatter_(0, order, left.clamp(min=0).minimum(ordered))
+
+
+def _spread(total: float, most: Tensor) -> Tensor:
+    """Spread a sum evenly; nobody takes more than its most.
+
+    >>> _spread(5.0, torch.tensor([1.0, 10.0, 10.0])).tolist()
+    [1.0, 2.0, 2.0]
+    """
+    ordered = most.sort().values
+    taken = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)[:-1]])
+    levels = (total - taken) / torch.arange(len(ordered), 0, -1, device=most.device)
+    enough = levels <= ordered
+    return most.clamp(max=float(levels[enough][0])) if bool(enough.any()) else most

@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from calipers.judging.costs import COSTLY, ActivationCost, ModuleCosts
-from calipers.judging.errors import decibels
+import torch
+from torch import Tensor
+
+from calipers.judging.activations import ActivationCost
+from calipers.judging.costs import COSTLY, ModuleCosts
 from calipers.measurements.summary import LayerGrid, layer_grid
 
 DECIBELS = (-60.0, 0.0)
 """The ends of a scale of errors in dB."""
+
+
+def decibels(error: float | None) -> float | None:
+    """Return a relative error in dB: 0 is all, −20 a tenth, −40 a hundredth; None for no error.
+
+    >>> decibels(0.1), decibels(0.0), decibels(None)
+    (-20.0, None, None)
+    """
+    return 20 * math.log10(error) if error else None
+
+
+def error_of_decibels(level: float) -> float:
+    """Return the relative error that a level in dB stands for.
+
+    >>> error_of_decibels(-20.0)
+    0.1
+    """
+    return float(10 ** (level / 20))
+
+
+def format_decibels(error: float | None) -> str:
+    """Return a relative error in dB as text.
+
+    >>> format_decibels(0.1), format_decibels(0.9999), format_decibels(None)
+    ('−20.0 dB', '0.0 dB', '–')
+    """
+    level = decibels(error)
+    # Adding 0 makes a rounded −0.0 a 0.0; the sign is that of mathematics, not a hyphen.
+    return "–" if level is None else f"{round(level, 1) + 0.0:.1f} dB".replace("-", "−")
+
+
+def token_errors(values: Tensor, expected: Tensor) -> Tensor:
+    """Return ‖values − expected‖ / ‖expected‖ of each token: vectors along the last dimension.
+
+    Infinite where nothing was expected and there is something.
+    """
+    expected, values = expected.float(), values.to(expected.device).float()
+    norm = torch.linalg.vector_norm(expected, dim=-1)
+    error = torch.linalg.vector_norm(values - expected, dim=-1)
+    return torch.where(error > 0, error / norm, 0.0).double()
+
 
 Cause = Literal["weight", "input", "clipped input", "coarse input"]
 

@@ -1,4 +1,7 @@
-"""What a weight loses: by itself, at the output of its module, and of the loss of the model."""
+"""What a weight loses: by itself, at the output of its module, and of the loss of the model.
+
+docs/judging.md has the formulas side by side.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,81 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.judging.errors import relative_error
-from calipers.judging.streams import Streams
-from calipers.kernels.reductions import sum_of_squares
+from calipers.kernels.reductions import sum_of_products, sum_of_squares
 from calipers.kernels.resources import runs
-from calipers.kernels.rounding import quantization_errors, quantize_with_error
-from calipers.numerics.layout import Layout
+from calipers.kernels.rounding import Packed, pack_weight
+from calipers.numerics.layout import strategy_name
 from calipers.observers import QParamsDict
+from calipers.statistics.base import Statistic
+from calipers.statistics.sums import BlockHessians, SquareSums, TokenSquares
 
 _AT_ONCE = 1 << 20  # weights worked on
+
+
+def relative_error(lost: float, whole: float) -> float:
+    """Return ‖error‖ / ‖whole‖ from sums of squares; 0 where there is nothing to lose.
+
+    >>> relative_error(0.01, 1.0)
+    0.1
+    """
+    return math.sqrt(lost / whole) if whole else 0.0
+
+
+class Streams(NamedTuple):
+    """What went through a module, on average over tokens.
+
+    :param energies: E[x²] of each input channel
+    :param blocks: E[x xᵀ] of blocks of channels, if that was gathered
+    :param output: E‖y‖²; where outputs were not measured, what inputs and weight tell of it
+    """
+
+    energies: Tensor
+    blocks: Tensor | None
+    output: float
+
+    @classmethod
+    def of(
+        cls, inputs: Statistic | None, outputs: Statistic | None, weight: Tensor
+    ) -> Streams | None:
+        """Read statistics of inputs and outputs; None where there is nothing to be read."""
+        before, after = _moments(inputs), _moments(outputs)
+        if before is None:
+            return None
+        energies, blocks = before
+        streams = cls(energies, blocks, math.nan)
+        total = streams.energy_through(weight) if after is None else float(after[0].sum())
+        sound = bool(torch.isfinite(energies).all()) and 0 < total < math.inf
+        return streams._replace(output=total) if sound else None
+
+    def energy_through(self, matrix: Tensor) -> float:
+        """Return E‖M x‖² of a matrix M.
+
+        With the whole of E[x xᵀ] that is exact. With blocks of it, or its diagonal alone, what
+        channels of different blocks have in common is left out: it averages out where M is an error
+        of rounding, whose entries are independent with a mean of about zero.
+        """
+        if self.blocks is None:
+            return float((sum_of_squares(matrix).cpu() * self.energies).sum())
+        # tr(M H Mᵀ) = Σ H ∘ MᵀM, which takes half the products
+        parts = torch.split(matrix, self.blocks.shape[-1], dim=1)
+        pairs = zip(self.blocks, parts, strict=True)
+        return sum(float((sum_of_products(part).cpu() * block).sum()) for block, part in pairs)
+
+
+def _moments(seen: Statistic | None) -> tuple[Tensor, Tensor | None] | None:
+    """Return E[x²] of each channel and, where they were gathered, blocks of E[x xᵀ]."""
+    held = {} if seen is None else seen.fields()
+    for kind in (SquareSums, BlockHessians, TokenSquares):
+        sums, count = kind.reductions
+        if sums in held and count in held and int(held[count]):
+            mean = held[sums].double().cpu() / int(held[count])
+            is_diagonal = mean.ndim == 1
+            return (mean, None) if is_diagonal else (mean.diagonal(0, -2, -1).flatten(), mean)
+    return None
 
 
 class WeightLoss(NamedTuple):
@@ -42,97 +108,82 @@ def weight_loss(
     streams: Streams | None = None,
     before: Tensor | None = None,
     sensitivity: Tensor | None = None,
-) -> WeightLoss:
-    """Return what a weight loses; 0 for a weight of zeros. No copy of it is made.
+    form: CompressionFormat | None = None,
+) -> tuple[WeightLoss, Tensor | None]:
+    """Quantize a weight; return what it loses, 0 for a weight of zeros, and its codes.
 
-    Codes are those that a checkpoint gets, whose quotients are rounded to the dtype of the weight.
+    Codes are those of a checkpoint, whose quotients are rounded to the dtype of the weight.
 
     :param before: what the weight was before it was rounded otherwise than to the nearest
     :param sensitivity: E[(∂L/∂w)²] of each column
+    :param form: how codes are stored; None: they are not wanted
 
-    >>> args = QuantizationArgs(num_bits=4)
-    >>> qparams = {"scale": torch.ones(1), "zero_point": torch.zeros(1), "global_scale": None}
+    >>> args = QuantizationArgs(num_bits=4, strategy="channel")
+    >>> qparams = {"scale": torch.ones(1, 1), "zero_point": torch.zeros(1, 1), "global_scale": None}
     >>> weight = torch.tensor([[3.0, 0.25, -4.0]])
-    >>> weight_loss(weight, args, qparams).error == 0.25 / 25.0625**0.5
-    True
-    >>> weight_loss(weight, args, qparams, Streams(torch.ones(3).double(), None, 1.0)).output
-    0.0625
+    >>> loss, _ = weight_loss(weight, args, qparams, Streams(torch.ones(3).double(), None, 1.0))
+    >>> loss.error == 0.25 / 25.0625**0.5, loss.output
+    (True, 0.0625)
     """
-    weight, pieces = weight.detach(), _Pieces.of(weight.detach(), args, qparams)
-    if before is not None or (streams is not None and streams.blocks is not None):
-        differences = _differences(pieces, weight, before)
-        return _summed(differences, weight if before is None else before, streams, sensitivity)
-    # Errors of columns count by themselves, and kernels sum them up without keeping them.
-    output = None if streams is None else pieces.lost(streams.energies)
-    loss = None if sensitivity is None else pieces.lost(sensitivity) / 2
-    return WeightLoss(relative_error(pieces.lost(), _energy(weight)), output, loss)
-
-
-class _Pieces(NamedTuple):
-    """A weight cut into pieces that share a scale, as views, with what they are quantized by.
-
-    :param coded: what quotients of values and scales are rounded to when codes are packed
-    """
-
-    layout: Layout
-    pieces: Tensor
-    scale: Tensor
-    zero_point: Tensor
-    coded: torch.dtype
-
-    @classmethod
-    def of(cls, weight: Tensor, args: QuantizationArgs, qparams: QParamsDict) -> _Pieces:
-        layout = Layout.of("weight", args)
-        pieces, global_scale = layout.pieces(weight), qparams["global_scale"]
-        shape = pieces.shape[1:-2]
-        scale = qparams["scale"].to(weight.device, torch.promote_types(weight.dtype, torch.float32))
-        coded = torch.promote_types(weight.dtype, qparams["scale"].dtype)
-        if global_scale is not None:  # it is divided out in its own dtype
-            scale, coded = scale / global_scale.to(weight.device), torch.float32
-        coded = torch.float32 if coded.itemsize > 4 else coded
-        zero_point = qparams["zero_point"].to(weight.device).reshape(shape)
-        return cls(layout, pieces, scale.reshape(shape), zero_point, coded)
-
-    def lost(self, energies: Tensor | None = None) -> float:
-        """Return Σ e·(q−w)², e the energy of each column; None: 1."""
-        _, pieces, scale, zero_point, coded = self
-        weights = None if energies is None else self.layout.over_columns(energies)
-        args = self.layout.args
-        errors = quantization_errors(
-            pieces, scale, zero_point, args, weights=weights, working=coded
+    weight = weight.detach()
+    if before is None and (streams is None or streams.blocks is None):
+        # Errors of columns count by themselves: differences need not be kept.
+        packed = _packed(weight, args, qparams, form)
+        columns = packed.errors.cpu()
+        loss = WeightLoss(
+            relative_error(float(columns.sum()), _energy(weight)),
+            None if streams is None else float((columns * streams.energies).sum()),
+            None if sensitivity is None else float((columns * sensitivity.cpu()).sum()) / 2,
         )
-        return float(errors.sum())
-
-    def tiles(self) -> Iterator[_Pieces]:
-        """Cut the pieces, some rows at a time."""
-        shape = self.scale.shape
-        along = 1 if shape[0] > 1 else -2  # one scale for all: its rows are cut
-        each = self.pieces.select(along, 0).numel()
-        for part in runs(self.pieces.shape[along], each, _AT_ONCE):
-            these = part if along == 1 else slice(None)
-            pieces = self.pieces.narrow(along, part.start, part.stop - part.start)
-            scale, zero_point = self.scale[these], self.zero_point[these]
-            yield self._replace(pieces=pieces, scale=scale, zero_point=zero_point)
-
-
-def _differences(
-    pieces: _Pieces, weight: Tensor, before: Tensor | None
-) -> Iterator[tuple[Tensor, float]]:
-    """Quantize a weight in tiles; give the rows of ΔW, and ‖ΔW‖² of each tile."""
-    working = torch.promote_types(weight.dtype, torch.float32)
+        return loss, packed.codes
     original = weight if before is None else before.detach().to(weight)
-    meant = pieces._replace(pieces=pieces.layout.pieces(original))
-    for tile, wanted in zip(pieces.tiles(), meant.tiles(), strict=True):
-        values, errors = quantize_with_error(
-            tile.pieces.to(working),
-            tile.scale,
-            tile.zero_point,
-            pieces.layout.args,
-            working=pieces.coded,
-        )
-        values -= wanted.pieces.to(working)
-        energy = errors.sum() if before is None else values.double().square().sum()
-        yield _as_rows(values, weight.shape[-1]), float(energy)
+    codes: list[Tensor] = []
+
+    def differences() -> Iterator[tuple[Tensor, float]]:
+        for rows in _row_tiles(weight, args):
+            packed = _packed(weight[rows], args, qparams, form, rows)
+            assert packed.values is not None
+            if packed.codes is not None:
+                codes.append(packed.codes)
+            values = packed.values.sub_(original[rows])
+            energy = packed.errors if before is None else values.double().square()
+            yield values, float(energy.sum())
+
+    loss = _summed(differences(), original, streams, sensitivity)
+    return loss, torch.cat(codes) if codes else None
+
+
+def _row_tiles(weight: Tensor, args: QuantizationArgs) -> Iterator[slice]:
+    """Cut a weight into some rows at a time, and not through blocks."""
+    rows, columns = weight.shape
+    height = args.block_structure[0] if args.block_structure else 1
+    for part in runs(-(-rows // height), each=height * columns, tile=_AT_ONCE):
+        yield slice(part.start * height, min(part.stop * height, rows))
+
+
+def _packed(
+    weight: Tensor,
+    args: QuantizationArgs,
+    qparams: QParamsDict,
+    form: CompressionFormat | None,
+    rows: slice | None = None,
+) -> Packed:
+    """Pack a weight, or some rows of it; of those, with the values that codes stand for."""
+    scale, zero_point = (qparams[key].to(weight.device) for key in ("scale", "zero_point"))
+    global_scale = qparams["global_scale"]
+    if rows is not None and strategy_name(args) != "tensor":
+        height = args.block_structure[0] if args.block_structure else 1
+        blocks = slice(rows.start // height, -(-rows.stop // height))
+        scale, zero_point = scale[blocks], zero_point[blocks]
+    return pack_weight(
+        weight,
+        scale.to(weight.dtype),  # as the module holds it
+        zero_point,
+        None if global_scale is None else global_scale.to(weight.device),
+        args,
+        form,
+        with_values=rows is not None,
+    )
 
 
 def stored_weight_loss(
@@ -193,11 +244,3 @@ def _predicted_loss(errors: Tensor, streams: Streams | None, sensitivity: Tensor
         return float((sum_of_squares(errors).cpu() * sensitivity).sum()) / 2
     gains = torch.where(streams.energies > 0, sensitivity / streams.energies, 0.0).sqrt()
     return streams.energy_through(errors * gains.to(errors)) / 2
-
-
-def _as_rows(pieces: Tensor, columns: int) -> Tensor:
-    """Lay pieces of a matrix side by side again; what a block was padded with is left out."""
-    if pieces.ndim == 4:  # per tensor: (1, 1, rows, columns)
-        return pieces[0, 0]
-    whole = pieces[0].transpose(1, 2).flatten(0, 1).flatten(1)
-    return whole[:, :columns]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.stored_module import QuantizedWeight, StoredModule
-from calipers.judging.streams import Streams
-from calipers.judging.weights import WeightLoss, stored_weight_loss, weight_loss
+from calipers.judging.weights import Streams, WeightLoss, stored_weight_loss, weight_loss
 from calipers.kernels.reductions import extrema
 from calipers.linting.results import Finding
 from calipers.numerics.formats import GRIDS, Grid
@@ -68,7 +67,7 @@ def compare(module: StoredModule, model: OriginalModel) -> Comparison | None:
         "zero_point": zero_point,
         "global_scale": global_scale if has_global_scale(args) else None,
     }
-    return Comparison(loss, weight_loss(original, args, qparams))
+    return Comparison(loss, weight_loss(original, args, qparams)[0])
 
 
 def check_same_weights(model: OriginalModel, modules: Iterable[StoredModule]) -> Iterator[Finding]:

@@ -54,12 +54,14 @@ class Changes:
         dtype: weights, biases, norms, embeddings
     :param published: module → attributes that it gets, for whoever comes later
     :param notes: module → what was done otherwise than the recipe says, and why
+    :param codes: module → its packed weight, where a checkpoint is written; the engine adds them
     """
 
     qparams: QParams = field(default_factory=dict)
     tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    codes: Mapping[str, Tensor] = field(default_factory=dict)
 
     def joined(self, other: Changes) -> Changes:
         """Return these changes and others, which win.
@@ -76,6 +78,7 @@ class Changes:
             {**self.tensors, **other.tensors},
             published,
             {**self.notes, **other.notes},
+            {**self.codes, **other.codes},
         )
 
 

@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from typing import Literal
 
 import torch
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
@@ -277,3 +279,11 @@ def _square_sums(_name: str) -> Statistic:
 
 def _token_squares(_name: str) -> Statistic:
     return TokenSquares()
+
+
+def module_format(module: torch.nn.Module, scheme: QuantizationScheme) -> CompressionFormat:
+    """Return the format in which a quantized module is stored; the scheme stays untouched."""
+    # The library asks for the exact class. A subclass of Linear is stored as a Linear.
+    kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear, torch.nn.Embedding)
+    kind = next((kind for kind in kinds if isinstance(module, kind)), type(module))
+    return CompressionFormat(scheme.format or infer_module_format(kind, scheme))

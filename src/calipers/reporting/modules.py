@@ -16,8 +16,7 @@ from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.quantized import QuantizedCheckpoint, recorded_costs
 from calipers.checkpoint.stored_module import StoredModule
 from calipers.errors import CalipersError
-from calipers.judging.costs import COSTLY, ModuleCosts
-from calipers.judging.outputs import module_costs
+from calipers.judging.costs import COSTLY, ModuleCosts, module_costs
 from calipers.linting.against import stored_loss
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import granularity_name

@@ -11,8 +11,7 @@ from calipers.advice import Advice
 from calipers.calibration.coverage import Coverage
 from calipers.engine.loop import OneshotResult
 from calipers.evaluation import Evaluation
-from calipers.judging.errors import format_decibels
-from calipers.judging.losses import DECIBELS, loss_grid, module_losses
+from calipers.judging.losses import DECIBELS, format_decibels, loss_grid, module_losses
 from calipers.linting.results import LintResult
 from calipers.measurements import Measurements
 from calipers.measurements.store import PEAKS

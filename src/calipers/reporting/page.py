@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from calipers import __version__
 from calipers.errors import ConfigurationError
-from calipers.judging.errors import format_decibels
+from calipers.judging.losses import format_decibels
 from calipers.linting import Finding
 from calipers.reporting.content import CheckpointFacts, Content, InputDetail
 from calipers.reporting.inputs import ChosenRange, LogHistogram

@@ -1,8 +1,6 @@
-"""Rounded values, their errors and packed codes, natively."""
+"""Packed codes, their errors and those of pieces, natively."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from compressed_tensors.quantization import QuantizationType
@@ -15,10 +13,10 @@ from calipers.kernels.rounding import (
     IN_BYTES,
     IN_PAIRS,
     IN_WORDS,
+    Packed,
     Packing,
     Quantization,
     pack,
-    quantize,
     sum_errors,
 )
 from calipers.numerics.formats import GRIDS, Grid
@@ -26,88 +24,63 @@ from calipers.numerics.layout import as_grid
 
 
 @pack.register(BACKEND)
-def _pack(asked: Packing, shared: tuple[int, int]) -> Tensor | Declined:
+def _pack(asked: Packing, shared: tuple[int, int]) -> Packed | Declined:
+    weight, scale, zero_point, args, form, with_values = asked
     grid = _grid(asked)
     if grid is None:
         return Declined("the codes are not known")
-    working = torch.promote_types(asked.weight.dtype, asked.scale.dtype)
-    packed, bits = _empty(asked)
-    height, width = shared
-    blocks = library().Blocks(
-        scales=asked.scale.detach().float().contiguous(),
-        zeros=_zeros(asked),
-        height=height,
-        width=width,
-    )
-    has_nan = library().pack(
-        values=as_grid(asked.weight[None, None, None], ordered=True),
-        blocks=blocks,
-        working=str(working).removeprefix("torch."),
+    rows, columns = weight.shape
+    bits, codes = args.num_bits, None
+    if form is not None:
+        bits = args.num_bits if form in IN_WORDS else 4 if form in IN_PAIRS else 8
+        dtype = args.pytorch_dtype() if form in IN_BYTES else torch.uint8
+        dtype = torch.int32 if form in IN_WORDS else dtype
+        codes = weight.new_empty(rows, -(-columns * bits // (8 * dtype.itemsize)), dtype=dtype)
+    # Without zero points a quotient of −0 stays −0, and that has a code of its own in fp8; what
+    # rounds to fp4 makes it 0.
+    zeros = torch.tensor([-0.0], device="cpu") if zero_point is None else zero_point.detach()
+    zeros = zeros.to(weight.dtype).float().contiguous()
+    errors = weight.new_empty(columns, dtype=torch.float64)
+    values = weight.new_empty(rows, columns, dtype=torch.float32) if with_values else None
+    has_nan = library().encode(
+        values=as_grid(weight[None, None, None], ordered=True),
+        blocks=library().Blocks(
+            scales=scale.detach().float().contiguous(),
+            zeros=zeros + 0.0 if form in IN_PAIRS else zeros,
+            height=shared[0],
+            width=shared[1],
+        ),
+        working=str(torch.promote_types(weight.dtype, scale.dtype)).removeprefix("torch."),
         numbers=numbers_of(grid),
-        offset=-grid.limits[0] if asked.form in IN_WORDS else 0.0,
+        offset=-grid.limits[0] if form in IN_WORDS else 0.0,
         bits=bits,
-        packed=packed.view(torch.uint8),
+        packed=None if codes is None else codes.view(torch.uint8),
+        output=values,
+        errors=errors,
         threads=num_threads(),
     )
     # What a NaN becomes depends on the machine: compressed-tensors knows.
-    return Declined("there is a NaN") if has_nan else packed
-
-
-def _empty(asked: Packing) -> tuple[Tensor, int]:
-    """Return a place for the packed codes, and how many bits each takes."""
-    rows, columns = asked.weight.shape
-    if asked.form in IN_WORDS:
-        bits, dtype = asked.args.num_bits, torch.int32
-    elif asked.form in IN_PAIRS:
-        bits, dtype = 4, torch.uint8
-    else:
-        bits, dtype = 8, asked.args.pytorch_dtype()
-    size = -(-columns * bits // (8 * dtype.itemsize))
-    return asked.weight.new_empty(rows, size, dtype=dtype), bits
-
-
-def _zeros(asked: Packing) -> Tensor:
-    """Return what is added to quotients, one number or those of all blocks.
-
-    Without zero points a quotient of −0 stays −0, and that has a code of its own in fp8; what
-    rounds to fp4 makes it 0.
-    """
-    if asked.zero_point is None:
-        zeros = torch.tensor([-0.0], device="cpu")
-    else:
-        zeros = asked.zero_point.detach().to(asked.weight.dtype).float().contiguous()
-    return zeros + 0.0 if asked.form in IN_PAIRS else zeros
+    return Declined("there is a NaN") if has_nan else Packed(codes, errors, values)
 
 
 def _grid(asked: Packing) -> Grid | None:
     """Return the numbers that the codes stand for; None where the kernel does not know its way."""
-    kind, bits = QuantizationType(asked.args.type).value, asked.args.num_bits
-    is_whole = kind == "int" and bits in range(2, 9)
-    if asked.form in IN_PAIRS:
-        is_known = (kind, bits) == ("float", 4) and asked.weight.shape[1] % 2 == 0
+    weight, scale, zero_point, args, form, _ = asked
+    kind, bits = QuantizationType(args.type).value, args.num_bits
+    if form in IN_PAIRS:
+        is_known = (kind, bits) == ("float", 4) and weight.shape[1] % 2 == 0
+    elif form is None:
+        is_known = bits <= 8
     else:
-        is_known = is_whole or ((kind, bits) == ("float", 8) and asked.form in IN_BYTES)
-    of_cpu = all(part is None or part.device.type == "cpu" for part in asked[1:3])
-    is_known = is_known and of_cpu and asked.scale.dtype in (BACKEND.accepts.dtypes or ())
+        is_whole = kind == "int" and bits in range(2, 9)
+        is_known = is_whole or ((kind, bits) == ("float", 8) and form in IN_BYTES)
+    of_cpu = all(part is None or part.device.type == "cpu" for part in (scale, zero_point))
+    is_known = is_known and of_cpu and scale.dtype in (BACKEND.accepts.dtypes or ())
     return GRIDS.get((kind, bits)) if is_known else None
 
 
-@quantize.register(BACKEND)
-def _values_and_errors(asked: Quantization) -> tuple[Tensor, Tensor]:
-    pieces = asked.pieces
-    observations, *shape, rows, columns = pieces.shape
-    by_piece = pieces.new_empty(math.prod(shape), observations, rows, columns)
-    errors = _run(asked, by_piece)
-    return by_piece.movedim(1, 0).reshape(pieces.shape), errors
-
-
 @sum_errors.register(BACKEND)
-def _errors(asked: Quantization) -> Tensor:
-    return _run(asked)
-
-
-def _run(asked: Quantization, output: Tensor | None = None) -> Tensor:
-    """Return the errors; the quantized values go nowhere but into ``output``, if it is given."""
+def _sum_errors(asked: Quantization) -> Tensor:
     kernels = library()
     grid, shape = as_grid(asked.pieces, ordered=True), asked.pieces.shape[1:-2]
     count, zero_point = shape.numel(), asked.zero_point
@@ -117,10 +90,8 @@ def _run(asked: Quantization, output: Tensor | None = None) -> Tensor:
         weights=None if asked.weights is None else as_grid(asked.weights, ordered=True),
         scales=asked.scale.detach().float().reshape(count).contiguous(),
         zero_points=None if zero_point is None else zero_point.float().reshape(count).contiguous(),
-        working=str(asked.working).removeprefix("torch."),
         numbers=numbers_of(asked.fmt.grid),
         norm=asked.norm,
-        output=output,
         errors=errors,
         threads=num_threads(),
     )

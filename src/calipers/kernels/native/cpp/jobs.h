@@ -304,6 +304,7 @@ struct JointJob {
 struct PackJob {
   Pieces values;                // one matrix
   Cut cut;                      // pieces_per_run counts rows
+  std::int64_t rows_together;   // worked on before the next ones
   const float *scales, *zeros;  // of blocks of `height` rows and `width` columns
   std::int64_t height, width, scale_columns;
   std::int64_t zero_step;       // from block to block; 0: all have the same
@@ -313,7 +314,9 @@ struct PackJob {
   float offset;                 // added to whole numbers, which makes them codes
   int bits;                     // of a code
   std::int64_t row_bytes;
-  std::uint8_t* packed;         // [rows][row_bytes]
+  std::uint8_t* packed;         // [rows][row_bytes], or null
+  float* output;                // [rows][columns]: the numbers that codes stand for; or null
+  double* errors;               // [tasks][columns]
   std::uint8_t* nans;           // [tasks]: whether there was one
 };
 

@@ -1,5 +1,6 @@
 // Codes of a weight, rounded as compressed-tensors rounds and packed as it packs: a row is a stream
-// of bits, the codes one behind the other, the lowest bit first.
+// of bits, the codes one behind the other, the lowest bit first. With them come the values they stand
+// for, and Σ(q−w)² of each column, so that nothing has to be rounded again to know what was lost.
 //
 // It computes in the dtype of its tensors, so that every step is rounded to that here too. A NaN has
 // no code that is the same everywhere: whether one came up is all that is told about it.
@@ -49,11 +50,13 @@ struct Coder<Grid<Floats<mantissa, smallest_exponent>, shifted>> {
 };
 
 // The codes of the columns [begin, begin + count), whose scales are those of a row of blocks from
-// `block` on. Up to a vector behind them is read and written too. Returns lanes that had a NaN.
+// `block` on, and the numbers they stand for. Up to a vector behind them is read and written too.
+// Returns lanes that had a NaN.
 template <DType working, class Grid>
 I code_values(const PackJob& job, const float* values, std::int64_t begin, std::int64_t count,
-              std::int64_t block, std::uint8_t* codes) {
+              std::int64_t block, std::uint8_t* codes, float* rounded) {
   const Coder<Grid> code(job);
+  const V lowest = all(job.lowest), highest = all(job.highest);
   I nans{};
   block += begin / job.width;
   std::int64_t end = job.width - begin % job.width;
@@ -66,6 +69,7 @@ I code_values(const PackJob& job, const float* values, std::int64_t begin, std::
       nans |= nan_lanes(quotient);
       const V moved = round_in<working>(round_in<working>(quotient) + zero);
       store(codes + i, narrow_to_bytes(code(moved)));
+      store(rounded + i, (Grid::round(moved, lowest, highest) - zero) * scale);
     }
   }
   return nans;
@@ -77,6 +81,18 @@ inline auto code_values_of(const PackJob& job) {
     with_grid(job.grid, false, [&](auto grid) { found = code_values<working(), decltype(grid)>; });
   });
   return found;
+}
+
+// Add the squares of differences to the sums of their columns, in double, which holds every square. Inf,
+// which stays what it is, counts as no error.
+inline void add_squares(const float* values, const float* rounded, std::int64_t count, double* sums) {
+  for (std::int64_t i = 0; i < count; i += W) {
+    const V x = load_as<V>(values + i);
+    const V error = nonfinite_lanes(x) ? V{} : load_as<V>(rounded + i) - x;
+    const D lower = lower_doubles(error), upper = upper_doubles(error);
+    store(sums + i, load_as<D>(sums + i) + lower * lower);
+    store(sums + i + W / 2, load_as<D>(sums + i + W / 2) + upper * upper);
+  }
 }
 
 // Eight codes, a byte each, moved together.
@@ -113,31 +129,44 @@ template <int... bits> auto pack_codes_of(int wanted, std::integer_sequence<int,
 
 // A tile of each, and room behind it for a vector, or for eight codes that are moved together.
 struct PackScratch {
-  float* values;
+  float *values, *rounded;
   std::uint8_t* codes;
+  double* sums;
   PackScratch(Arena& arena, const PackJob&)
-      : values(arena.take<float>(kPackTile + W)), codes(arena.take<std::uint8_t>(kPackTile + kLanes)) {}
+      : values(arena.take<float>(kPackTile + W)),
+        rounded(arena.take<float>(kPackTile + W)),
+        codes(arena.take<std::uint8_t>(kPackTile + kLanes)),
+        sums(arena.take<double>(kPackTile + W)) {}
 };
 
+// Some rows at a time, which the cache holds, tile by tile: the sums of a tile stay near.
 inline void pack_task(const PackJob& job, std::int64_t index, PackScratch& scratch) {
   const auto code_values = code_values_of(job);
   const auto pack_codes = pack_codes_of(job.bits, std::make_integer_sequence<int, 8>{});
   const Task task(job.cut, index, job.values.rows, 1);
-  const std::int64_t columns = job.values.columns;
-  const auto [values, codes] = scratch;
+  const std::int64_t columns = job.values.columns, used = (columns * job.bits + 7) / 8;
+  const auto [values, rounded, codes, sums] = scratch;
+  double* totals = job.errors + index * columns;
   I nans{};
-  for (std::int64_t row = task.first; row < task.end; row++) {
-    std::uint8_t* packed = job.packed + row * job.row_bytes;
-    const std::int64_t block = row / job.height * job.scale_columns;
+  std::memset(totals, 0, columns * sizeof(double));
+  for (std::int64_t first = task.first; first < task.end; first += job.rows_together) {
+    const std::int64_t next = first + job.rows_together, end = next < task.end ? next : task.end;
     for (std::int64_t begin = 0; begin < columns; begin += kPackTile) {
       const std::int64_t left = columns - begin, count = left < kPackTile ? left : kPackTile;
-      load_tile(job.values, 0, 1, row * columns + begin, count, values, count);
-      store(values + count, V{});  // what is read behind them must not be a NaN
-      nans |= code_values(job, values, begin, count, block, codes);
-      pack_codes(codes, count, packed + begin * job.bits / 8);
+      std::memcpy(sums, totals + begin, count * sizeof(double));
+      for (std::int64_t row = first; row < end; row++) {
+        load_tile(job.values, 0, 1, row * columns + begin, count, values, count);
+        store(values + count, V{});  // what is read behind them must not be a NaN
+        const std::int64_t block = row / job.height * job.scale_columns;
+        nans |= code_values(job, values, begin, count, block, codes, rounded);
+        if (job.packed) pack_codes(codes, count, job.packed + row * job.row_bytes + begin * job.bits / 8);
+        add_squares(values, rounded, count, sums);
+        if (job.output) std::memcpy(job.output + row * columns + begin, rounded, count * sizeof(float));
+      }
+      std::memcpy(totals + begin, sums, count * sizeof(double));
     }
-    const std::int64_t used = (columns * job.bits + 7) / 8;
-    std::memset(packed + used, 0, job.row_bytes - used);
+    for (std::int64_t row = first; job.packed && row < end; row++)
+      std::memset(job.packed + row * job.row_bytes + used, 0, job.row_bytes - used);
   }
   job.nans[index] = any(nans);
 }

@@ -38,8 +38,8 @@ void quantize(const Tensor& values, const std::optional<Tensor>& weights, Array<
 void bind_quantize(nb::module_& m) {
   m.def("quantize_chunks", &quantize_chunks, "values"_a);
   m.def("quantize", &quantize, nb::kw_only(), "values"_a, "weights"_a.none(), "scales"_a.noconvert(),
-        "zero_points"_a.noconvert().none(), "working"_a, "numbers"_a, "norm"_a,
-        "output"_a.noconvert().none(), "errors"_a.noconvert(), "threads"_a);
+        "zero_points"_a.noconvert().none(), "working"_a = "float32", "numbers"_a, "norm"_a,
+        "output"_a.noconvert() = nb::none(), "errors"_a.noconvert(), "threads"_a);
 }
 
 }  // namespace calipers
