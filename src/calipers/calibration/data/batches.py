@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal, get_args
+from itertools import islice, pairwise
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -38,8 +38,28 @@ from calipers.errors import (
     not_allowed,
 )
 
+Batch = dict[str, Tensor]
+"""What a model is called with: input_ids and attention_mask, (rows, tokens) int64, and the like."""
+
+COUNTED = "counted_tokens"
+"""Which tokens of a batch count, (rows, tokens) int64, where not all but padding do.
+
+It is no input of a model: statistics leave the other tokens out, the forward pass does not.
+"""
+
+PaddingSide = Literal["right", "left"]
 Use = Literal["ranges", "importance", "evaluation"]
 """What data is for: static ranges of activations, sums of the inputs of weights, or judging."""
+
+FEW_SAMPLES = 32
+FEW_TOKENS = 4096
+LONG_SAMPLE = 2048
+"""How many tokens a sample has at most where nobody said it, and the model takes more."""
+
+_LIKE_LENGTH = 1.125  # the longest sample of a batch, in terms of the shortest
+
+_Made: TypeAlias = tuple[list[tuple[int, Batch]], list[int], tuple[Words, ...]]
+"""Batches, each with its part of the data, how many there are at each stop, and warnings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,234 +126,6 @@ class Sampling:
         return self.seed if self.shuffle else None
 
 
-Batch = dict[str, torch.Tensor]
-"""What a model is called with: input_ids and attention_mask, (rows, tokens) int64, and the like."""
-
-COUNTED = "counted_tokens"
-"""Which tokens of a batch count, (rows, tokens) int64, where not all but padding do.
-
-It is no input of a model: statistics leave the other tokens out, the forward pass does not.
-"""
-
-PaddingSide = Literal["right", "left"]
-
-
-def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
-    """Return a token id for padding; it is masked, so it only has to exist."""
-    for name in ("pad_token_id", "eos_token_id"):
-        if (found := special_id(tokenizer, name, vocab_size)) is not None:
-            return found
-    return 0
-
-
-def padded(samples: Sequence[Sample], side: PaddingSide, pad: int) -> Batch:
-    """Return samples as one batch, as long as the longest of them.
-
-    >>> samples = [Sample(torch.tensor([5, 6])), Sample(torch.tensor([7]))]
-    >>> padded(samples, "left", pad=0)["input_ids"].tolist()
-    [[5, 6], [0, 7]]
-    """
-    length = max(map(len, samples))
-    ids = torch.full((len(samples), length), pad, dtype=torch.int64)
-    mask, counted = torch.zeros_like(ids), torch.zeros_like(ids)
-    for row, sample in enumerate(samples):
-        start = length - len(sample) if side == "left" else 0
-        place = slice(start, start + len(sample))
-        ids[row, place], mask[row, place] = sample.ids, 1
-        counted[row, place] = 1 if sample.counted is None else sample.counted.long()
-    marked = any(sample.counted is not None for sample in samples)
-    return {"input_ids": ids, "attention_mask": mask, **({COUNTED: counted} if marked else {})}
-
-
-def counted_tokens(batch: Batch) -> torch.Tensor:
-    """Return which tokens of a batch count, (rows, tokens): all but padding, or fewer."""
-    return batch.get(COUNTED, batch["attention_mask"])
-
-
-def take_samples(
-    source: Records, encoder: RecordTokenizer, sampling: Sampling
-) -> tuple[list[Sample], tuple[Words, ...]]:
-    """Take the samples that are wanted, and those before them that are to be passed over.
-
-    :return: the samples, never none, and what the user should know about them
-    """
-    count, length = sampling.skip + sampling.num_samples, sampling.max_seq_length
-    needed = None if source.one_document else length * (count if sampling.packing else 1)
-    texts = (encoder.sample(record, place, needed) for place, record in source.numbered)
-    within = None if sampling.packing or source.one_document else length
-    documents = (text for text in texts if text[:within].num_counted)
-    notes = source.notes + encoder.notes
-    if source.one_document:
-        if sampling.packing is False:
-            raise no_meaning("packing", sampling.packing, "a text file (one document)")
-        pieces = packed(documents, None, length, None)
-        samples = [pieces[index] for index in shuffled(len(pieces), sampling.order)[:count]]
-    elif sampling.packing:
-        samples = packed(documents, count, length, encoder.separator)
-    else:
-        samples, cut = truncated(documents, count, length)
-        notes += _about_cutting(cut, len(samples), length)
-    if not samples:
-        marked = "records of which no token is marked" if sampling.mask else "empty records"
-        raise empty_data(source.name, f"has only {marked}")
-    return samples, notes
-
-
-def truncated(documents: Iterable[Sample], count: int, length: int) -> tuple[list[Sample], int]:
-    """Take the beginnings of the first documents.
-
-    :return: the samples, and how many of them were cut off
-    """
-    taken = list(islice(documents, count))
-    return [text[:length] for text in taken], sum(len(text) > length for text in taken)
-
-
-def packed(
-    documents: Iterable[Sample], count: int | None, length: int, separator: int | None
-) -> list[Sample]:
-    """Join documents and cut the whole into pieces of exactly ``length`` tokens.
-
-    What remains at the end is shorter and is dropped, unless it is all there is. So are pieces of
-    which no token counts.
-
-    :param count: how many pieces are wanted; None for all
-    :param separator: the token put between two documents, if the first does not end with it
-
-    >>> documents = [Sample(torch.tensor([1, 2, 3])), Sample(torch.tensor([4, 5]))]
-    >>> [piece.ids for piece in packed(documents, None, 2, separator=0)]
-    [tensor([1, 2]), tensor([3, 0]), tensor([4, 5])]
-    """
-    joined: list[Sample] = []
-    total = 0
-    for part in _separated(documents, separator):
-        if count is not None and total >= count * length:
-            break
-        joined.append(part)
-        total += len(part)
-    if not joined:
-        return []
-    whole = Sample.joined(joined)
-    pieces = [whole[start : start + length] for start in range(0, total, length)]
-    if len(pieces) > 1 and len(pieces[-1]) < length:
-        pieces.pop()
-    return [piece for piece in pieces[:count] if piece.num_counted]
-
-
-def _separated(documents: Iterable[Sample], separator: int | None) -> Iterator[Sample]:
-    last = separator
-    for text in documents:
-        if separator is not None and last != separator:
-            between = torch.tensor([separator])
-            yield Sample(between, None if text.counted is None else between.new_zeros(1).bool())
-        yield text
-        last = int(text.ids[-1])
-
-
-def _about_cutting(cut: int, samples: int, length: int) -> tuple[Words, ...]:
-    if not cut:
-        return ()
-    return (
-        f"{cut} of {samples} samples are longer than "
-        + Option("max_seq_length", length)
-        + " and are cut off there; "
-        + Option("packing", True)
-        + " uses all of a text.",
-    )
-
-
-def check_batches(
-    batches: Iterable[Any], num_samples: int, vocab_size: int | None, mask: MaskChoice | None = None
-) -> Iterator[Batch]:
-    """Go through a user's batches until there are enough rows.
-
-    Masks that the data has are in them, whether they are used or not.
-
-    :param mask: ``assistant`` where only tokens that are marked count: then every batch must have a
-        mask, and those are passed over of which no token counts
-    """
-    rows = 0
-    for index, given in enumerate(batches):
-        batch = _as_batch(given, f"Batch {index}", vocab_size)
-        if mask is not None:
-            if COUNTED not in batch:
-                raise no_mask(f"Batch {index}", f"has no mask (it has: {', '.join(given)})")
-            if not batch[COUNTED].any():
-                continue
-        batch = _first_rows(batch, num_samples - rows)
-        rows += len(batch["input_ids"])
-        yield batch
-        if rows >= num_samples:
-            return
-    if not rows:
-        raise empty_data("The dataset", "has only batches of which no token is marked")
-
-
-def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
-    if not isinstance(given, Mapping):
-        given = {"input_ids": given}
-    if "input_ids" not in given:
-        raise _wrong_batch(where, f"has no input_ids (it has: {', '.join(map(str, given))})")
-    ids = _matrix(given["input_ids"], where, "input_ids")
-    check_ids(ids, where, vocab_size)
-    mask = torch.ones_like(ids)
-    if given.get("attention_mask") is not None:
-        mask = _matrix(given["attention_mask"], where, "attention_mask")
-    if mask.shape != ids.shape:
-        shapes = f"{tuple(ids.shape)} and an attention_mask of shape {tuple(mask.shape)}"
-        raise _wrong_batch(where, f"has input_ids of shape {shapes}")
-    if not mask.any():
-        raise DataError(
-            f"is all padding: its attention_mask of shape {tuple(mask.shape)} is zero everywhere",
-            subject=where,
-            hint="The mask is 1 for tokens that count; correct it, or leave the batch out.",
-        )
-    # Labels would have the model compute a loss, of logits that it is not asked for.
-    others = {
-        key: value
-        for key, value in given.items()
-        if isinstance(value, torch.Tensor) and key not in COLUMNS
-    }
-    marked = marked_tokens(given, ids)
-    counted = {} if marked is None else {COUNTED: mask * marked}
-    return {**others, "input_ids": ids, "attention_mask": mask, **counted}
-
-
-def _wrong_batch(where: str, problem: str) -> DataError:
-    return DataError(
-        problem,
-        subject=where,
-        hint="A batch is a dict with input_ids of shape (rows, tokens) and, if there is padding, "
-        "an attention_mask of the same shape.",
-    )
-
-
-def _matrix(value: Any, where: str, name: str) -> torch.Tensor:
-    mask_like = isinstance(value, torch.Tensor) and name == "attention_mask"
-    found = (value != 0).to(torch.int64).cpu() if mask_like else whole_numbers(value)
-    if found is None or found.ndim != 2:
-        shape = getattr(value, "shape", None)
-        what = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
-        kind = "" if found is not None else ", not of whole numbers"
-        raise _wrong_batch(where, f"has {name} of {what}{kind}")
-    return found.to(torch.int64)
-
-
-def _first_rows(batch: Batch, count: int) -> Batch:
-    """The first rows of a batch; all of it where a tensor has no rows to choose from."""
-    rows = len(batch["input_ids"])
-    if rows <= count or any(not v.ndim or len(v) != rows for v in batch.values()):
-        return batch
-    first = {key: value[:count] for key, value in batch.items()}
-    return first if counted_tokens(first).any() else batch
-
-
-_LIKE_LENGTH = 1.125  # the longest sample of a batch, in terms of the shortest
-FEW_SAMPLES = 32
-FEW_TOKENS = 4096
-LONG_SAMPLE = 2048
-"""How many tokens a sample has at most where nobody said it, and the model takes more."""
-
-
 @dataclass(frozen=True, eq=False)
 class Batches:
     """The batches of one rank; can be gone through again and again.
@@ -386,74 +178,14 @@ def calibration_batches(dataset: Any, tokenizer: Any = None, **options: Any) -> 
     sampling = Sampling(**options)
     source = open_source(dataset, seed=sampling.order, text_column=sampling.text_column)
     if isinstance(source, ReadyBatches):
-        batches = _dealt(source, sampling)
+        batches, ends, notes = _dealt(source, sampling)
     else:
-        batches = _sampled(source, tokenizer, sampling)
+        batches, ends, notes = _sampled(source, tokenizer, sampling)
     if sampling.rank == 0:  # once in a job of many processes
-        for sentence in batches.warnings:
-            warnings.warn(CalipersWarning(sentence), stacklevel=2)
-    return batches
-
-
-def _sampled(source: Records, tokenizer: Any, sampling: Sampling) -> Batches:
-    """Take samples of records, and make batches of those of this rank."""
-    encoder = RecordTokenizer.of(
-        source.first, tokenizer, sampling.text_column, sampling.vocab_size, sampling.mask
-    )
-    taken, notes = take_samples(source, encoder, sampling)
-    samples = taken[sampling.skip :]
-    if not samples:
-        passed = f"has {len(taken)} samples, and " + Option("skip", sampling.skip)
-        raise empty_data(source.name, passed + " passes over all of them")
-    notes += _about_size(len(samples), sum(each.num_counted for each in samples), sampling)
-    pad = pad_id(tokenizer, sampling.vocab_size)
-    found: list[tuple[int, Batch]] = []
-    ends = []
-    for start, end in _between(sampling.stops, len(samples)):
-        mine = samples[start + (sampling.rank - start) % sampling.world_size : end]
-        for part, group in _groups(mine[:: sampling.world_size], sampling):
-            found.append((part, padded(group, sampling.padding_side, pad)))
-        ends.append(len(found))
-    return _with_parts(found, ends, notes)
-
-
-def _between(stops: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
-    """Give the beginning and the end of what lies between stops.
-
-    >>> list(_between((16, 24, 32), 30))
-    [(0, 16), (16, 24), (24, 30)]
-    """
-    start = 0
-    for end in (*(stop for stop in stops if stop < count), count):
-        yield start, end
-        start = end
-
-
-def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
-    """Go through samples in batches of one part each; the last of each may have fewer rows.
-
-    Batches of at most so many tokens begin with the shortest samples, and have little padding.
-    """
-    waiting: dict[int, list[Sample]] = {}
-    for sample in sorted(samples, key=len) if sampling.batch_tokens else samples:
-        part = 0 if sampling.part_of is None else sampling.part_of(sample.ids)
-        group = waiting.setdefault(part, [])
-        if sampling.batch_tokens and group:
-            is_full = (len(group) + 1) * len(sample) > sampling.batch_tokens
-            if is_full or len(sample) > _LIKE_LENGTH * len(group[0]):
-                yield part, waiting.pop(part)
-                group = waiting.setdefault(part, [])
-        group.append(sample)
-        if not sampling.batch_tokens and len(group) == sampling.batch_size:
-            yield part, waiting.pop(part)
-    yield from waiting.items()
-
-
-def _with_parts(
-    found: Sequence[tuple[int, Batch]], ends: Sequence[int], notes: tuple[Words, ...]
-) -> Batches:
-    batches = tuple(batch for _, batch in found)
-    return Batches(batches, notes, tuple(part for part, _ in found), tuple(ends))
+        for note in notes:
+            warnings.warn(CalipersWarning(note), stacklevel=2)
+    parts = tuple(part for part, _ in batches)
+    return Batches(tuple(batch for _, batch in batches), notes, parts, tuple(ends))
 
 
 def limits_of(model: Any, max_seq_length: int | None) -> dict[str, Any]:
@@ -478,8 +210,159 @@ def limits_of(model: Any, max_seq_length: int | None) -> dict[str, Any]:
     }
 
 
-def _dealt(source: ReadyBatches, sampling: Sampling) -> Batches:
-    """Every ``world_size``-th batch that the user made; the others are only counted."""
+# Samples of records
+
+
+def _sampled(source: Records, tokenizer: Any, sampling: Sampling) -> _Made:
+    """Take samples of records, and make batches of those of this rank."""
+    encoder = RecordTokenizer.of(
+        source.first, tokenizer, sampling.text_column, sampling.vocab_size, sampling.mask
+    )
+    taken, notes = _take_samples(source, encoder, sampling)
+    samples = taken[sampling.skip :]
+    if not samples:
+        passed = f"has {len(taken)} samples, and " + Option("skip", sampling.skip)
+        raise empty_data(source.name, passed + " passes over all of them")
+    notes += _about_size(len(samples), sum(sample.num_counted for sample in samples), sampling)
+    # Padding is masked: its token only has to exist.
+    names = ("pad_token_id", "eos_token_id")
+    tokens = (special_id(tokenizer, name, sampling.vocab_size) for name in names)
+    pad = next((token for token in tokens if token is not None), 0)
+    batches: list[tuple[int, Batch]] = []
+    ends = []
+    stops = [stop for stop in sampling.stops if stop < len(samples)]
+    for start, end in pairwise([0, *stops, len(samples)]):
+        mine = samples[start + (sampling.rank - start) % sampling.world_size : end]
+        for part, group in _groups(mine[:: sampling.world_size], sampling):
+            batches.append((part, padded(group, sampling.padding_side, pad)))
+        ends.append(len(batches))
+    return batches, ends, notes
+
+
+def _take_samples(
+    source: Records, encoder: RecordTokenizer, sampling: Sampling
+) -> tuple[list[Sample], tuple[Words, ...]]:
+    """Take the samples that are wanted, and those before them that are to be passed over.
+
+    :return: the samples, never none, and what the user should know about them
+    """
+    count, length = sampling.skip + sampling.num_samples, sampling.max_seq_length
+    needed = None if source.one_document else length * (count if sampling.packing else 1)
+    texts = (encoder.sample(record, place, needed) for place, record in source.numbered)
+    within = None if sampling.packing or source.one_document else length
+    documents = (text for text in texts if text[:within].num_counted)
+    notes = source.notes + encoder.notes
+    if source.one_document:
+        if sampling.packing is False:
+            raise no_meaning("packing", sampling.packing, "a text file (one document)")
+        pieces = packed(documents, None, length, None)
+        samples = [pieces[index] for index in shuffled(len(pieces), sampling.order)[:count]]
+    elif sampling.packing:
+        samples = packed(documents, count, length, encoder.separator)
+    else:
+        whole = list(islice(documents, count))
+        samples = [text[:length] for text in whole]
+        cut = sum(len(text) > length for text in whole)
+        if cut:
+            longer = f"{cut} of {len(samples)} samples are longer than "
+            remedy = " and are cut off there; " + Option("packing", True) + " uses all of a text."
+            notes += (longer + Option("max_seq_length", length) + remedy,)
+    if not samples:
+        marked = "records of which no token is marked" if sampling.mask else "empty records"
+        raise empty_data(source.name, f"has only {marked}")
+    return samples, notes
+
+
+def packed(
+    documents: Iterable[Sample], count: int | None, length: int, separator: int | None
+) -> list[Sample]:
+    """Join documents and cut the whole into pieces of exactly ``length`` tokens.
+
+    What remains at the end is shorter and is dropped, unless it is all there is. So are pieces of
+    which no token counts.
+
+    :param count: how many pieces are wanted; None for all
+    :param separator: the token put between two documents, if the first does not end with it
+
+    >>> documents = [Sample(torch.tensor([1, 2, 3])), Sample(torch.tensor([4, 5]))]
+    >>> [piece.ids for piece in packed(documents, None, 2, separator=0)]
+    [tensor([1, 2]), tensor([3, 0]), tensor([4, 5])]
+    """
+    joined: list[Sample] = []
+    total = 0
+    for part in _separated(documents, separator):
+        if count is not None and total >= count * length:
+            break
+        joined.append(part)
+        total += len(part)
+    if not joined:
+        return []
+    whole = Sample.joined(joined)
+    pieces = [whole[start : start + length] for start in range(0, total, length)]
+    if len(pieces) > 1 and len(pieces[-1]) < length:
+        pieces.pop()
+    return [piece for piece in pieces[:count] if piece.num_counted]
+
+
+def _separated(documents: Iterable[Sample], separator: int | None) -> Iterator[Sample]:
+    last = separator
+    for text in documents:
+        if separator is not None and last != separator:
+            between = torch.tensor([separator])
+            yield Sample(between, None if text.counted is None else between.new_zeros(1).bool())
+        yield text
+        last = int(text.ids[-1])
+
+
+def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
+    """Go through samples in batches of one part each; the last of each may have fewer rows.
+
+    Batches of at most so many tokens begin with the shortest samples, and have little padding.
+    """
+    waiting: dict[int, list[Sample]] = {}
+    for sample in sorted(samples, key=len) if sampling.batch_tokens else samples:
+        part = 0 if sampling.part_of is None else sampling.part_of(sample.ids)
+        group = waiting.setdefault(part, [])
+        if sampling.batch_tokens and group:
+            is_full = (len(group) + 1) * len(sample) > sampling.batch_tokens
+            if is_full or len(sample) > _LIKE_LENGTH * len(group[0]):
+                yield part, waiting.pop(part)
+                group = waiting.setdefault(part, [])
+        group.append(sample)
+        if not sampling.batch_tokens and len(group) == sampling.batch_size:
+            yield part, waiting.pop(part)
+    yield from waiting.items()
+
+
+def padded(samples: Sequence[Sample], side: PaddingSide, pad: int) -> Batch:
+    """Return samples as one batch, as long as the longest of them.
+
+    >>> samples = [Sample(torch.tensor([5, 6])), Sample(torch.tensor([7]))]
+    >>> padded(samples, "left", pad=0)["input_ids"].tolist()
+    [[5, 6], [0, 7]]
+    """
+    length = max(map(len, samples))
+    ids = torch.full((len(samples), length), pad, dtype=torch.int64)
+    mask, counted = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        start = length - len(sample) if side == "left" else 0
+        place = slice(start, start + len(sample))
+        ids[row, place], mask[row, place] = sample.ids, 1
+        counted[row, place] = 1 if sample.counted is None else sample.counted.long()
+    marked = any(sample.counted is not None for sample in samples)
+    return {"input_ids": ids, "attention_mask": mask, **({COUNTED: counted} if marked else {})}
+
+
+def counted_tokens(batch: Batch) -> Tensor:
+    """Return which tokens of a batch count, (rows, tokens): all but padding, or fewer."""
+    return batch.get(COUNTED, batch["attention_mask"])
+
+
+# Batches that the user made
+
+
+def _dealt(source: ReadyBatches, sampling: Sampling) -> _Made:
+    """Take every ``world_size``-th batch that the user made; the others are only counted."""
     for option in ("packing", "skip"):
         if getattr(sampling, option):
             raise no_meaning(option, getattr(sampling, option), "batches that are ready-made")
@@ -488,8 +371,7 @@ def _dealt(source: ReadyBatches, sampling: Sampling) -> Batches:
     stop = next(stops, None)
     samples = tokens = 0
     notes: tuple[Words, ...] = ()
-    ready = check_batches(source.batches, sampling.num_samples, sampling.vocab_size, sampling.mask)
-    for index, batch in enumerate(ready):
+    for index, batch in enumerate(_checked(source.batches, sampling)):
         if sampling.mask is None and (counted := batch.pop(COUNTED, None)) is not None:
             attended = batch["attention_mask"] != 0
             notes = notes or about_unused(batch["input_ids"][attended], counted[attended] != 0)
@@ -501,23 +383,102 @@ def _dealt(source: ReadyBatches, sampling: Sampling) -> Batches:
             ends.append(len(mine))
             stop = next(stops, None)
     ends.append(len(mine))
-    return _with_parts(mine, ends, notes + _about_size(samples, tokens, sampling))
+    return mine, ends, notes + _about_size(samples, tokens, sampling)
+
+
+def _checked(batches: Iterable[Any], sampling: Sampling) -> Iterator[Batch]:
+    """Go through a user's batches until there are enough rows.
+
+    Masks that the data has are in them, whether they are used or not. If only marked tokens count,
+    batches without any are passed over.
+    """
+    rows = 0
+    for index, given in enumerate(batches):
+        batch = _as_batch(given, f"Batch {index}", sampling.vocab_size)
+        if sampling.mask is not None:
+            if COUNTED not in batch:
+                raise no_mask(f"Batch {index}", f"has no mask (it has: {', '.join(given)})")
+            if not batch[COUNTED].any():
+                continue
+        left = sampling.num_samples - rows
+        if len(batch["input_ids"]) > left and _can_choose_rows(batch):
+            first = {key: value[:left] for key, value in batch.items()}
+            batch = first if counted_tokens(first).any() else batch
+        rows += len(batch["input_ids"])
+        yield batch
+        if rows >= sampling.num_samples:
+            return
+    if not rows:
+        raise empty_data("The dataset", "has only batches of which no token is marked")
+
+
+def _as_batch(given: Any, where: str, vocab_size: int | None) -> Batch:
+    if not isinstance(given, Mapping):
+        given = {"input_ids": given}
+    if "input_ids" not in given:
+        raise _wrong_batch(where, f"has no input_ids (it has: {', '.join(map(str, given))})")
+    ids = _matrix(given["input_ids"], where, "input_ids")
+    check_ids(ids, where, vocab_size)
+    mask = torch.ones_like(ids)
+    if given.get("attention_mask") is not None:
+        mask = _matrix(given["attention_mask"], where, "attention_mask")
+    if mask.shape != ids.shape:
+        shapes = f"{tuple(ids.shape)} and an attention_mask of shape {tuple(mask.shape)}"
+        raise _wrong_batch(where, f"has input_ids of shape {shapes}")
+    if not mask.any():
+        raise DataError(
+            f"is all padding: its attention_mask of shape {tuple(mask.shape)} is zero everywhere",
+            subject=where,
+            hint="The mask is 1 for tokens that count; correct it, or leave the batch out.",
+        )
+    # Labels would have the model compute a loss, of logits that it is not asked for.
+    others = {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, Tensor) and key not in COLUMNS
+    }
+    marked = marked_tokens(given, ids)
+    counted = {} if marked is None else {COUNTED: mask * marked}
+    return {**others, "input_ids": ids, "attention_mask": mask, **counted}
+
+
+def _wrong_batch(where: str, problem: str) -> DataError:
+    return DataError(
+        problem,
+        subject=where,
+        hint="A batch is a dict with input_ids of shape (rows, tokens) and, if there is padding, "
+        "an attention_mask of the same shape.",
+    )
+
+
+def _matrix(value: Any, where: str, name: str) -> Tensor:
+    mask_like = isinstance(value, Tensor) and name == "attention_mask"
+    found = (value != 0).to(torch.int64).cpu() if mask_like else whole_numbers(value)
+    if found is None or found.ndim != 2:
+        shape = getattr(value, "shape", None)
+        what = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
+        kind = "" if found is not None else ", not of whole numbers"
+        raise _wrong_batch(where, f"has {name} of {what}{kind}")
+    return found.to(torch.int64)
 
 
 def _rows_of_parts(batch: Batch, sampling: Sampling) -> Iterator[tuple[int, Batch]]:
     """Cut a batch into one for each part; it stays whole where a tensor has no rows to choose."""
-    rows = len(batch["input_ids"])
     parts: dict[int, list[int]] = {}
-    for row, (ids, marks) in enumerate(
-        zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ):
+    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    for row, (ids, marks) in enumerate(rows):
         if sampling.part_of is not None and bool(marks.any()):
             parts.setdefault(sampling.part_of(ids[marks != 0]), []).append(row)
-    if len(parts) < 2 or any(not value.ndim or len(value) != rows for value in batch.values()):
+    if len(parts) < 2 or not _can_choose_rows(batch):
         yield next(iter(parts), 0), batch
         return
     for part, chosen in parts.items():
         yield part, {name: value[chosen] for name, value in batch.items()}
+
+
+def _can_choose_rows(batch: Batch) -> bool:
+    rows = len(batch["input_ids"])
+    return all(value.ndim and len(value) == rows for value in batch.values())
 
 
 def _about_size(samples: int, tokens: int, sampling: Sampling) -> tuple[Words, ...]:

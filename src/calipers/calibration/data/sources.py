@@ -84,11 +84,12 @@ def open_file(path: Path, text_column: str | None) -> Rows:
         )
     if path.stat().st_size == 0:
         raise empty_data(f"The data file '{path}'")
-    readers = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_file}
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return parquet_file(path, text_column)
-    return readers.get(suffix, text_file)(path)
+    if suffix in (".jsonl", ".ndjson"):
+        return _line_rows(f"'{path}'", lambda: path.open("rb"))
+    return json_file(path) if suffix == ".json" else text_file(path)
 
 
 def text_file(path: Path) -> Rows:
@@ -169,11 +170,6 @@ class JsonLines(Sequence[Any]):
             raise _invalid_json(where, error) from None
 
 
-def json_lines(path: Path) -> Rows:
-    """Return a file with one JSON value per line."""
-    return _line_rows(f"'{path}'", lambda: path.open("rb"))
-
-
 def json_file(path: Path) -> Rows:
     """Return a JSON file: a list of records, a single one, or in truth one per line."""
     subject = f"The data file '{path}'"
@@ -248,20 +244,16 @@ class _TableRows(Sequence[Any]):
 def _decoded(data: bytes, where: str, offset: int) -> str:
     """Return bytes as text; ``offset`` is where they begin in their file."""
     try:
-        text = data.decode("utf-8")
+        text, wrong = data.decode("utf-8"), data.find(b"\0")
     except UnicodeDecodeError as error:
-        raise _no_text(where, data[error.start], offset + error.start) from None
-    if (zero := data.find(b"\0")) >= 0:
-        raise _no_text(where, 0, offset + zero)
+        wrong = error.start
+    if wrong >= 0:
+        raise DataError(
+            f"is not UTF-8 text: byte 0x{data[wrong]:02x} at offset {offset + wrong} of the file",
+            subject=where,
+            hint="Save it as UTF-8, or give another kind of data: .jsonl, .json, .parquet.",
+        )
     return text.removeprefix("\ufeff") if offset == 0 else text
-
-
-def _no_text(subject: str, byte: int, offset: int) -> DataError:
-    return DataError(
-        f"is not UTF-8 text: byte 0x{byte:02x} at offset {offset} of the file",
-        subject=subject,
-        hint="Save it as UTF-8, or give another kind of data: .jsonl, .json, .parquet.",
-    )
 
 
 def _invalid_json(subject: str, error: Exception) -> DataError:
@@ -325,12 +317,9 @@ def open_source(
 
     :param seed: of the shuffling; None for the order of the dataset
     """
+    kind = type(dataset).__name__
     if isinstance(dataset, (str, os.PathLike)):
-        path = Path(dataset)
-        named = _named(path, dataset)
-        if named is not None:
-            return open_source(load_named(named), seed=seed, text_column=text_column)
-        return _from_rows(open_file(path, text_column), f"The data file '{path}'", seed)
+        return _from_path(dataset, seed, text_column)
     if isinstance(dataset, io.BufferedIOBase):
         called = getattr(dataset, "name", None)
         name = "Standard input" if called == "<stdin>" else f"The stream {called!r}"
@@ -341,18 +330,44 @@ def open_source(
     if isinstance(dataset, Mapping):
         return _from_mapping(dataset)
     if _is_of_datasets(dataset):
-        return _from_dataset(dataset, seed)
-    if isinstance(dataset, torch.Tensor) or type(dataset).__name__ == "ndarray":
-        return _from_rows(_rows_of_array(dataset), "The tensor of token ids", seed)
-    if isinstance(dataset, (bytes, bytearray, Set)) or hasattr(dataset, "to_dict"):
-        raise _no_dataset(f"of type {type(dataset).__name__}", _advice(dataset))
+        if isinstance(dataset, Sized):
+            return _from_rows(Rows(dataset, "row"), "The dataset", seed)  # type: ignore[arg-type]
+        if seed is not None:
+            dataset = dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        return _from_stream(dataset, "row")
+    if isinstance(dataset, torch.Tensor) or kind == "ndarray":
+        if dataset.ndim != 2:
+            advice = "One row of token ids is given as ids[None]." if dataset.ndim == 1 else ""
+            raise _no_dataset(f"a {kind} of shape {tuple(dataset.shape)}", advice)
+        return _from_rows(Rows(dataset, "row"), "The tensor of token ids", seed)
+    if isinstance(dataset, Set):
+        raise _no_dataset(f"of type {kind}", "A set has no order of its own: give a list.")
+    if hasattr(dataset, "to_dict"):
+        advice = "Of a data frame, give its records: frame.to_dict('records')."
+        raise _no_dataset(f"of type {kind}", advice)
+    if isinstance(dataset, (bytes, bytearray)):
+        raise _no_dataset(f"of type {kind}")
     if _is_list(dataset):
         if len(dataset) and is_batch(dataset[0]):
             return ReadyBatches(dataset)
         return _from_rows(Rows(dataset, "item"), "The dataset", seed)
     if isinstance(dataset, Iterable):
         return _from_stream(dataset)
-    raise _no_dataset(f"of type {type(dataset).__name__}")
+    raise _no_dataset(f"of type {kind}")
+
+
+def _from_path(
+    dataset: str | os.PathLike[str], seed: int | None, text_column: str | None
+) -> Records | ReadyBatches:
+    """Open a file, a folder, or a data set by its name; what is on disk wins over a name."""
+    path, name = Path(dataset), None
+    if os.path.isdir(path):  # no, where a name is too long
+        name = DatasetName(str(path))
+    elif isinstance(dataset, str) and not os.path.exists(path):
+        name = DatasetName.parse(dataset)
+    if name is not None:
+        return open_source(load_named(name), seed=seed, text_column=text_column)
+    return _from_rows(open_file(path, text_column), f"The data file '{path}'", seed)
 
 
 def is_batch(item: Any) -> bool:
@@ -374,13 +389,6 @@ def _from_rows(rows: Rows, name: str, seed: int | None) -> Records:
     )
 
 
-def _named(path: Path, given: object) -> DatasetName | None:
-    """Return the name of a data set; None for a file, which wins over a name."""
-    if os.path.isdir(path):  # no, where a name is too long
-        return DatasetName(str(path))
-    return DatasetName.parse(given) if isinstance(given, str) and not os.path.exists(path) else None
-
-
 def _from_stream(
     dataset: Iterable[Any],
     label: str = "item",
@@ -399,15 +407,6 @@ def _from_stream(
     return Records((f"{label} 0", first), numbered, name, notes=notes)
 
 
-def _from_dataset(dataset: Any, seed: int | None) -> Records | ReadyBatches:
-    """A Dataset or IterableDataset of the library `datasets`."""
-    if isinstance(dataset, Sized):
-        return _from_rows(Rows(dataset, "row"), "The dataset", seed)  # type: ignore[arg-type]
-    if seed is not None:
-        dataset = dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-    return _from_stream(dataset, "row")
-
-
 def _from_mapping(dataset: Mapping[str, Any]) -> ReadyBatches:
     if is_batch(dataset):
         return ReadyBatches([dataset])
@@ -417,14 +416,6 @@ def _from_mapping(dataset: Mapping[str, Any]) -> ReadyBatches:
     raise _no_dataset(f"of type {type(dataset).__name__} (its keys: {keys})")
 
 
-def _rows_of_array(dataset: Any) -> Rows:
-    if dataset.ndim != 2:
-        advice = "One row of token ids is given as ids[None]." if dataset.ndim == 1 else ""
-        shape = tuple(dataset.shape)
-        raise _no_dataset(f"a {type(dataset).__name__} of shape {shape}", advice)
-    return Rows(dataset, "row")
-
-
 def _is_of_datasets(dataset: Any) -> bool:
     return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__)
 
@@ -432,14 +423,6 @@ def _is_of_datasets(dataset: Any) -> bool:
 def _is_list(dataset: Any) -> bool:
     indexed = isinstance(dataset, TorchDataset) and hasattr(dataset, "__getitem__")
     return isinstance(dataset, Sequence) or (indexed and isinstance(dataset, Sized))
-
-
-def _advice(dataset: Any) -> str:
-    if isinstance(dataset, Set):
-        return "A set has no order of its own: give a list."
-    if hasattr(dataset, "to_dict"):
-        return "Of a data frame, give its records: frame.to_dict('records')."
-    return ""
 
 
 def _no_dataset(what: str, advice: str = "") -> DataError:
