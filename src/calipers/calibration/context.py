@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from calipers.calibration.sharing import Measuring, PairedTensors, SharedInputs, Shown, rounded
+from calipers.calibration.sharing import PairedTensors, SharedInputs
 from calipers.errors import ConfigurationError, LayoutError, TensorValueError
 from calipers.measurements import Measurements
 from calipers.measurements.tensors import Tensors, check_same
@@ -51,18 +51,18 @@ class Snapshot:
         self._attention = [(config, config._attn_implementation) for config in _configs(model)]
         self._modules = {module: dict(vars(module)) for module in model.modules()}
         # Handles of hooks refer to the very dictionary the hook is in: its contents are restored.
-        self._contents = {
-            id(content): (content, content.copy())
-            for attributes in self._modules.values()
-            for content in map(_content, attributes.values())
-            if content is not None
-        }
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for attributes in self._modules.values():
+            for value in attributes.values():
+                content = value.offloaded_values if isinstance(value, OffloadCache) else value
+                if isinstance(content, (dict, set, list)):
+                    self._contents[id(content)] = content, content.copy()
 
     def restore(self) -> None:
         """Bring the model back."""
-        for value, content in self._contents.values():
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+        for content, before in self._contents.values():
+            content.clear()
+            content.extend(before) if isinstance(content, list) else content.update(before)
         for module, attributes in self._modules.items():
             vars(module).clear()
             vars(module).update(attributes)
@@ -92,13 +92,6 @@ def unchanged_on_error(model: torch.nn.Module) -> Iterator[None]:
         raise
 
 
-def _content(value: Any) -> dict[Any, Any] | set[Any] | list[Any] | None:
-    """Return the container that an attribute is, or keeps its tensors in."""
-    if isinstance(value, OffloadCache):
-        value = value.offloaded_values
-    return value if isinstance(value, (dict, set, list)) else None
-
-
 def _configs(model: torch.nn.Module) -> list[Any]:
     """Return the configs of a model and its parts in which an attention implementation stands."""
     found: dict[int, Any] = {}
@@ -112,18 +105,6 @@ def _configs(model: torch.nn.Module) -> list[Any]:
 
 
 _STATES = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
-
-
-def register_state_hook(
-    module: torch.nn.Module, base_name: str, look: Callable[[Any], None]
-) -> RemovableHandle:
-    """Show states of an attention module that :func:`expose_states` has prepared to a function.
-
-    :param base_name: ``q`` (after its positions are put in), ``k`` or ``v`` (as they enter the
-        cache)
-    """
-    handle: RemovableHandle = _STATES[base_name](module, lambda _, states: look(states))
-    return handle
 
 
 def expose_states(model: Any, module: torch.nn.Module, kind: ModuleKind) -> None:
@@ -182,7 +163,7 @@ class Calibration:
         self._twins: dict[Statistic, Statistic] = {}  # of the first half → of the second
         self._dtype = dtype
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
-        self._sharing = SharedInputs() if share_inputs else None
+        self._sharing = SharedInputs(share=share_inputs)
         self._pairs = PairedTensors()
         self._together: dict[Statistic, TensorStatistics] = {}
         self._leaving = ExitStack()
@@ -200,7 +181,6 @@ class Calibration:
                 if any(each.base_name in ("q", "k", "v") for each in requirements):
                     expose_states(self.model, self.module(name), "attention")
             self._measure()
-            self._go_on()
             self._leaving = stack.pop_all()
         return self
 
@@ -217,8 +197,7 @@ class Calibration:
         try:
             with torch.no_grad(), token_mask(mask):
                 yield
-                if self._sharing is not None:
-                    self._sharing.settle()
+                self._sharing.settle()
                 self._pairs.clear()
         except TensorValueError as error:
             error.add_hint(f"It was batch {index}, the first one with such values.")
@@ -276,8 +255,7 @@ class Calibration:
 
     def finish(self, names: Iterable[str]) -> None:
         """Measure some modules no longer; what was measured for them is theirs."""
-        if self._sharing is not None:
-            self._sharing.finish()
+        self._sharing.finish()
         for together in self._together.values():
             together.flush()
         names = list(names)
@@ -318,14 +296,12 @@ class Calibration:
         Between two batches only; the next one goes on with the same statistics. What is not
         measured in halves is in the first.
         """
-        first, second = (self._held(each) for each in (self.measurements, self.second_half))
+        first: Measured = {}
+        second: Measured = {}
+        for half, measurements in ((first, self.measurements), (second, self.second_half)):
+            for place, statistics in measurements.tensors().items():
+                half[place] = {key: self._holder(each) for key, each in statistics.items()}
         return first, second
-
-    def _held(self, measurements: Measurements) -> Measured:
-        return {
-            place: {key: self._holder(statistic) for key, statistic in statistics.items()}
-            for place, statistics in measurements.tensors().items()
-        }
 
     def _tokens(self, statistic: Statistic) -> int:
         twin = self._twins.get(statistic)
@@ -336,13 +312,11 @@ class Calibration:
         """Return the statistic that holds what another one was shown so far."""
         together = self._together.get(statistic)
         if together is None:
-            return self._shared(statistic)
-        return together.counterpart(statistic, self._shared(together))
-
-    def _shared(self, shown: Shown) -> Shown:
-        return shown if self._sharing is None else self._sharing.holder(shown)
+            return self._sharing.holder(statistic)
+        return together.counterpart(statistic, self._sharing.holder(together))
 
     def _measure(self) -> None:
+        """Begin all statistics, from what was measured before, and put hooks on for them."""
         wanted: dict[str, list[Requirement]] = defaultdict(list)
         for name, requirements in self.plan.requirements(with_costs=self.plan.needs_data):
             wanted[name].extend(requirements)
@@ -356,16 +330,13 @@ class Calibration:
             hooked.pop("weight", None)  # what is measured of a weight, whoever runs the model adds
             for base_name, statistics in hooked.items():
                 self._hook(name, base_name, statistics)
-
-    def _go_on(self) -> None:
-        """Let statistics know what was measured before."""
         if self._known is None:
             return
         (first, second), self._known = self._known, None
         check_same(first, self.measurements.tensors())
         for measurements, known in ((self.measurements, first), (self.second_half, second)):
-            for place, statistics in known.items():
-                for key, statistic in statistics.items():
+            for place, before in known.items():
+                for key, statistic in before.items():
                     mine = measurements.get(*place, key)
                     if mine is not None:
                         mine.copy_from(statistic)
@@ -395,7 +366,7 @@ class Calibration:
     def _hook(self, name: str, base_name: str, statistics: dict[Statistic, bool]) -> None:
         """Show a tensor to statistics, of which some are needed."""
         module = self.module(name)
-        dtype = self._observed_dtype(module)
+        dtype = None if self._dtype in (None, own_dtype(module)) else self._dtype
         first = next((each for each, is_needed in statistics.items() if is_needed), None)
         has_pairs = any(statistic.takes_pairs for statistic in statistics)
         shown = self._in_halves(statistics)
@@ -413,10 +384,13 @@ class Calibration:
                 if first is not None:
                     raise
                 return
-            for each, is_needed in shown[self._half].items():
-                if is_needed or _is_measurable(tensor):
-                    seen = self._paired(name, tensor) if each.takes_pairs else tensor
-                    self._show(each, seen, mask, dtype)
+            holds_numbers = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+            for statistic, is_needed in shown[self._half].items():
+                if is_needed or holds_numbers:
+                    seen = tensor
+                    if statistic.takes_pairs:
+                        seen = self._pairs.of(name, tensor, self._residuals.get(name))
+                    self._sharing.show(statistic, seen, mask, dtype)
 
         self._handles[name].append(_register_hook(module, base_name, see))
 
@@ -441,22 +415,6 @@ class Calibration:
                 self._together |= dict.fromkeys(alike, TensorStatistics(alike))
         return {self._together.get(each, each): needed for each, needed in statistics.items()}
 
-    def _paired(self, name: str, tensor: Tensor) -> Tensor:
-        return self._pairs.of(name, tensor, self._residuals.get(name))
-
-    def _show(
-        self, shown: Measuring, tensor: Tensor, mask: Tensor | None, dtype: torch.dtype | None
-    ) -> None:
-        if self._sharing is None:
-            shown.update(rounded(tensor, dtype), mask)
-        else:
-            self._sharing.show(shown, tensor, mask, dtype)
-
-    def _observed_dtype(self, module: torch.nn.Module) -> torch.dtype | None:
-        """Return what the activations of a module are rounded to; None where nothing is."""
-        own = own_dtype(module)
-        return None if self._dtype in (None, own) else own
-
 
 def _register_hook(
     module: torch.nn.Module, base_name: str, see: Callable[[Tensor], None]
@@ -474,8 +432,6 @@ def _register_hook(
         )
     if base_name == "output":
         return module.register_forward_hook(lambda _, _args, output: look(output))
-    return register_state_hook(module, base_name, look)
-
-
-def _is_measurable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    # Of queries after their positions are put in, of keys and values as they enter the cache.
+    handle: RemovableHandle = _STATES[base_name](module, lambda _, states: look(states))
+    return handle

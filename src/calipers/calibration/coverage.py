@@ -170,7 +170,14 @@ def _learn_from_peers(
 ) -> None:
     for tensor in module.tensors:
         if measurements.get(module.name, tensor.base_name, RANGE) is not None:
-            united = _united_range(_ranges(tensor, peers, measurements, ranks))
+            ranges = _ranges(tensor, peers, measurements, ranks)
+            lows, highs, likes = zip(*ranges, strict=True)
+            united = LastRange()
+            united.absorb(
+                min_vals=reduce(torch.minimum, lows),
+                max_vals=reduce(torch.maximum, highs),
+                observed_like=likes[0],
+            )
             measurements.replace(module.name, tensor.base_name, RANGE, united)
     inputs = measurements.get(module.name, "input", IMPORTANCE)
     if inputs is not None:
@@ -197,18 +204,6 @@ def _ranges(
             like = None if ranged is None else ranged.field("observed_like")
             mine.append((*found, found[0] if like is None else like))
     return [each for theirs in ranks.share(mine) for each in theirs]
-
-
-def _united_range(ranges: list[SeenRange]) -> LastRange:
-    """Return the largest of some ranges."""
-    lows, highs, likes = zip(*ranges, strict=True)
-    united = LastRange()
-    united.absorb(
-        min_vals=reduce(torch.minimum, lows),
-        max_vals=reduce(torch.maximum, highs),
-        observed_like=likes[0],
-    )
-    return united
 
 
 PART = 0.1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -67,6 +67,10 @@ def stop_after_calls(
         if left == 0:
             raise _StopForward
 
+    def zeros(module: torch.nn.Module, x: Tensor) -> Tensor:
+        rows = module.get_parameter("weight").shape[0]
+        return x.new_zeros(*x.shape[:-1], rows)
+
     with ExitStack() as stack:
         for module in modules:
             if with_outputs:
@@ -74,16 +78,10 @@ def stop_after_calls(
             else:
                 # Behind all other hooks, which are to see the last input.
                 handle = module.register_forward_pre_hook(count)
-                replace_forward(stack, module, partial(_zeros, module))
+                replace_forward(stack, module, partial(zeros, module))
             stack.callback(handle.remove)
         with suppress(_StopForward):
             yield
-
-
-def _zeros(module: torch.nn.Module, x: Tensor) -> Tensor:
-    """Return zeros of the shape of an output."""
-    rows = module.get_parameter("weight").shape[0]
-    return x.new_zeros(*x.shape[:-1], rows)
 
 
 def replace_forward(stack: ExitStack, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
@@ -101,6 +99,8 @@ class _StopForward(BaseException):
 
 
 Modules = Collection[torch.nn.Module]
+_Place: TypeAlias = tuple[int, torch.nn.Module]
+"""The number of a batch, and a module."""
 
 
 @dataclass
@@ -209,14 +209,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-@dataclass
-class _Batch:
-    """What is kept of one batch."""
-
-    outputs: dict[torch.nn.Module, _Kept] = field(default_factory=dict)
-    inputs: dict[torch.nn.Module, _Kept] = field(default_factory=dict)
-
-
 class ActivationCache:
     """Activations of one layer in one stream, by batch.
 
@@ -228,7 +220,9 @@ class ActivationCache:
 
     def __init__(self, points: ResumePoints, budget: Budget) -> None:
         self._points, self._budget = points, budget
-        self._batches: dict[int, _Batch] = {}
+        self._outputs: dict[_Place, _Kept] = {}
+        self._inputs: dict[_Place, _Kept] = {}  # of tails
+        self._is_final = False  # whether what the run at work computes is final so far
 
     @contextmanager
     def run(self, index: int, unsolved: Modules, *, is_changing: bool) -> Iterator[None]:
@@ -238,32 +232,37 @@ class ActivationCache:
         :param is_changing: whether solving them changes what they compute in this stream: then
             nothing behind them is final
         """
-        batch = self._batches.setdefault(index, _Batch())
         pending = set(unsolved)
-        final = _Final(bool(pending))  # with nothing left to solve, no run follows
+        self._is_final = bool(pending)  # with nothing left to solve, no run follows
+
+        def end_final(*_: object) -> None:
+            self._is_final = False
+
+        def keep_input(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if self._is_final and len(args) == 1:
+                self._keep(self._inputs, (index, module), args[0])
+
         with ExitStack() as stack:
             for module in self._points.modules:
                 if pending.isdisjoint(module.modules()):
-                    replace_forward(stack, module, self._resuming(module, batch, final))
+                    replace_forward(stack, module, self._resuming(index, module))
             for tail in self._points.tails.values():
-                handle = tail.module.register_forward_pre_hook(self._keeping_input(batch, final))
-                stack.callback(handle.remove)
+                stack.callback(tail.module.register_forward_pre_hook(keep_input).remove)
             # Registered last: the input of an unsolved module is final, its output is not.
             for module in pending if is_changing else ():
-                stack.callback(module.register_forward_pre_hook(final.end).remove)
+                stack.callback(module.register_forward_pre_hook(end_final).remove)
             yield
 
     def clear(self) -> None:
         """Forget everything."""
-        for batch in self._batches.values():
-            for kept in (*batch.outputs.values(), *batch.inputs.values()):
-                self._budget.left += kept.nbytes
-        self._batches.clear()
+        for kept in (*self._outputs.values(), *self._inputs.values()):
+            self._budget.left += kept.nbytes
+        self._outputs.clear()
+        self._inputs.clear()
 
-    def _resuming(
-        self, module: torch.nn.Module, batch: _Batch, final: _Final
-    ) -> Callable[..., Any]:
-        compute = module.forward
+    def _resuming(self, index: int, module: torch.nn.Module) -> Callable[..., Any]:
+        """Return a forward that goes on from what an earlier run of the batch has kept."""
+        compute, place = module.forward, (index, module)
         tail = self._points.tails.get(module)
         calls = 0
 
@@ -272,52 +271,30 @@ class ActivationCache:
             calls += 1
             if calls > 1:  # unlike the traced batch; what is kept is of the first call
                 return compute(*args, **kwargs)
-            kept = batch.outputs.get(module)
+            kept = self._outputs.get(place)
             if kept is not None and kept.is_unchanged:
                 return kept.value
-            start = None if tail is None else batch.inputs.get(tail.module)
+            start = None if tail is None else self._inputs.get((index, tail.module))
             if tail is not None and start is not None and start.is_unchanged:
                 value = tail.output(start.value)
             else:
                 value = compute(*args, **kwargs)
-            if final.holds:
-                self._keep(batch.outputs, module, value)
+            if self._is_final:
+                self._keep(self._outputs, place, value)
                 if tail is not None:
-                    self._drop(batch.inputs, tail.module)
+                    self._drop(self._inputs, (index, tail.module))
             return value
 
         return forward
 
-    def _keeping_input(
-        self, batch: _Batch, final: _Final
-    ) -> Callable[[torch.nn.Module, tuple[Any, ...]], None]:
-        def see(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            if final.holds and len(args) == 1:
-                self._keep(batch.inputs, module, args[0])
-
-        return see
-
-    def _keep(
-        self, where: dict[torch.nn.Module, _Kept], module: torch.nn.Module, value: Any
-    ) -> None:
-        self._drop(where, module)
+    def _keep(self, where: dict[_Place, _Kept], place: _Place, value: Any) -> None:
+        self._drop(where, place)
         kept = _Kept.of(value)
         if kept is not None and kept.nbytes <= self._budget.left:
-            where[module] = kept
+            where[place] = kept
             self._budget.left -= kept.nbytes
 
-    def _drop(self, where: dict[torch.nn.Module, _Kept], module: torch.nn.Module) -> None:
-        kept = where.pop(module, None)
+    def _drop(self, where: dict[_Place, _Kept], place: _Place) -> None:
+        kept = where.pop(place, None)
         if kept is not None:
             self._budget.left += kept.nbytes
-
-
-class _Final:
-    """Whether what a run computes is final so far."""
-
-    def __init__(self, holds: bool) -> None:
-        self.holds = holds
-
-    def end(self, *_: object) -> None:
-        """Note that an unsolved module is called."""
-        self.holds = False

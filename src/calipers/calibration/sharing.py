@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
@@ -46,13 +45,15 @@ class SharedInputs:
     group waits until all of it have been shown the next tensor, and measures it once. If one is
     shown another tensor, the group parts, each part knowing what it was really shown: the result is
     always what separate statistics would have found.
+
+    :param share: whether there are groups of more than one
     """
 
-    def __init__(self) -> None:
-        self._readers: dict[int, _Reader] = {}
-        self._groups: dict[int, _Group] = {}
+    def __init__(self, *, share: bool = True) -> None:
+        self._share = share
+        self._groups: dict[Measuring, _Group] = {}
         self._latest: dict[Hashable, _Group] = {}
-        self._finished: set[int] = set()
+        self._finished: weakref.WeakSet[Measuring] = weakref.WeakSet()
 
     def show(
         self,
@@ -66,37 +67,36 @@ class SharedInputs:
         :param mask: which tokens count; None for all
         :param dtype: what the tensor is rounded to before it is measured; None: nothing
         """
-        owner = id(statistic)
-        if owner not in self._readers:
-            self._readers[owner] = _Reader(
-                statistic, dtype if statistic.measures_roundings else None
-            )
-        reader = self._readers[owner]
-        group = self._groups.get(owner)
+        group = self._groups.get(statistic)
         if group is None:
-            has_seen_before = owner in self._finished
-            latest = None if has_seen_before else self._latest.get(reader.key)
+            has_seen_before = statistic in self._finished
+            dtype = dtype if statistic.measures_roundings else None
+            # What two have in common that measure the same of a tensor, and know the same.
+            key = str(sorted(statistic.configuration().items())), dtype, statistic.origin()
+            latest = self._latest.get(key) if self._share and not has_seen_before else None
             if latest is not None and latest.measured_only(tensor):
-                latest.members.append(reader)
-                self._groups[owner] = latest
+                latest.members.append(statistic)
+                self._groups[statistic] = latest
                 return
-            group = _Group([reader], count=int(has_seen_before))
-            self._groups[owner] = group
-        elif group.is_waiting_for_others_than(reader, tensor):
+            group = _Group(key, dtype, [statistic], count=int(has_seen_before))
+            self._groups[statistic] = group
+        elif group.pending is not None and (
+            group.pending is not tensor or statistic in group.arrived
+        ):
             self._part(group)
-            group = self._groups[owner]
-        group.arrive(reader, tensor, mask)
-        self._latest[reader.key] = group
+            group = self._groups[statistic]
+        group.arrive(statistic, tensor, mask)
+        self._latest[group.key] = group
 
     def holder(self, statistic: Shown) -> Shown:
         """Return the one of a group that holds what ``statistic`` was shown so far."""
-        group = self._groups.get(id(statistic))
-        found = statistic if group is None else group.members[0].statistic
-        return cast("Shown", found)  # a group has one configuration, hence one class
+        group = self._groups.get(statistic)
+        # A group has one configuration, hence one class.
+        return statistic if group is None else cast("Shown", group.members[0])
 
     def settle(self) -> None:
         """Measure what is waiting: it is shown to nobody else."""
-        for group in self._distinct_groups():
+        for group in dict.fromkeys(self._groups.values()):
             if group.pending is not None:
                 self._part(group)
         self._latest.clear()  # the next batch may have another mask
@@ -107,15 +107,11 @@ class SharedInputs:
         Those that go on afterwards measure alone: others may have seen something else before.
         """
         self.settle()
-        for group in self._distinct_groups():
+        for group in dict.fromkeys(self._groups.values()):
             for member in group.members[1:]:
                 member.copy_from(group.members[0])
-        self._finished.update(self._readers)
-        self._readers.clear()
+        self._finished.update(self._groups)
         self._groups.clear()
-
-    def _distinct_groups(self) -> list[_Group]:
-        return list({id(group): group for group in self._groups.values()}.values())
 
     def _part(self, group: _Group) -> None:
         """Leave those behind who were not shown the pending tensor."""
@@ -125,47 +121,27 @@ class SharedInputs:
             for part in (absent, present):
                 if part[0] is not group.members[0]:
                     part[0].copy_from(group.members[0])
-            rest = _Group(absent, count=group.count)
+            rest = _Group(group.key, group.dtype, absent, count=group.count)
             group.members = present
-            self._groups |= {id(member.statistic): rest for member in absent}
+            self._groups |= dict.fromkeys(absent, rest)
         group.measure()
 
 
 @dataclass(eq=False)
-class _Reader:
-    """A statistic, and what tensors are rounded to before it measures them."""
-
-    statistic: Measuring
-    dtype: torch.dtype | None
-
-    @cached_property
-    def key(self) -> Hashable:
-        """What two readers have in common that measure the same of a tensor, and know the same.
-
-        It is first asked for before anything is measured.
-        """
-        configuration = str(sorted(self.statistic.configuration().items()))
-        return configuration, self.dtype, self.statistic.origin()
-
-    def measure(self, tensor: Tensor, mask: Tensor | None) -> None:
-        """Take a tensor in."""
-        self.statistic.update(rounded(tensor, self.dtype), mask)
-
-    def copy_from(self, other: _Reader) -> None:
-        """Know what another reader of the same key knows."""
-        self.statistic.copy_from(other.statistic)
-
-
-@dataclass(eq=False)
 class _Group:
-    """Readers that know the same; the first of them holds it."""
+    """Statistics that know the same; the first of them holds it.
 
-    members: list[_Reader]
+    :param dtype: what tensors are rounded to before they are measured
+    """
+
+    key: Hashable
+    dtype: torch.dtype | None
+    members: list[Measuring]
     count: int = 0
     pending: Tensor | None = None
     mask: Tensor | None = None
     version: int = 0
-    arrived: set[_Reader] = field(default_factory=set)
+    arrived: set[Measuring] = field(default_factory=set)
     last: weakref.ref[Tensor] | None = None
 
     def measured_only(self, tensor: Tensor) -> bool:
@@ -174,15 +150,10 @@ class _Group:
         same = same and self.version == tensor_version(tensor)
         return same and self.count == 1 and self.pending is None
 
-    def is_waiting_for_others_than(self, reader: _Reader, tensor: Tensor) -> bool:
-        if self.pending is None:
-            return False
-        return self.pending is not tensor or reader in self.arrived
-
-    def arrive(self, reader: _Reader, tensor: Tensor, mask: Tensor | None) -> None:
+    def arrive(self, member: Measuring, tensor: Tensor, mask: Tensor | None) -> None:
         if self.pending is None:
             self.pending, self.mask, self.version = tensor, mask, tensor_version(tensor)
-        self.arrived.add(reader)
+        self.arrived.add(member)
         if len(self.arrived) == len(self.members):
             self.measure()
 
@@ -194,10 +165,11 @@ class _Group:
             raise ModelRunError(
                 "reads a tensor that other modules read too, and that one of them changes in "
                 "place before all have read it: it cannot be measured once for all",
-                subject=self.members[0].statistic.label(),
+                subject=self.members[0].label(),
                 hint="Pass " + Option("share_inputs", False) + " to measure it for each of them",
             )
-        self.members[0].measure(tensor, self.mask)
+        is_rounded = self.dtype is not None and tensor.is_floating_point()
+        self.members[0].update(tensor.to(self.dtype) if is_rounded else tensor, self.mask)
         self.mask = None
         self.last = weakref.ref(tensor)
         self.count += 1
@@ -247,8 +219,3 @@ class PairedTensors:
                 hint="Give the recipe 'error_propagation: quantized'",
             )
         return before
-
-
-def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor in a dtype, if one is given and the tensor holds floats."""
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

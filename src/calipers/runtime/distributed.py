@@ -29,6 +29,8 @@ from calipers.runtime.ranks import Ranks, SingleProcess, ranks_in_use
 from calipers.statistics.base import Statistic
 from calipers.statistics.distributed import gather, sync_statistics
 
+T = TypeVar("T")
+
 Address = tuple[str, int]
 """The machine and the number of a process."""
 
@@ -131,30 +133,21 @@ class Heartbeat(threading.Thread):
         """Give a sign and look for those of the others, until stopped."""
         for number in itertools.count():
             with suppress(RuntimeError):
-                self._store.set(_sign(self._rank), str(number))
-                for rank in range(len(self.signs)):
-                    self._look_for(rank)
+                self._store.set(f"alive/{self._rank}", str(number))
+                for rank, before in enumerate(self.signs):
+                    key = f"alive/{rank}"
+                    sign = self._store.get(key) if self._store.check([key]) else None
+                    self.signs[rank] = sign
+                    silence = self.silence[rank] + self._interval
+                    self.silence[rank] = silence if sign == before else 0.0
             if self._stopped.wait(self._interval):
                 return
-
-    def _look_for(self, rank: int) -> None:
-        key = _sign(rank)
-        sign = self._store.get(key) if self._store.check([key]) else None
-        silent = sign == self.signs[rank]
-        self.signs[rank] = sign
-        self.silence[rank] = self.silence[rank] + self._interval if silent else 0.0
 
     def stop(self) -> None:
         """Give no more signs."""
         self._stopped.set()
         self.join()
 
-
-def _sign(rank: int) -> str:
-    return f"alive/{rank}"
-
-
-T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long others are waited for that have not been heard of yet."""
@@ -207,19 +200,21 @@ class DistributedRanks(Ranks):
         if error is not None:
             self._destroy_groups()  # who waits in one for this process hears of it at once
         if self._owns_group and (error is None or isinstance(error, Exception)):
-            self._part()
+            # Let all hear how it ended: without torchrun the store goes with the first process.
+            with suppress(RuntimeError):
+                self._store.set(f"left/{self.rank}", "")
+                if self.rank == 0 and not dist.is_torchelastic_launched():
+                    alive = set(range(self.world_size)).difference(self._lost())
+                    self._wait_for([f"left/{rank}" for rank in alive], self.silence)
         self._leave(error)
 
-    def _part(self) -> None:
-        """Let all hear how it ended: without torchrun the store goes with the first process."""
-        with suppress(RuntimeError):
-            self._store.set(f"left/{self.rank}", "")
-            if self.rank == 0 and not dist.is_torchelastic_launched():
-                alive = set(range(self.world_size)).difference(self._lost())
-                self._wait_for([f"left/{rank}" for rank in alive], self.silence)
-
     def _leave(self, error: BaseException | None) -> None:
-        self._disconnect()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._destroy_groups()
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
         self._termination.remove()
         told = self._termination.told
         if told is not None and error is not None:
@@ -239,14 +234,6 @@ class DistributedRanks(Ranks):
             if dist.get_backend() != "gloo":
                 self._groups.append(dist.new_group(timeout=patience))
         self._termination.others = self.share(my_address())
-
-    def _disconnect(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-        self._destroy_groups()
-        if self._owns_group:
-            dist.destroy_process_group()
-            self._owns_group = False
 
     def _destroy_groups(self) -> None:
         while self._groups:
@@ -289,11 +276,20 @@ class DistributedRanks(Ranks):
             raise self._does_not_answer(lost)
 
     def _meet(self, what: str, failure: Exception | None) -> list[int]:
-        """Tell the others how it went, wait for them, and return who will not come."""
+        """Tell the others how it went, wait for them, and return who will not come.
+
+        Who lives is waited for, however long it takes.
+        """
+        keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
         try:
             # What this process has only heard of, the others hear of themselves.
             self._arrive(what, None if isinstance(failure, RankError) else failure)
-            return self._await([f"{self._steps}/{rank}" for rank in range(self.world_size)])
+            while True:
+                self._wait_for(keys, self._interval)
+                missing = {rank for rank, key in enumerate(keys) if not self._store.check([key])}
+                lost = [rank for rank in self._lost() if rank in missing]
+                if lost or not missing:
+                    return lost
         except RuntimeError as error:
             raise RankError(
                 f"The store of the process group cannot be reached after {what}: "
@@ -301,20 +297,6 @@ class DistributedRanks(Ranks):
                 hint="It is kept by torchrun or, without it, by rank 0: look at the output of "
                 "that process",
             ) from failure or error
-
-    def _await(self, keys: list[str]) -> list[int]:
-        """Wait for the keys of all; return those that neither come nor give a sign of life.
-
-        Who lives is waited for, however long it takes.
-
-        :param keys: what each process leaves in the store, by its number
-        """
-        while True:
-            self._wait_for(keys, self._interval)
-            missing = {rank for rank, key in enumerate(keys) if not self._store.check([key])}
-            lost = [rank for rank in self._lost() if rank in missing]
-            if lost or not missing:
-                return lost
 
     def _wait_for(self, keys: list[str], longest: timedelta) -> None:
         """Wait for keys; the store's own wait would not heed signals meanwhile."""
@@ -335,7 +317,13 @@ class DistributedRanks(Ranks):
         return (self.silence if has_come else self.timeout).total_seconds()
 
     def _does_not_answer(self, ranks: Sequence[int]) -> RankError:
-        return _does_not_answer(self._step, self._patience(ranks[0]), ranks)
+        names = ", ".join(f"rank {rank}" for rank in ranks)
+        return RankError(
+            f"did not finish {self._step} and gave no sign of life for "
+            f"{self._patience(ranks[0]):g} s, so this process stops too",
+            subject=f"{names[0].upper()}{names[1:]}",
+            hint="Look at the output of that rank: it died, or its machine cannot be reached",
+        )
 
     def _arrive(self, what: str, failure: Exception | None) -> None:
         if failure is not None:
@@ -355,16 +343,6 @@ class DistributedRanks(Ranks):
             with self.step("merging statistics", together=True):
                 for work in sync_statistics(statistics, self._groups[-1]):
                     work.wait()
-
-
-def _does_not_answer(step: str, seconds: float, ranks: Sequence[int]) -> RankError:
-    names = ", ".join(f"rank {rank}" for rank in ranks)
-    return RankError(
-        f"did not finish {step} and gave no sign of life for {seconds:g} s, so this process stops "
-        "too",
-        subject=f"{names[0].upper()}{names[1:]}",
-        hint="Look at the output of that rank: it died, or its machine cannot be reached",
-    )
 
 
 def _was_told_to_stop(rank: int, step: str, gone: Mapping[int, str]) -> RankError:

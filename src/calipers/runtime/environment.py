@@ -58,8 +58,18 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch:
             raise _cannot_find_others(f"{rank}={given[rank]} is set, but {size} is not", [size])
         if launcher == _ALLOCATION and rank not in given:
             continue
-        if size in given:
-            return _launch(given, launcher, rank, size, local_rank)
+        if size not in given:
+            continue
+        world_size = _number(given, size)
+        if world_size == 1:
+            return Launch()
+        if rank not in given:
+            raise _cannot_find_others(f"{size}={world_size} is set, but {rank} is not", [rank])
+        number = _number(given, rank)
+        if not 0 <= number < world_size:
+            raise _cannot_find_others(f"{rank}={number} is not below {size}={world_size}", [rank])
+        local = _number(given, local_rank) if local_rank in given else None
+        return Launch(launcher, number, world_size, local)
     return Launch()
 
 
@@ -69,21 +79,6 @@ def is_first_process() -> bool:
         return find_launch().rank == 0
     except ConfigurationError:  # who needs the others says so
         return True
-
-
-def _launch(
-    given: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str
-) -> Launch:
-    world_size = _number(given, size)
-    if world_size == 1:
-        return Launch()
-    if rank not in given:
-        raise _cannot_find_others(f"{size}={world_size} is set, but {rank} is not", [rank])
-    number = _number(given, rank)
-    if not 0 <= number < world_size:
-        raise _cannot_find_others(f"{rank}={number} is not below {size}={world_size}", [rank])
-    local = _number(given, local_rank) if local_rank in given else None
-    return Launch(launcher, number, world_size, local)
 
 
 def check_address(launch: Launch, environment: Mapping[str, str] | None = None) -> None:

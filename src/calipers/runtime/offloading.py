@@ -96,7 +96,8 @@ class _HookedModule:
                     n: t for n, t in held.items() if t is not None and t is not before[kind].get(n)
                 }
                 new |= added
-                held = held | {name: _without_values(tensor) for name, tensor in added.items()}
+                # Accelerate has tensors without values, which it loads when they are needed.
+                held = held | {n: to_tensor(t.detach().to("meta"), t) for n, t in added.items()}
             attributes[kind] = before[kind]
             attributes[kind].clear()
             attributes[kind].update(held)
@@ -120,7 +121,11 @@ class _StoredTensors(CPUCache):  # type: ignore[misc]
             self.offload_device = self.onload_device
         self.offloaded_values = dict(tensors)
         self._stored = hook.weights_map
-        self._names = {tensor: name for name, tensor in tensors.items() if _is_empty(tensor)}
+        self._names = {
+            tensor: name
+            for name, tensor in tensors.items()
+            if tensor is not None and tensor.is_meta
+        }
 
     def onload(self, offloaded: Tensor | None) -> Tensor | None:
         """Return a tensor on the device that the module computes on."""
@@ -133,19 +138,15 @@ class _StoredTensors(CPUCache):  # type: ignore[misc]
 
     def __setitem__(self, key: Any, value: Tensor | None) -> None:
         before = self.offloaded_values.get(key)
-        if before in self._names and not self.onloading_disabled and value is not None:
+        if (
+            before is not None
+            and before in self._names
+            and not self.onloading_disabled
+            and value is not None
+        ):
             self.offloaded_values[key] = self.offload(to_tensor(value.detach(), before))
         else:
             super().__setitem__(key, value)
-
-
-def _is_empty(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    empty: Tensor = to_tensor(tensor.detach().to("meta"), tensor)
-    return empty
 
 
 def _with_tensors(given: Any, hook: Any, tensors: dict[str, Tensor]) -> Any:

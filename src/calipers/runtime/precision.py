@@ -95,7 +95,8 @@ def computing_in(
     originals: list[tuple[Tensor, Tensor]] = []
     try:
         for module in (m for each in modules for m in (each.modules() if recurse else [each])):
-            narrow = [t for t in module._buffers.values() if _is_narrower(t, dtype)]
+            buffers = [b for b in module._buffers.values() if b is not None]
+            narrow = [b for b in buffers if b.dtype.itemsize < dtype.itemsize]
             for tensor in (*module._parameters.values(), *narrow):
                 if tensor is not None and _computes(tensor) and tensor.dtype != dtype:
                     originals.append((tensor, tensor.data))
@@ -117,7 +118,3 @@ def bytes_of_copies(model: torch.nn.Module, dtype: torch.dtype, device: torch.de
 def _computes(tensor: Tensor) -> bool:
     """Whether a tensor holds numbers that are computed with, not codes of a quantized one."""
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
-
-
-def _is_narrower(tensor: Tensor | None, dtype: torch.dtype) -> bool:
-    return tensor is not None and tensor.dtype.itemsize < dtype.itemsize

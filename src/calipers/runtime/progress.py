@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,6 @@ from calipers.runtime.environment import is_first_process
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
-    from rich.progress import TaskID
 
 INTERVAL = 30.0
 """Seconds between two lines."""
@@ -139,27 +138,18 @@ class Progress:
 
         A bar inside another one is gone when it is done.
         """
-        if self._lines is not None:
-            with self._lines.phase(Phase(what, total, unit)) as add:
-                yield add
-            return
-        if not self._draws:
-            yield Phase(what).add
-            return
-        inside = self._bars is not None
-        with self._opened() as bars:
-            task = bars.add_task(what, total=total, unit=unit, note="")
-            yield _advancing(bars, task)
-            if inside:
-                bars.remove_task(task)
+        with self._shown(Phase(what, total, unit), stays=self._bars is None) as begin:
+            yield begin(total, unit)
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[Begin]:
+    def waiting(self, what: str) -> AbstractContextManager[Begin]:
         """Tell of a phase of which nobody knows how far it is, unless what is yielded is told.
 
         Its bar is gone when it is done.
         """
-        phase = Phase(what)
+        return self._shown(Phase(what), stays=False)
+
+    @contextmanager
+    def _shown(self, phase: Phase, *, stays: bool) -> Iterator[Begin]:
         if self._lines is not None:
             with self._lines.phase(phase):
                 yield phase.begin
@@ -167,20 +157,24 @@ class Progress:
         if not self._draws:
             yield phase.begin
             return
-        with self._opened(transient=True) as bars:
-            task = bars.add_task(what, total=None, unit="", note="")
+        with self._opened(transient=not stays) as bars:
+            task = bars.add_task(phase.what, total=phase.total, unit=phase.unit, note="")
+
+            def advance(number: float, note: str = "") -> None:
+                bars.update(task, advance=number, note=f", {note}" if note else "")
 
             def begin(total: float, unit: str) -> Add:
                 bars.update(task, total=total, unit=unit)
-                return _advancing(bars, task)
+                return advance
 
             try:
                 yield begin
             finally:
-                bars.remove_task(task)
+                if not stays:
+                    bars.remove_task(task)
 
     @contextmanager
-    def _opened(self, *, transient: bool = False) -> Iterator[Bars]:
+    def _opened(self, *, transient: bool) -> Iterator[Bars]:
         """Yield the bars that are on the screen, or put some there."""
         if self._bars is not None:
             yield self._bars
@@ -192,13 +186,6 @@ class Progress:
                 yield self._bars
             finally:
                 self._bars = None
-
-
-def _advancing(bars: Bars, task: TaskID) -> Add:
-    def advance(number: float, note: str = "") -> None:
-        bars.update(task, advance=number, note=f", {note}" if note else "")
-
-    return advance
 
 
 class _Lines:
@@ -213,28 +200,21 @@ class _Lines:
         self._due = time.monotonic() + interval
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[Add]:
+    def phase(self, phase: Phase) -> Iterator[None]:
         """Have a phase written while this is open."""
         self._phases.append(phase)
-        try:
-            if len(self._phases) > 1:
-                yield phase.add
-            else:
-                with self._repeated():
-                    yield phase.add
-        finally:
-            self._phases.remove(phase)
-
-    @contextmanager
-    def _repeated(self) -> Iterator[None]:
+        is_first = len(self._phases) == 1
         over = threading.Event()
         thread = threading.Thread(target=self._repeat, args=[over], daemon=True, name="progress")
-        thread.start()
+        if is_first:
+            thread.start()
         try:
             yield
         finally:
             over.set()
-            thread.join()
+            if is_first:
+                thread.join()
+            self._phases.remove(phase)
 
     def _repeat(self, over: threading.Event) -> None:
         while not over.wait(max(0.0, self._due - time.monotonic())):

@@ -55,7 +55,12 @@ class Ranks(Protocol):
         for name in mine:
             values = [theirs.get(name) for theirs in everyone]
             if any(value != values[0] for value in values):
-                raise _disagree(name, values)
+                rank, other = next((r, v) for r, v in enumerate(values) if v != values[0])
+                raise ConfigurationError(
+                    f"The ranks do not agree on {name}: rank 0 has {values[0]}, rank {rank} has "
+                    f"{other}",
+                    hint="Every process must be given the same model, recipe, data and options",
+                )
 
     def my_part(self, jobs: Sequence[T], cost: Callable[[T], int]) -> list[T]:
         """Choose the jobs of this process, so that all have about the same to do."""
@@ -108,12 +113,3 @@ def use_ranks(ranks: Ranks) -> Iterator[None]:
 def ranks_in_use() -> Ranks | None:
     """Return the ranks of the block around; None where there is none."""
     return _ranks_in_use.get()
-
-
-def _disagree(what: str, values: Sequence[Any]) -> ConfigurationError:
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
-    return ConfigurationError(
-        f"The ranks do not agree on {what}: rank 0 has {values[0]}, rank {other} has "
-        f"{values[other]}",
-        hint="Every process must be given the same model, recipe, data and options",
-    )
