@@ -23,9 +23,9 @@ from pairwise import pairwise
 from torch import Tensor
 from weights import MX
 
-from calipers.calibration.lifecycle import store_qparams
 from calipers.errors import TensorValueError
 from calipers.numerics.layout import Layout
+from calipers.numerics.qparams import store_qparams
 from calipers.observers import Observer
 
 ROWS, COLUMNS = 8, 64

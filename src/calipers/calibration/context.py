@@ -288,7 +288,11 @@ class Calibration:
 
     def tokens(self, name: str) -> int:
         """Return what a module has seen so far: the needed statistic that saw least counts."""
-        return min((self._tokens(each) for each in self.measurements.needed(name)), default=0)
+        counts = []
+        for statistic in self.measurements.needed(name):
+            halves = [statistic, self._twins.get(statistic)]
+            counts.append(sum(self._holder(h).num_tokens for h in halves if h is not None))
+        return min(counts, default=0)
 
     def so_far(self) -> tuple[Measured, Measured]:
         """Return what was measured until now, in two halves: (module, tensor) → key → statistic.
@@ -302,11 +306,6 @@ class Calibration:
             for place, statistics in measurements.tensors().items():
                 half[place] = {key: self._holder(each) for key, each in statistics.items()}
         return first, second
-
-    def _tokens(self, statistic: Statistic) -> int:
-        twin = self._twins.get(statistic)
-        others = 0 if twin is None else self._holder(twin).num_tokens
-        return self._holder(statistic).num_tokens + others
 
     def _holder(self, statistic: Statistic) -> Statistic:
         """Return the statistic that holds what another one was shown so far."""

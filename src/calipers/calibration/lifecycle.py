@@ -23,13 +23,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from compressed_tensors.offload import update_offload_parameter
 from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
 
 from calipers.errors import ConfigurationError, no_statistics
+from calipers.numerics.qparams import store_qparams
 from calipers.numerics.tensors import first_tensor
-from calipers.observers import Observer, QParamsDict
+from calipers.observers import Observer
 from calipers.observers.spec import ObserverSpec
 from calipers.planning.specs import args_for
 from calipers.statistics.masks import mask_for
@@ -104,7 +104,7 @@ def _show(module: torch.nn.Module, base_name: str, tensor: Tensor | None) -> Non
 
 def observe(module: torch.nn.Module | Iterable[torch.nn.Module], base_name: str) -> None:
     """Show a tensor that a module holds, such as its weight, to its observer."""
-    for each in _modules(module):
+    for each in [module] if isinstance(module, torch.nn.Module) else module:
         observer = observer_of(each, base_name)
         if observer is not None:
             observer(getattr(each, base_name))
@@ -115,7 +115,7 @@ def update_qparams(
 ) -> None:
     """Work out the parameters of tensors from what their observers saw, and store them."""
     names = [base_name] if isinstance(base_name, str) else list(base_name)
-    for each in _modules(module):
+    for each in [module] if isinstance(module, torch.nn.Module) else module:
         for name in names:
             observer = observer_of(each, name)
             if observer is None:
@@ -123,16 +123,6 @@ def update_qparams(
             if not observer.has_statistics:
                 raise no_statistics(observer.label())
             store_qparams(each, name, observer.get_qparams())
-
-
-def store_qparams(module: torch.nn.Module, base_name: str, qparams: QParamsDict) -> None:
-    """Copy parameters into those that the module has: no scale if it is found as the model runs."""
-    for suffix, value in qparams.items():
-        parameter = getattr(module, f"{base_name}_{suffix}", None)
-        if value is not None and parameter is not None:
-            assert isinstance(value, Tensor)
-            value = value.reshape(parameter.shape)
-            update_offload_parameter(module, f"{base_name}_{suffix}", value)
 
 
 def freeze_module_quantization(module: torch.nn.Module) -> None:
@@ -145,7 +135,3 @@ def freeze_module_quantization(module: torch.nn.Module) -> None:
             observer.detach(module)
             delattr(module, f"{base_name}_observer")
     module.quantization_status = QuantizationStatus.FROZEN
-
-
-def _modules(given: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:
-    return [given] if isinstance(given, torch.nn.Module) else given

@@ -14,6 +14,12 @@ from typing import Any
 from calipers.errors import DataError, several_splits
 from calipers.runtime.environment import hub_answers
 
+SHUFFLE_BUFFER = 10_000
+"""How many records of a stream are shuffled at a time."""
+
+_DEFAULT_SPLIT = "train"
+_LONGEST_REASON = 300
+_SAVED = ("dataset_info.json", "dataset_dict.json")
 _PARTS = re.compile(r"(?P<path>.+?)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LONGEST_NAME = 96
@@ -45,10 +51,14 @@ class DatasetName:
         >>> DatasetName.parse("stories.jsonl"), DatasetName.parse("Once upon a time")
         (None, None)
         """
-        found = _PARTS.fullmatch(text)
-        if found is None or not (os.path.isdir(found["path"]) or _can_be_on_hub(found["path"])):
+        parts = _PARTS.fullmatch(text)
+        if parts is None:
             return None
-        return cls(**found.groupdict())
+        path = parts["path"]
+        ending = os.path.splitext(path)[1].lower()
+        is_short = len(path) <= _LONGEST_NAME
+        on_hub = is_short and ending not in _OF_FILES and bool(_ON_HUB.fullmatch(path))
+        return cls(**parts.groupdict()) if on_hub or os.path.isdir(path) else None
 
     @property
     def is_local(self) -> bool:
@@ -58,19 +68,6 @@ class DatasetName:
     def __str__(self) -> str:
         config = f"@{self.config}" if self.config else ""
         return f"{self.path}{config}" + (f":{self.split}" if self.split else "")
-
-
-def _can_be_on_hub(path: str) -> bool:
-    ending = os.path.splitext(path)[1].lower()
-    return len(path) <= _LONGEST_NAME and ending not in _OF_FILES and bool(_ON_HUB.fullmatch(path))
-
-
-SHUFFLE_BUFFER = 10_000
-"""How many records of a stream are shuffled at a time."""
-
-_DEFAULT_SPLIT = "train"
-_LONGEST_REASON = 300
-_SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 def import_extra(module: str, what: str) -> Any:
@@ -121,7 +118,13 @@ def load_named(name: DatasetName) -> Any:
             )
     except Exception as error:  # files and servers of others: anything can come
         if not reached and isinstance(error, ConnectionError):
-            raise _unreachable(name) from None
+            raise DataError(
+                "is no file or folder here and not in the cache of datasets, and the hub, which "
+                "may have a data set of that name, cannot be reached",
+                subject=f"'{name}'",
+                hint="Correct the path, or try again with a network. A text itself is given in a "
+                "list: [text].",
+            ) from None
         raise _unreadable(name, _reason(error)) from error
     cached = f"The hub cannot be reached: '{name}' is read as the cache of datasets has it."
     return NamedDataset(name, stream, () if reached else (cached,))
@@ -160,16 +163,6 @@ def _unreadable(name: DatasetName, problem: str) -> DataError:
         subject=f"The data set '{name}'",
         allowed="NAME[@CONFIG][:SPLIT], where NAME is a data set on the hub or a folder of data "
         "files, and SPLIT is train unless you name another",
-    )
-
-
-def _unreachable(name: DatasetName) -> DataError:
-    return DataError(
-        "is no file or folder here and not in the cache of datasets, and the hub, which may have "
-        "a data set of that name, cannot be reached",
-        subject=f"'{name}'",
-        hint="Correct the path, or try again with a network. A text itself is given in a list: "
-        "[text].",
     )
 
 

@@ -78,24 +78,23 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 def _adding_gradients(
     model: nn.Module, statistics: Mapping[str, Sensitivity], tokens: list[int]
 ) -> Iterator[None]:
+    def add(statistic: Sensitivity, x: Tensor, grad: Tensor) -> None:
+        """Add the gradient of each sequence; tokens that come without their sequence are one."""
+        apart = x.ndim == 3 and len(x) == len(tokens)
+        pairs = zip(grad, x, tokens, strict=True) if apart else [(grad, x, sum(tokens))]
+        for g, values, count in pairs:
+            rows = g.detach().reshape(-1, g.shape[-1]).float()
+            statistic.add_product(rows, values.reshape(-1, values.shape[-1]).float(), count)
+
     def hook(
         statistic: Sensitivity, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> None:
         if output.requires_grad:
-            add = partial(_add, statistic, inputs[0].detach(), tokens)
-            output.register_hook(add)  # type: ignore[no-untyped-call]
+            grad_hook = partial(add, statistic, inputs[0].detach())
+            output.register_hook(grad_hook)  # type: ignore[no-untyped-call]
 
     with ExitStack() as stack:
         for name, statistic in statistics.items():
             handle = model.get_submodule(name).register_forward_hook(partial(hook, statistic))
             stack.callback(handle.remove)
         yield
-
-
-def _add(statistic: Sensitivity, x: Tensor, tokens: list[int], grad: Tensor) -> None:
-    """Add the gradient of each sequence; tokens that come without their sequence are one."""
-    apart = x.ndim == 3 and len(x) == len(tokens)
-    pairs = zip(grad, x, tokens, strict=True) if apart else [(grad, x, sum(tokens))]
-    for g, values, count in pairs:
-        rows = g.detach().reshape(-1, g.shape[-1]).float()
-        statistic.add_product(rows, values.reshape(-1, values.shape[-1]).float(), count)

@@ -21,9 +21,9 @@ from compressed_tensors.quantization import (
 from torch import Tensor
 
 from calipers.calibration.context import expose_states
-from calipers.calibration.lifecycle import store_qparams
 from calipers.checkpoint.state import join
 from calipers.errors import ConfigurationError, listing, shortened
+from calipers.numerics.qparams import store_qparams
 from calipers.planning.plan import Changes
 from calipers.planning.specs import ModuleSpec
 from calipers.steps.base import Layer

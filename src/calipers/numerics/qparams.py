@@ -6,9 +6,11 @@ ranges that it turns into NaN are repaired.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
+from compressed_tensors.offload import update_offload_parameter
 from compressed_tensors.quantization import QuantizationArgs, round_to_quantized_type_dtype
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import generate_gparam, round_to_power_2
@@ -103,6 +105,16 @@ def global_scale_of(absmax: Tensor, where: str = "global_scale_of") -> Tensor:
             hint="Scale the tensor down, or use a scheme without a global scale",
         )
     return found
+
+
+def store_qparams(module: torch.nn.Module, base_name: str, qparams: Mapping[str, object]) -> None:
+    """Copy parameters into those that the module has: no scale if it is found as the model runs."""
+    for suffix, value in qparams.items():
+        parameter = getattr(module, f"{base_name}_{suffix}", None)
+        if value is not None and parameter is not None:
+            assert isinstance(value, Tensor)
+            value = value.reshape(parameter.shape)
+            update_offload_parameter(module, f"{base_name}_{suffix}", value)
 
 
 def quantize_dequantize(

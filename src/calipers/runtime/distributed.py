@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -216,9 +216,24 @@ class DistributedRanks(Ranks):
             dist.destroy_process_group()
             self._owns_group = False
         self._termination.remove()
-        told = self._termination.told
-        if told is not None and error is not None:
-            raise _was_told_to_stop(self.rank, self._step, told.gone) from error
+        if self._termination.told is None or error is None:
+            return
+        # As launchers do with all others when one has died.
+        told = f"was told to stop (SIGTERM) while {self._step}"
+        hint = (
+            "Launchers do that when another process of the job has ended, or the job is "
+            "cancelled. Look at what the launcher says"
+        )
+        gone = self._termination.told.gone
+        if gone:
+            who = " and ".join(f"rank {rank} ({where})" for rank, where in gone.items())
+            told += (
+                f", and {who} {'is' if len(gone) == 1 else 'are'} gone: it crashed or was killed, "
+                "perhaps for want of memory"
+            )
+            hint = "Look at its output"
+        hint += ". Nothing half-written is left"
+        raise RankError(told, subject=f"Rank {self.rank}", hint=hint) from error
 
     def _connect(self) -> None:
         world: Any = dist.group.WORLD
@@ -343,23 +358,6 @@ class DistributedRanks(Ranks):
             with self.step("merging statistics", together=True):
                 for work in sync_statistics(statistics, self._groups[-1]):
                     work.wait()
-
-
-def _was_told_to_stop(rank: int, step: str, gone: Mapping[int, str]) -> RankError:
-    """Say that it was, as launchers do with all others when one has died."""
-    told = f"was told to stop (SIGTERM) while {step}"
-    hint = (
-        "Launchers do that when another process of the job has ended, or the job is cancelled. "
-        "Look at what the launcher says"
-    )
-    if gone:
-        who = " and ".join(f"rank {other} ({where})" for other, where in gone.items())
-        told += (
-            f", and {who} {'is' if len(gone) == 1 else 'are'} gone: it crashed or was killed, "
-            "perhaps for want of memory"
-        )
-        hint = "Look at its output"
-    return RankError(told, subject=f"Rank {rank}", hint=f"{hint}. Nothing half-written is left")
 
 
 _worlds = itertools.count()  # all processes count alike

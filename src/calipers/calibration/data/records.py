@@ -161,8 +161,8 @@ class RecordTokenizer:
             columns = self.columns or columns_of(record, None, where)
         if columns[:1] == ("input_ids",):
             self._value(record, where)  # refuses what cannot be read
-            found = _with_mask(record, columns, where)
-            if found.counted is None:
+            sample = _with_mask(record, columns, where)
+            if sample.counted is None:
                 raise no_mask(where, f"has no mask (it has: {', '.join(record)})")
         else:
             value = self._value(record, where) if columns else record
@@ -170,9 +170,15 @@ class RecordTokenizer:
                 return Sample(_NOTHING)
             if not _is_chat(value):
                 raise no_mask(where, "has no mask")
-            found = self._marked_chat(value, where)
-        check_ids(found.ids, where, self.vocab_size)
-        return found
+            if not _has_template(self.tokenizer):
+                raise no_mask(where, "is a chat, for which the tokenizer has no chat template")
+            encoded = self._templated(
+                value, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+            sample = Sample(ids, torch.tensor(encoded["assistant_masks"], dtype=torch.bool))
+        check_ids(sample.ids, where, self.vocab_size)
+        return sample
 
     def token_ids(self, record: Any, where: str, enough: int | None = None) -> torch.Tensor:
         """Return the token ids of a record, (tokens,) int64; none for an empty one.
@@ -183,7 +189,11 @@ class RecordTokenizer:
         if isinstance(record, Mapping):
             record = self._value(record, where)
         if _is_chat(record) and not _has_template(self.tokenizer):
-            record = _joined_chat(record, where)
+            contents = [_message(message, where).get("content") for message in record]
+            if not all(isinstance(content, str) for content in contents):
+                problem = "the tokenizer has no chat template for messages that are not plain text"
+                raise _unusable_chat(where, problem)
+            record = joined([str(content) for content in contents])
         if isinstance(record, str):
             ids = self._tokenized(record, where, enough) if record.strip() else _NOTHING
         elif _is_chat(record):
@@ -236,10 +246,9 @@ class RecordTokenizer:
             raise unreadable_record(where, problem) from None
 
         def tokenize(part: str) -> list[int]:
-            found: list[int] = self.tokenizer(part, add_special_tokens=special, verbose=False)[
-                "input_ids"
-            ]
-            return found
+            encoded = self.tokenizer(part, add_special_tokens=special, verbose=False)
+            ids: list[int] = encoded["input_ids"]
+            return ids
 
         def error_of(words: str) -> DataError:
             return DataError(
@@ -250,16 +259,6 @@ class RecordTokenizer:
 
         with library_errors(error_of):
             return torch.tensor(first_token_ids(tokenize, text, enough), dtype=torch.int64)
-
-    def _marked_chat(self, chat: Iterable[Mapping[str, Any]], where: str) -> Sample:
-        """Tokenize a chat; the chat template tells what the assistant says."""
-        if not _has_template(self.tokenizer):
-            raise no_mask(where, "is a chat, for which the tokenizer has no chat template")
-        found = self._templated(
-            chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids = torch.tensor(found["input_ids"], dtype=torch.int64)
-        return Sample(ids, torch.tensor(found["assistant_masks"], dtype=torch.bool))
 
     def _templated(self, chat: Iterable[Mapping[str, Any]], where: str, **options: Any) -> Any:
         messages = [_message(message, where) for message in chat]
@@ -360,14 +359,6 @@ def _is_chat(value: Any) -> bool:
 
 def _has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
-
-
-def _joined_chat(chat: Iterable[Mapping[str, Any]], where: str) -> str:
-    contents = [_message(message, where).get("content") for message in chat]
-    if not all(isinstance(content, str) for content in contents):
-        problem = "the tokenizer has no chat template for messages that are not plain text"
-        raise _unusable_chat(where, problem)
-    return joined([str(content) for content in contents])
 
 
 def _message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
