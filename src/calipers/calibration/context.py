@@ -365,7 +365,8 @@ class Calibration:
     def _hook(self, name: str, base_name: str, statistics: dict[Statistic, bool]) -> None:
         """Show a tensor to statistics, of which some are needed."""
         module = self.module(name)
-        dtype = None if self._dtype in (None, own_dtype(module)) else self._dtype
+        own = own_dtype(module)
+        dtype = None if self._dtype in (None, own) else own
         first = next((each for each, is_needed in statistics.items() if is_needed), None)
         has_pairs = any(statistic.takes_pairs for statistic in statistics)
         shown = self._in_halves(statistics)
