@@ -6,7 +6,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar, cast
 
 from calipers.errors import CalipersError, CalipersWarning, ConfigurationError, nearest
@@ -22,6 +22,9 @@ def standardize(name: str) -> str:
     'static_minmax'
     """
     return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+_REMEDY = "Update the package, or uninstall it"
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class _Source:
 class Registry(Generic[T]):
     """Parts of one kind by name; each is imported when it is asked for, and not before.
 
-    Entry points of installed packages are read when a name is not known otherwise, or when all
-    names are asked for.
+    Entry points of installed packages are read when a part is asked for; a name that stands for
+    two parts is refused when it is looked up, and when all names are asked for.
 
     :param what: what messages call a part, such as ``observer``
     :param group: the group of entry points by which packages add parts
@@ -83,9 +86,8 @@ Allowed: iso.
         self._sources = {name: _Source(place) for name, place in (built_in or {}).items()}
         self._aliases = dict(aliases or {})
         self._has_entry_points = False
+        self._conflicts: dict[str, tuple[_Source, _Source]] = {}
         self._broken: set[str] = set()
-
-    # Adding parts
 
     def register(
         self, name: str | None = None, alias: str | Iterable[str] | None = None
@@ -107,26 +109,23 @@ Allowed: iso.
         key = self._spelling(name or part.__name__)
         aliases = [self._spelling(a) for a in ([alias] if isinstance(alias, str) else alias or ())]
         for word in (key, *aliases):
-            self._check_free(word, source)
+            present = self._sources.get(self._aliases.get(word, word))
+            if present is not None and present.reference != source.reference:
+                raise ConfigurationError(
+                    f"already stands for {present}",
+                    subject=f"The name '{word}'",
+                    hint=f"Choose another one for {source}",
+                )
         self._sources[key] = source
         self._aliases.update(dict.fromkeys(aliases, key))
 
-    def _check_free(self, word: str, source: _Source) -> None:
-        present = self._sources.get(self._aliases.get(word, word))
-        if present is not None and present.reference != source.reference:
-            raise ConfigurationError(
-                f"already stands for {present}",
-                subject=f"The name '{word}'",
-                hint=f"Choose another one for {source}",
-            )
-
-    # Finding parts
-
     def get(self, name: str) -> T:
-        """Return the part of a name; refuse a name that is not known."""
+        """Return the part of a name; refuse a name that is not known, or that stands for two."""
+        self._read_entry_points()
         key = self._key(name)
         if key is None:
             raise self.unknown(name)
+        self._refuse_conflict(key)
         try:
             return self._imported(key)
         except Exception as error:
@@ -136,11 +135,13 @@ Allowed: iso.
 
     def __contains__(self, name: object) -> bool:
         """Whether a name stands for a part, which need not be importable."""
-        return isinstance(name, str) and self._key(name) is not None
+        return self._key(name) is not None
 
     def names(self) -> list[str]:
         """Return the names: those of built-in parts, then others in the order they came."""
         self._read_entry_points()
+        for key in self._conflicts:
+            self._refuse_conflict(key)
         return list(self._sources)
 
     def parts(self) -> Iterator[tuple[str, T]]:
@@ -151,7 +152,10 @@ Allowed: iso.
             except Exception as error:
                 if not self._sources[name].package:
                     raise
-                self._warn(name, error)
+                if name not in self._broken:
+                    self._broken.add(name)
+                    warning = CalipersWarning(self._failure(name, error), hint=_REMEDY)
+                    warnings.warn(warning, stacklevel=2)
             else:
                 yield name, part
 
@@ -161,17 +165,13 @@ Allowed: iso.
 
     def name_of(self, part: Any) -> str | None:
         """Return the name of a part; None for one that is not registered."""
-        name = self._name_of(part)
-        if name is None and not self._has_entry_points:
-            self._read_entry_points()
-            name = self._name_of(part)
-        return name
-
-    def _name_of(self, part: Any) -> str | None:
         reference = _reference(part)
-        for name, source in self._sources.items():
-            if source.part is part or (source.part is None and source.reference == reference):
-                return name
+        for is_complete in (self._has_entry_points, True):
+            if is_complete:
+                self._read_entry_points()
+            for name, source in self._sources.items():
+                if source.part is part or (source.part is None and source.reference == reference):
+                    return name
         return None
 
     def unknown(self, name: object) -> CalipersError:
@@ -206,51 +206,40 @@ Allowed: iso.
             self._sources[key] = _Source(source.reference, source.package, part)
         return cast("T", self._sources[key].part)
 
-    def _check(self, part: Any, told: str) -> None:
+    def _check(self, part: Any, label: str) -> None:
         if self.base is None:
             if not callable(part):
-                raise ConfigurationError(f"{told} is not a function")
+                raise ConfigurationError(f"{label} is not a function")
         elif not isinstance(part, type) or not issubclass(part, self.base):
-            raise ConfigurationError(f"{told} is not a subclass of {self.base.__name__}")
-
-    # Entry points
+            raise ConfigurationError(f"{label} is not a subclass of {self.base.__name__}")
 
     def _read_entry_points(self) -> None:
         """Note the names that installed packages add, once; nothing of theirs is imported."""
         if self._has_entry_points:
             return
-        added: dict[str, _Source] = {}
-        for entry in sorted(entry_points(group=self.group), key=lambda e: (e.name, e.value)):
-            key, source = self._spelling(entry.name), _source_of(entry)
-            present = self._sources.get(self._aliases.get(key, key)) or added.get(key)
-            if present is not None and present.reference != source.reference:
-                raise ConfigurationError(
-                    f"stands for two {self.what}s: {present}, and {source}",
-                    subject=f"The name '{key}'",
-                    hint="Uninstall one of the packages, or have one renamed",
-                )
-            added[key] = source
-        self._sources = {**self._sources, **added}
         self._has_entry_points = True
+        for entry in sorted(entry_points(group=self.group), key=lambda e: (e.name, e.value)):
+            package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
+            source = _Source(f"{entry.module}:{entry.attr}", package)
+            key = self._spelling(entry.name)
+            key = self._aliases.get(key, key)
+            present = self._sources.setdefault(key, source)
+            if present.reference != source.reference:
+                self._conflicts.setdefault(key, (present, source))
+
+    def _refuse_conflict(self, key: str) -> None:
+        if key in self._conflicts:
+            present, other = self._conflicts[key]
+            raise ConfigurationError(
+                f"stands for two {self.what}s: {present}, and {other}",
+                subject=f"The name '{key}'",
+                hint="Uninstall one of the packages, or have one renamed",
+            )
 
     def _failure(self, key: str, error: Exception) -> str:
         reason = f"{type(error).__name__}: {error}".rstrip(".")
         return f"{self.what} '{key}' ({self._sources[key]}) cannot be used: {reason}"
 
-    def _warn(self, key: str, error: Exception) -> None:
-        if key not in self._broken:
-            self._broken.add(key)
-            warnings.warn(CalipersWarning(self._failure(key, error), hint=_REMEDY), stacklevel=3)
-
-
-_REMEDY = "Update the package, or uninstall it"
-
 
 def _reference(part: Any) -> str:
     return f"{part.__module__}:{part.__qualname__}"
-
-
-def _source_of(entry: EntryPoint) -> _Source:
-    reference = f"{entry.module}:{entry.attr}"
-    package = entry.dist
-    return _Source(reference, f"{package.name} {package.version}" if package else entry.module)
