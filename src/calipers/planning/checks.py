@@ -6,8 +6,8 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
@@ -143,26 +143,23 @@ def check_modules(model: torch.nn.Module, planned: Sequence[ModuleSpec]) -> None
             subject=shortened(f"'{name}'" for name in quantized),
             hint="Start from the unquantized model, or ignore these modules",
         )
-    if any(each.kind != "linear" for each in planned):
-        _check_heads(model, next(each for each in planned if each.kind != "linear"))
+    attention = next((each for each in planned if each.kind != "linear"), None)
+    if attention is not None:
+        # Ask compressed-tensors for the shape of attention states now, not after all the data.
+        missing = [name for name, find in _HEADS.items() if not _finds(find, model)]
+        if missing:
+            raise unfit(
+                attention.name,
+                "/".join(tensor.base_name for tensor in attention.tensors),
+                "compressed-tensors does not find the shape of the attention states of "
+                f"{type(model).__name__}: its config does not tell {listing(missing)}",
+                hint="Its queries, keys and values cannot be quantized",
+            )
     for each in planned:
         if each.tensor("input") and isinstance(modules[each.name], torch.nn.Embedding):
             problem = "the input of an Embedding is token ids"
             raise unfit(each.name, "input", problem, hint="Quantize its weights only")
     _check_divisibility(modules, planned)
-
-
-def _check_heads(model: Any, planned: ModuleSpec) -> None:
-    """Ask compressed-tensors for the shape of attention states now, not after all the data."""
-    missing = [name for name, find in _HEADS.items() if not _finds(find, model)]
-    if missing:
-        raise unfit(
-            planned.name,
-            "/".join(tensor.base_name for tensor in planned.tensors),
-            "compressed-tensors does not find the shape of the attention states of "
-            f"{type(model).__name__}: its config does not tell {listing(missing)}",
-            hint="Its queries, keys and values cannot be quantized",
-        )
 
 
 def _finds(find: Callable[[Any], int], model: Any) -> bool:
@@ -173,61 +170,36 @@ def _finds(find: Callable[[Any], int], model: Any) -> bool:
     return True
 
 
-class _Unfit(NamedTuple):
-    """A tensor that groups or blocks of a width do not divide."""
-
-    module: str
-    base_name: str
-    size: int
-    width: int
-
-
 def _check_divisibility(modules: dict[str, torch.nn.Module], planned: Sequence[ModuleSpec]) -> None:
-    indivisible: list[_Unfit] = []
+    """Refuse tensors that groups or blocks do not divide; name sizes that fit all weights."""
+    lines: list[str] = []
     grouped: list[int] = []  # the sizes that groups cut, where another size can be chosen
     for each in planned:
         for tensor in each.tensors:
-            found = list(_indivisible(each, modules[each.name], tensor))
-            indivisible.extend(found)
+            if tensor.base_name in ("q", "k", "v"):
+                continue
+            size = _size(modules[each.name], tensor)
+            width = indivisible_by(size, tensor.args)
+            if width is not None:
+                lines.append(
+                    f"  {each.name}, {tensor.base_name}: {size} is not divisible by {width}. "
+                    f"{sizes_that_divide(size)}."
+                )
             if tensor.base_name == "weight" and has_free_groups(tensor.args):
-                grouped.append(_size(modules[each.name], tensor))
-            elif found:
+                grouped.append(size)
+            elif width is not None:
                 grouped.append(1)  # no other size helps here
-    if indivisible:
-        raise _not_divided(indivisible, group_sizes_for(math.gcd(*grouped)))
-
-
-def _not_divided(indivisible: Sequence[_Unfit], group_sizes: Sequence[int]) -> LayoutError:
-    """Name the tensors, and sizes that fit all weights."""
-    lines = [
-        f"  {each.module}, {each.base_name}: {each.size} is not divisible by {each.width}. "
-        f"{sizes_that_divide(each.size)}."
-        for each in indivisible[:_SHOWN_TENSORS]
-    ]
-    if len(indivisible) > _SHOWN_TENSORS:
-        lines.append(f"  and {len(indivisible) - _SHOWN_TENSORS} more")
-    head = "The group or block size of the recipe does not divide"
-    told = [f"{head} {counted(len(indivisible), 'tensor')}:", *lines]
-    return LayoutError("\n".join(told), hint=_way_out(group_sizes))
-
-
-def _way_out(group_sizes: Sequence[int]) -> Words:
-    if not group_sizes:
-        return "Choose another scheme, or ignore these modules"
-    sizes = joined(", ", (Option("group_size", size) for size in sorted(group_sizes, reverse=True)))
-    return "Sizes that fit every weight: " + sizes + ". Choose one, or ignore these modules"
-
-
-def _indivisible(
-    planned: ModuleSpec, module: torch.nn.Module, tensor: TensorSpec
-) -> Iterator[_Unfit]:
-    """Yield the tensor with its size and that of its groups, if they do not fit."""
-    if tensor.base_name in ("q", "k", "v"):
+    if not lines:
         return
-    size = _size(module, tensor)
-    width = indivisible_by(size, tensor.args)
-    if width is not None:
-        yield _Unfit(planned.name, tensor.base_name, size, width)
+    head = f"The group or block size of the recipe does not divide {counted(len(lines), 'tensor')}:"
+    rest = len(lines) - _SHOWN_TENSORS
+    more = [f"  and {rest} more"] if rest > 0 else []
+    hint: Words = "Choose another scheme, or ignore these modules"
+    group_sizes = sorted(group_sizes_for(math.gcd(*grouped)), reverse=True)
+    if group_sizes:
+        sizes = joined(", ", (Option("group_size", size) for size in group_sizes))
+        hint = "Sizes that fit every weight: " + sizes + ". Choose one, or ignore these modules"
+    raise LayoutError("\n".join([head, *lines[:_SHOWN_TENSORS], *more]), hint=hint)
 
 
 def _size(module: torch.nn.Module, tensor: TensorSpec) -> int:

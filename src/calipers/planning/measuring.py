@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -73,8 +72,8 @@ def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Pl
 
 def _of_linear(channels: int, collect: Collection[str]) -> Iterator[Requirement]:
     yield from _of_values("input")
-    yield _halved("input", CHANNEL_EXTREMA, partial(Extrema, "input", _CHANNEL))
-    yield _halved("input", SQUARES, SquareSums)
+    yield _required("input", CHANNEL_EXTREMA, partial(Extrema, "input", _CHANNEL), in_halves=True)
+    yield _required("input", SQUARES, SquareSums, in_halves=True)
     if "hessian" in collect:
         yield _required("input", HESSIAN, partial(BlockHessians, channels))
     if "outputs" in collect:
@@ -90,22 +89,19 @@ def _of_states(base_name: str) -> Iterator[Requirement]:
 
 
 def _of_values(base_name: str) -> Iterator[Requirement]:
-    yield _halved(base_name, COUNTS, partial(ValueCounts, base_name))
-    yield _halved(base_name, EXTREMA, partial(Extrema, base_name, _TENSOR))
+    yield _required(base_name, COUNTS, partial(ValueCounts, base_name), in_halves=True)
+    yield _required(base_name, EXTREMA, partial(Extrema, base_name, _TENSOR), in_halves=True)
 
 
-def _required(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
+def _required(
+    base_name: str, key: str, make: Callable[[], Statistic], *, in_halves: bool = False
+) -> Requirement:
     def create(name: str) -> Statistic:
         statistic = make()
         statistic.owner = f"{base_name} of {name}"
         return statistic
 
-    return Requirement(base_name, key, create)
-
-
-def _halved(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
-    """Ask for a statistic of each half of the data."""
-    return replace(_required(base_name, key, make), in_halves=True)
+    return Requirement(base_name, key, create, in_halves=in_halves)
 
 
 def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
@@ -114,7 +110,7 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
     :param known: what :func:`calipers.measure` has found of the same model
     """
     found, tensors = Measurements(known.info), known.tensors()
-    missing: dict[_Lack, list[str]] = defaultdict(list)
+    missing: dict[tuple[str, str], list[str]] = defaultdict(list)
     modules = {module.name: module for module in plan.modules}
     for name, requirements in plan.requirements(with_costs=True):
         for each in requirements:
@@ -123,55 +119,48 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
                 optional = each.is_optional
                 found.add(name, each.base_name, each.key, statistic, is_optional=optional)
             elif not each.is_optional:
-                lack = _lack(each, modules.get(name), is_measured=place in tensors)
-                missing[lack].append(".".join(place))
+                why = _why_missing(each, modules.get(name), is_measured=place in tensors)
+                missing[why].append(".".join(place))
     for module in plan.modules:
         sensitivity = tensors.get((module.name, "weight"), {}).get(SENSITIVITY)
         if sensitivity is not None and sensitivity.num_tokens:
             found.add(module.name, "weight", SENSITIVITY, sensitivity, is_optional=True)
-    for lack, names in missing.items():
+    for (problem, remedy), names in missing.items():
         raise ConfigurationError(
             f"do not tell what {counted(len(names), 'tensor')} of the recipe "
-            f"{'needs' if len(names) == 1 else 'need'} ({shortened(names, 3)}): {lack.problem}",
+            f"{'needs' if len(names) == 1 else 'need'} ({shortened(names, 3)}): {problem}",
             subject="The measurements",
-            hint=lack.remedy,
+            hint=remedy,
         )
     return found
 
 
-class _Lack(NamedTuple):
-    """Why something cannot be read from measurements, and what to do about it."""
-
-    problem: str
-    remedy: str
-
-    @classmethod
-    def of_collected(cls, problem: str, word: str) -> _Lack:
-        """Return what is measured on request only."""
-        return cls(problem, f"Measure again, with 'calipers measure … --collect {word}'")
+_REQUEST = "Measure again, with 'calipers measure … --collect {}'"
+_NO_STATES = ("queries, keys and values were not measured", _REQUEST.format("attention"))
+_NOT_MEASURED = {
+    "output": ("outputs were not measured", _REQUEST.format("outputs")),
+    **dict.fromkeys(("q", "k", "v"), _NO_STATES),
+}
 
 
-_NOT_MEASURED = _Lack("they were not measured", "Measure this model again")
-_NO_HESSIAN = _Lack.of_collected("how their channels go together (a Hessian)", "hessian")
-_NO_OUTPUTS = _Lack.of_collected("outputs were not measured", "outputs")
-_NO_STATES = _Lack.of_collected("queries, keys and values were not measured", "attention")
-_NOT_QUANTIZED = _Lack(
-    "inputs as they become when layers before are quantized",
-    "Give the recipe 'error_propagation: float', or calibrate with data",
-)
-_ON_REQUEST = {"output": _NO_OUTPUTS, **dict.fromkeys(("q", "k", "v"), _NO_STATES)}
-
-
-def _lack(requirement: Requirement, module: ModuleSpec | None, *, is_measured: bool) -> _Lack:
-    """Say why a requirement cannot be met."""
+def _why_missing(
+    requirement: Requirement, module: ModuleSpec | None, *, is_measured: bool
+) -> tuple[str, str]:
+    """Say why measurements do not meet a requirement, and what to do about it."""
     if not is_measured:
-        return _ON_REQUEST.get(requirement.base_name, _NOT_MEASURED)
+        usual = ("they were not measured", "Measure this model again")
+        return _NOT_MEASURED.get(requirement.base_name, usual)
     weight = None if module is None else module.tensor("weight")
     if requirement.key == IMPORTANCE and weight is not None:
-        return _NOT_QUANTIZED if weight.importance.uses_quantized_inputs else _NO_HESSIAN
+        if weight.importance.uses_quantized_inputs:
+            return (
+                "inputs as they become when layers before are quantized",
+                "Give the recipe 'error_propagation: float', or calibrate with data",
+            )
+        return "how their channels go together (a Hessian)", _REQUEST.format("hessian")
     tensor = None if module is None else module.tensor(requirement.base_name)
     observer = "the observer" if tensor is None else f"observer {tensor.observer_with_options}"
-    return _Lack(
+    return (
         f"{observer} keeps something else than extrema and counts of values, such as an average "
         "that depends on the order of the data",
         "Choose static_minmax, histogram_mse, percentile or entropy, or calibrate with data",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Literal
 
 import torch
@@ -241,24 +241,20 @@ class ModuleSpec:
             if tensor.base_name == "weight" or observer is None or observer.counts_values:
                 continue
             if has_few_scales(tensor.args):
-                create = partial(_value_counts, tensor.base_name, strategy_name(tensor.args))
-                yield Requirement(tensor.base_name, COUNTS, create, is_optional=True)
+                counts = partial(ValueCounts, tensor.base_name, strategy_name(tensor.args))
+                yield _of_costs(tensor.base_name, COUNTS, counts)
         if self.kind == "linear" and self.columns is not None:
-            if not self._gathers_inputs:
-                yield Requirement("input", SQUARES, _square_sums, is_optional=True)
-            if not self._knows_outputs:
-                yield Requirement("output", SQUARES, _token_squares, is_optional=True)
+            weight = self.tensor("weight")
+            importance = Importance() if weight is None else weight.importance
+            if not importance.fields:
+                yield _of_costs("input", SQUARES, partial(SquareSums, nonfinite="keep"))
+            # Under a full Hessian E‖W x‖² follows from it: W E[x xᵀ] Wᵀ.
+            if not isinstance(importance, FullHessian):
+                yield _of_costs("output", SQUARES, TokenSquares)
 
-    @cached_property
-    def _gathers_inputs(self) -> bool:
-        weight = self.tensor("weight")
-        return weight is not None and bool(weight.importance.fields)
 
-    @cached_property
-    def _knows_outputs(self) -> bool:
-        """Whether E‖W x‖² follows from what is gathered of the inputs: W E[x xᵀ] Wᵀ."""
-        weight = self.tensor("weight")
-        return weight is not None and isinstance(weight.importance, FullHessian)
+def _of_costs(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
+    return Requirement(base_name, key, lambda _name: make(), is_optional=True)
 
 
 def _importance_statistic(tensor: TensorSpec, columns: int, name: str) -> Statistic:
@@ -267,18 +263,6 @@ def _importance_statistic(tensor: TensorSpec, columns: int, name: str) -> Statis
     assert tensor.observer is not None
     statistic.owner = f"{tensor.observer.name} (weight of {name})"
     return statistic
-
-
-def _value_counts(base_name: str, strategy: str, _name: str) -> Statistic:
-    return ValueCounts(base_name, strategy)
-
-
-def _square_sums(_name: str) -> Statistic:
-    return SquareSums(nonfinite="keep")
-
-
-def _token_squares(_name: str) -> Statistic:
-    return TokenSquares()
 
 
 def module_format(module: torch.nn.Module, scheme: QuantizationScheme) -> CompressionFormat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +29,8 @@ def plan_for(
     }
     unfuse_experts(model, fused)
     plan = compile_plan(recipe.steps, model)
-    parents = {parent for name in plan.names for parent in _parents(name)}
     for name, module in fused.items():
-        if name in parents:
+        if any(planned.startswith(f"{name}.") for planned in plan.names):
             vars(model.get_submodule(name))["calibrate_all_experts"] = calibrate_all_experts
         else:
             model.set_submodule(name, module)
@@ -43,7 +42,8 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
 
     :param steps: the steps, each under what messages call it
     """
-    claims = _Claims()
+    claimed: dict[str, ModuleSpec] = {}
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     measured: dict[str, tuple[Requirement, ...]] = {}
     changed: set[str] = set()
     propagation = PROPAGATIONS[0]
@@ -51,13 +51,17 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
         wanted = step.plan(model, label)
         propagation = max(propagation, wanted.propagation, key=PROPAGATIONS.index)
         for module in wanted.modules:
-            claims.add(module)
-        _check_known(model, label, (*wanted.measured, *wanted.changed))
+            known = claimed.get(module.name)
+            claimed[module.name] = module if known is None else _merged(known, module)
+        for name in {*wanted.measured, *wanted.changed}.difference(order):
+            raise RecipeError(
+                f"{label} plans for a module '{name}', which {type(model).__name__} does not have",
+                meant=nearest(name, order),
+            )
         for name, requirements in wanted.measured.items():
             measured[name] = (*measured.get(name, ()), *requirements)
         changed |= set(wanted.changed)
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    modules = sorted(claims.modules(), key=lambda module: order[module.name])
+    modules = sorted(claimed.values(), key=lambda module: order[module.name])
     if not modules and not measured and not changed:
         raise RecipeError(
             f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
@@ -70,46 +74,16 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     return Plan(tuple(modules), besides, steps, propagation, others)
 
 
-def _check_known(model: torch.nn.Module, step: str, names: Iterable[str]) -> None:
-    """Refuse what a step plans for modules that the model does not have."""
-    known = [name for name, _ in model.named_modules()]
-    for name in set(names).difference(known):
-        raise RecipeError(
-            f"{step} plans for a module '{name}', which {type(model).__name__} does not have",
-            meant=nearest(name, known),
-        )
-
-
-class _Claims:
-    """Which step quantizes which tensor."""
-
-    def __init__(self) -> None:
-        self._modules: dict[str, ModuleSpec] = {}
-
-    def add(self, module: ModuleSpec) -> None:
-        """Take a claim; a tensor that is claimed already is an error."""
-        known = self._modules.get(module.name)
-        if known is None:
-            self._modules[module.name] = module
-            return
-        for tensor in module.tensors:
-            other = known.tensor(tensor.base_name)
-            if other is not None:
-                raise RecipeError(
-                    f"Both {other.step} and {tensor.step} quantize "
-                    f"'{module.name}.{tensor.base_name}'",
-                    hint="A tensor is quantized once: narrow the targets of one of them, or add "
-                    "the module to its ignore list",
-                )
-        self._modules[module.name] = _merged(known, module)
-
-    def modules(self) -> list[ModuleSpec]:
-        """Return the modules, each with all that is claimed of it."""
-        return list(self._modules.values())
-
-
 def _merged(one: ModuleSpec, other: ModuleSpec) -> ModuleSpec:
-    """Join the claims of two steps on different tensors of one Linear module."""
+    """Join the claims of two steps on one Linear module; a tensor that both claim is an error."""
+    for tensor in other.tensors:
+        present = one.tensor(tensor.base_name)
+        if present is not None:
+            raise RecipeError(
+                f"Both {present.step} and {tensor.step} quantize '{other.name}.{tensor.base_name}'",
+                hint="A tensor is quantized once: narrow the targets of one of them, or add the "
+                "module to its ignore list",
+            )
     assert one.kind == other.kind == "linear"
     args = {
         field: args_for(one.scheme, base) or args_for(other.scheme, base)
@@ -122,13 +96,3 @@ def _merged(one: ModuleSpec, other: ModuleSpec) -> ModuleSpec:
     by_name = {tensor.base_name: tensor for tensor in (*one.tensors, *other.tensors)}
     tensors = tuple(by_name[base] for base in SCHEME_FIELDS if base in by_name)
     return ModuleSpec(one.name, scheme, tensors, one.kind, one.columns)
-
-
-def _parents(name: str) -> list[str]:
-    """Return the names of the modules that a module is part of.
-
-    >>> _parents("layers.0.mlp")
-    ['layers', 'layers.0']
-    """
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]

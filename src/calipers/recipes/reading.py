@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,18 +63,22 @@ def read_document(text: str, source: str) -> Document:
     >>> read_document("a:\\n  b: 1", "recipe").lines
     {('a',): 1, ('a', 'b'): 2}
     """
+    loader = yaml.SafeLoader(text)
     try:
-        return _read(text, source)
+        node = loader.get_single_node()
+        walk = _Walk(loader, source)
+        return Document(None if node is None else walk.build(node, ()), source, walk.lines)
     except RecursionError:
         raise RecipeError("is nested too deeply", source=source) from None
     except yaml.YAMLError as error:
-        data = _as_json(text)
-        if data is not None:
-            return Document(data, source)
+        with suppress(ValueError):  # what YAML refuses and JSON allows, such as tabs
+            return Document(json.loads(text), source)
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = None if mark is None else mark.line + 1
         raise RecipeError(f"this is no YAML: {problem}", source=source, line=line) from None
+    finally:
+        loader.dispose()
 
 
 def refuse_surrogates(document: Document, value: Any, path: Path = ()) -> None:
@@ -94,16 +99,6 @@ def refuse_surrogates(document: Document, value: Any, path: Path = ()) -> None:
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             refuse_surrogates(document, inner, (*path, index))
-
-
-def _read(text: str, source: str) -> Document:
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        walk = _Walk(loader, source)
-        return Document(None if node is None else walk.build(node, ()), source, walk.lines)
-    finally:
-        loader.dispose()
 
 
 class _Walk:
@@ -128,20 +123,17 @@ class _Walk:
             raise self._error(f"more than {_MOST_ENTRIES} entries", node)
         self._open.add(id(node))
         try:
-            return self._collection(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self._at(item, item, (*path, i)) for i, item in enumerate(node.value)]
+            assert isinstance(node, yaml.MappingNode)
+            if id(node) not in self._flat:
+                self._flat.add(id(node))
+                self._refuse_doubles(node)
+                self._loader.flatten_mapping(node)
+            # What "<<" merges in comes first, so that a key of the mapping itself wins.
+            return {self._key(k): self._at(v, k, (*path, self._key(k))) for k, v in node.value}
         finally:
             self._open.remove(id(node))
-
-    def _collection(self, node: yaml.Node, path: Path) -> Any:
-        if isinstance(node, yaml.SequenceNode):
-            return [self._at(item, item, (*path, i)) for i, item in enumerate(node.value)]
-        assert isinstance(node, yaml.MappingNode)
-        if id(node) not in self._flat:
-            self._flat.add(id(node))
-            self._refuse_doubles(node)
-            self._loader.flatten_mapping(node)
-        # What is merged in by "<<" comes first, so that a key of the mapping itself wins.
-        return {self._key(k): self._at(v, k, (*path, self._key(k))) for k, v in node.value}
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
@@ -169,7 +161,10 @@ class _Walk:
 
     def _refuse_doubles(self, node: yaml.MappingNode) -> None:
         seen: dict[str, int] = {}
-        for key, place in self._own_keys(node):
+        for place, _ in node.value:
+            if place.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self._key(place)
             if key in seen:
                 raise self._error(
                     f"the key '{key}' stands twice, first in line {seen[key]}",
@@ -178,18 +173,5 @@ class _Walk:
                 )
             seen[key] = place.start_mark.line + 1
 
-    def _own_keys(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge":
-                yield self._key(key), key
-
     def _error(self, what: str, node: yaml.Node, hint: str = "") -> RecipeError:
         return RecipeError(what, hint=hint, source=self._source, line=node.start_mark.line + 1)
-
-
-def _as_json(text: str) -> Any:
-    """Read what YAML refuses and JSON allows, such as tabs."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

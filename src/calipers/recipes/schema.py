@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,22 +15,26 @@ import yaml
 
 from calipers.errors import (
     CalipersError,
+    CalipersWarning,
     ConfigurationError,
+    Option,
     RecipeError,
+    check_whole_number,
     code_not_allowed,
+    listing,
     nearest,
+    not_allowed,
 )
 from calipers.files.reading import read_whole
 from calipers.notebook import NotebookView
 from calipers.observers.registry import is_file_of_code
 from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.plan import Plan
-from calipers.recipes.changing import observe, regroup, round_by
 from calipers.recipes.compiling import compile_plan
 from calipers.recipes.reading import Document, Path, read_document, refuse_surrogates
 from calipers.steps import Modifier, QuantizationModifier
-from calipers.steps.base import STEPS
-from calipers.steps.choices import check_observer, named_observers, preset_name
+from calipers.steps.base import STEPS, steps_by_method
+from calipers.steps.choices import check_observer, named_observers, preset_name, read_choice
 from calipers.topology.names import EXPERT_PROJECTIONS
 
 _FOREIGN = (
@@ -107,13 +112,13 @@ class Recipe(NotebookView):
         """
         modifiers = self.modifiers
         if method is not None:  # first: observers that nobody has chosen depend on it
-            modifiers = round_by(modifiers, method)
+            modifiers = _round_by(modifiers, method)
         if group_size is not None:
-            modifiers = regroup(modifiers, group_size)
+            modifiers = _regroup(modifiers, group_size)
         if weight_observer is not None:
-            modifiers = observe(modifiers, "weight_observer", weight_observer)
+            modifiers = _observe(modifiers, "weight_observer", weight_observer)
         if activation_observer is not None:
-            modifiers = observe(modifiers, "activation_observer", activation_observer)
+            modifiers = _observe(modifiers, "activation_observer", activation_observer)
         if modifiers == self.modifiers:
             return self
         rest = iter(modifiers)
@@ -147,11 +152,65 @@ class Recipe(NotebookView):
 
     def to_yaml(self) -> str:
         """Write the recipe so that :func:`load_recipe` reads it back."""
-        data = {
-            f"{stage.name}_stage": {f"{stage.name}_modifiers": _written(stage.modifiers)}
-            for stage in self.stages
-        }
+        data = {}
+        for stage in self.stages:
+            pairs = [(type(modifier).__name__, modifier.to_data()) for modifier in stage.modifiers]
+            modifiers: Any = dict(pairs)
+            if len(modifiers) < len(pairs):  # a list, where one kind occurs twice
+                modifiers = [{name: fields} for name, fields in pairs]
+            data[f"{stage.name}_stage"] = {f"{stage.name}_modifiers": modifiers}
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+Modifiers = tuple[Modifier, ...]
+
+
+def _round_by(modifiers: Modifiers, method: str) -> Modifiers:
+    """Let whoever quantizes weights round them by a method; if there is nobody, refuse."""
+    steps = steps_by_method()
+    if method not in steps:
+        raise not_allowed("method", method, steps)
+    changed = [modifier.remade_as(steps[method]) for modifier in modifiers]
+    if not any(changed):
+        raise RecipeError(
+            "has no meaning here: the recipe quantizes no weights",
+            subject=Option("method", method),
+            hint="Leave it out, or choose a scheme with weights, such as W4A16",
+        )
+    return tuple(new or old for new, old in zip(changed, modifiers, strict=True))
+
+
+def _regroup(modifiers: Modifiers, size: int) -> Modifiers:
+    """Give every weight whose groups are free groups of this size; if there is none, refuse."""
+    check_whole_number("group_size", size, least=1)
+    changed = [modifier.regrouped(size) for modifier in modifiers]
+    if not any(changed):
+        formats = dict.fromkeys(way for each in modifiers for way in each.weight_formats())
+        problem = f"its weights are {listing(formats)}" if formats else "it quantizes no weights"
+        raise RecipeError(
+            f"has no meaning here: {problem}",
+            subject=Option("group_size", size),
+            hint="Groups whose size can be chosen are those of strategy 'group', as in W4A16; "
+            "those of NVFP4 and MX are fixed by the format. Leave it out, or choose another scheme",
+        )
+    return tuple(new or old for new, old in zip(changed, modifiers, strict=True))
+
+
+def _observe(modifiers: Modifiers, key: str, given: Any) -> Modifiers:
+    """Let another observer watch: ``key`` is weight_observer or activation_observer."""
+    try:
+        choice = read_choice(given)
+    except ConfigurationError as error:
+        raise RecipeError.of(error, Option(key)) from None
+    changed = [modifier.observed_by(key, choice) for modifier in modifiers]
+    if not any(changed):
+        warning = CalipersWarning(
+            "has no effect: what it would watch is not quantized, or is dynamic (its scale is "
+            "found while the model runs)",
+            subject=Option(key, choice.name),
+        )
+        warnings.warn(warning, stacklevel=4)
+    return tuple(new or old for new, old in zip(changed, modifiers, strict=True))
 
 
 def load_changed_recipe(recipe: Any, *, allow_code: bool = False, **changes: Any) -> Recipe:
@@ -186,9 +245,18 @@ def _read(source: Any, allow_code: bool) -> Recipe:
     if isinstance(source, list | tuple):
         return _joined(source, allow_code)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_path(source)):
-        return _from_file(FilePath(source), allow_code)
+        path = FilePath(source)
+        try:
+            text = read_whole(path, _LARGEST).decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+            raise RecipeError(f"The recipe '{path}' cannot be read: {reason}") from None
+        return _from_document(replace(read_document(text, str(path)), allow_code=allow_code))
     if isinstance(source, str):
-        return _from_text(source, allow_code)
+        document = read_document(source, "recipe")
+        if isinstance(document.data, str):
+            return _from_preset(document.data)
+        return _from_document(replace(document, allow_code=allow_code))
     raise RecipeError(
         "A recipe is a path, YAML, a mapping, a modifier or a list of modifiers", got=repr(source)
     )
@@ -239,22 +307,6 @@ def _is_path(text: str) -> bool:
     return is_there or text.lower().endswith(_SUFFIXES)
 
 
-def _from_file(path: FilePath, allow_code: bool) -> Recipe:
-    try:
-        text = read_whole(path, _LARGEST).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise RecipeError(f"The recipe '{path}' cannot be read: {reason}") from None
-    return _from_document(replace(read_document(text, str(path)), allow_code=allow_code))
-
-
-def _from_text(text: str, allow_code: bool) -> Recipe:
-    document = read_document(text, "recipe")
-    if isinstance(document.data, str):
-        return _from_preset(document.data)
-    return _from_document(replace(document, allow_code=allow_code))
-
-
 def _from_preset(name: str) -> Recipe:
     try:
         scheme = preset_name(name)
@@ -273,40 +325,34 @@ def _from_document(document: Document) -> Recipe:
     stages: list[Stage] = []
     for key, body in _mapping(document, document.data, (), "A recipe").items():
         if key.endswith("_stage") and key != "_stage":
-            stages.append(_stage(document, key, body))
+            modifiers: list[Modifier] = []
+            for group, inner in _mapping(document, body, (key,), f"'{key}'").items():
+                if not _is_group(group):
+                    unknown = _unknown_key(group, f"'{key}'", "<name>_modifiers")
+                    raise document.located(unknown, (key, group))
+                modifiers.extend(_modifiers(document, inner, (key, group)))
+            stages.append(Stage(key.removesuffix("_stage"), tuple(modifiers)))
         elif _is_group(key):
             stages.append(Stage(_DEFAULT, tuple(_modifiers(document, body, (key,)))))
         else:
-            unknown = _unknown_key(key, "the recipe", ["<name>_stage"])
+            unknown = _unknown_key(key, "the recipe", "<name>_stage")
             raise document.located(unknown, (key,))
     return _checked(stages, document)
-
-
-def _stage(document: Document, key: str, body: Any) -> Stage:
-    found: list[Modifier] = []
-    for group, inner in _mapping(document, body, (key,), f"'{key}'").items():
-        if not _is_group(group):
-            unknown = _unknown_key(group, f"'{key}'", ["<name>_modifiers"])
-            raise document.located(unknown, (key, group))
-        found.extend(_modifiers(document, inner, (key, group)))
-    return Stage(key.removesuffix("_stage"), tuple(found))
 
 
 def _is_group(key: str) -> bool:
     return key == "modifiers" or (key.endswith("_modifiers") and key != "_modifiers")
 
 
-def _unknown_key(key: str, owner: str, shapes: list[str]) -> RecipeError:
+def _unknown_key(key: str, owner: str, shape: str) -> RecipeError:
     if key in STEPS:
         hint = "Put it under 'modifiers:'."
         return RecipeError(f"'{key}' stands directly in {owner}", hint=hint)
-    words = {
-        shape.replace("<name>", name) for shape in shapes for name in ("quantization", _DEFAULT)
-    }
+    examples = sorted(shape.replace("<name>", name) for name in ("quantization", _DEFAULT))
     return RecipeError(
         f"unknown key '{key}' in {owner}",
-        meant=nearest(key, ["modifiers", *sorted(words)]),
-        allowed=[*shapes, "modifiers"],
+        meant=nearest(key, ["modifiers", *examples]),
+        allowed=[shape, "modifiers"],
     )
 
 
@@ -343,12 +389,9 @@ def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifie
 
 def _mapping(document: Document, data: Any, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise document.error(f"{what} must be a mapping", path, got=_shown(data))
+        got = "nothing" if data is None else repr(data)[:80]
+        raise document.error(f"{what} must be a mapping", path, got=got)
     return {str(key): value for key, value in data.items()}
-
-
-def _shown(data: Any) -> str:
-    return "nothing" if data is None else repr(data)[:80]
 
 
 def _checked(stages: list[Stage], document: Document) -> Recipe:
@@ -363,11 +406,3 @@ def _checked(stages: list[Stage], document: Document) -> Recipe:
             name = f"{stage.name}_{number}"
         named[name] = replace(stage, name=name)
     return Recipe(tuple(named.values()))
-
-
-def _written(modifiers: tuple[Modifier, ...]) -> Any:
-    """Return modifiers as a mapping, or as a list where one kind occurs twice."""
-    pairs = [(type(modifier).__name__, modifier.to_data()) for modifier in modifiers]
-    if len({name for name, _ in pairs}) == len(pairs):
-        return dict(pairs)
-    return [{name: data} for name, data in pairs]
