@@ -63,8 +63,8 @@ def read_document(text: str, source: str) -> Document:
     >>> read_document("a:\\n  b: 1", "recipe").lines
     {('a',): 1, ('a', 'b'): 2}
     """
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         walk = _Walk(loader, source)
         return Document(None if node is None else walk.build(node, ()), source, walk.lines)
@@ -77,8 +77,6 @@ def read_document(text: str, source: str) -> Document:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = None if mark is None else mark.line + 1
         raise RecipeError(f"this is no YAML: {problem}", source=source, line=line) from None
-    finally:
-        loader.dispose()
 
 
 def refuse_surrogates(document: Document, value: Any, path: Path = ()) -> None:

@@ -118,11 +118,11 @@ def sync_statistics(
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     everyone = gather([_holdings(statistic) for statistic in statistics], group)
-    return [
-        work
-        for position, statistic in enumerate(statistics)
-        for work in _sync_one(statistic, [rank[position] for rank in everyone], group)
-    ]
+    works: list[dist.Work] = []
+    for position, statistic in enumerate(statistics):
+        with statistic.lock, full_precision():
+            works += _reduce_fields(statistic, [rank[position] for rank in everyone], group)
+    return works
 
 
 def _holdings(statistic: Statistic) -> dict[str, Any]:
@@ -134,13 +134,6 @@ def _holdings(statistic: Statistic) -> dict[str, Any]:
         "synced": bool(synced),
         "unchanged": all(fields.get(name) is synced[name] for name in synced),
     }
-
-
-def _sync_one(
-    statistic: Statistic, ranks: list[dict[str, Any]], group: dist.ProcessGroup | None
-) -> list[dist.Work]:
-    with statistic.lock, full_precision():
-        return _reduce_fields(statistic, ranks, group)
 
 
 def _reduce_fields(

@@ -8,82 +8,59 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from calipers.errors import LayoutError, Option, mask_of_scores
 
+_current: ContextVar[Tensor | None] = ContextVar("calipers_token_mask", default=None)
 
-@dataclass(frozen=True, eq=False)
-class TokenMask:
-    """One entry per token, False for "leave out"; None where every token counts."""
 
-    mask: Tensor | None = None
+def current_mask() -> Tensor | None:
+    """Return the mask of what runs now, False for "leave out"; None where every token counts."""
+    return _current.get()
 
-    @classmethod
-    def of(cls, mask: Tensor | None) -> TokenMask:
-        """Take the (batch, sequence) mask that a model is called with.
 
-        >>> import torch
-        >>> TokenMask.of(torch.tensor([[0, 1, 1]])).mask
-        tensor([[False,  True,  True]])
-        >>> TokenMask.of(torch.ones(2, 3)).mask is None
-        True
-        """
-        if mask is None:
-            return cls()
+@contextmanager
+def token_mask(mask: Tensor | None) -> Iterator[None]:
+    """Set the (batch, sequence) mask that a model is called with, for its forward pass.
+
+    >>> import torch
+    >>> with token_mask(torch.tensor([[0, 1, 1]])):
+    ...     current_mask()
+    tensor([[False,  True,  True]])
+    """
+    if mask is not None:
         if mask.ndim != 2:
             raise LayoutError(
                 "A mask of a batch must have shape (batch, sequence)", got=f"{tuple(mask.shape)}"
             )
         if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
             raise mask_of_scores()
-        return cls._without_idle(mask != 0)
-
-    def routed(self, token_index: Tensor, tokens: int, where: str) -> TokenMask:
-        """Return the mask of some of ``tokens`` flattened ones, in the order of their indices."""
-        if self.mask is None:
-            return self
-        if self.mask.numel() != tokens:
-            raise _other_tokens(where, self.mask, (tokens,))
-        return self._without_idle(self.mask.reshape(-1).to(token_index.device)[token_index])
-
-    @classmethod
-    def _without_idle(cls, mask: Tensor) -> TokenMask:
-        return cls(None if bool(mask.all()) else mask)
-
-
-_EVERY_TOKEN = TokenMask()
-_current: ContextVar[TokenMask] = ContextVar("calipers_token_mask", default=_EVERY_TOKEN)
-
-
-def current_mask() -> TokenMask:
-    """Return the mask of what runs now; an empty one outside of every ``with``."""
-    return _current.get()
+        mask = mask != 0
+    with _set(mask):
+        yield
 
 
 @contextmanager
-def _set(mask: TokenMask) -> Iterator[TokenMask]:
-    token = _current.set(mask)
+def routed_tokens(token_index: Tensor, tokens: int, where: str = "experts") -> Iterator[None]:
+    """Narrow the mask to the tokens that an expert sees, of the ``tokens`` that were routed."""
+    mask = current_mask()
+    if mask is not None:
+        if mask.numel() != tokens:
+            raise _other_tokens(where, mask, (tokens,))
+        mask = mask.reshape(-1).to(token_index.device)[token_index]
+    with _set(mask):
+        yield
+
+
+@contextmanager
+def _set(mask: Tensor | None) -> Iterator[None]:
+    token = _current.set(None if mask is None or bool(mask.all()) else mask)
     try:
-        yield mask
+        yield
     finally:
         _current.reset(token)
-
-
-@contextmanager
-def token_mask(mask: Tensor | None) -> Iterator[TokenMask]:
-    """Set the (batch, sequence) mask for the forward pass of a batch; None if all tokens count."""
-    with _set(TokenMask.of(mask)) as current:
-        yield current
-
-
-@contextmanager
-def routed_tokens(token_index: Tensor, tokens: int, where: str = "experts") -> Iterator[TokenMask]:
-    """Narrow the mask to the tokens that an expert sees, of the ``tokens`` that were routed."""
-    with _set(current_mask().routed(token_index, tokens, where)) as current:
-        yield current
 
 
 def mask_for(tensor: Tensor, base_name: str, where: str) -> Tensor | None:
@@ -96,7 +73,7 @@ def mask_for(tensor: Tensor, base_name: str, where: str) -> Tensor | None:
     ...     mask_for(torch.zeros(3, 8), "input", "mlp.up_proj")
     tensor([False,  True,  True])
     """
-    mask = current_mask().mask
+    mask = current_mask()
     if mask is None or base_name == "weight":
         return None
     fitting = _over_states(mask, tensor) if base_name in "qkv" else _over_hidden(mask, tensor)
