@@ -55,7 +55,7 @@ def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_contributors_are_walked_through() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for walk in ("an observer", "a format", "a backend", "a step"):
+    for walk in ("an observer", "a format", "a backend", "a step", "a check"):
         (chapter,) = re.findall(rf"^## Add {walk}\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
         assert "```python" in chapter
 
