@@ -40,7 +40,8 @@ def checkpoint(folder: Path, text: str) -> None:
 
 
 def write(out: Path, text: str = "new") -> None:
-    with output_folder(out, overwrite=True) as folder:
+    with output_folder(out, overwrite=True) as journal:
+        folder = journal.folder
         checkpoint(folder, text)
 
 

@@ -38,7 +38,8 @@ def contents(folder: Path) -> set[str]:
 
 
 def write_and_fail(path: Path, error: type[BaseException]) -> None:
-    with output_folder(path, overwrite=True) as folder:
+    with output_folder(path, overwrite=True) as journal:
+        folder = journal.folder
         (folder / "config.json").write_text("new")
         raise error
 
@@ -98,7 +99,8 @@ def test_the_errors_share_an_exit_code() -> None:
 
 
 def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
-    with output_folder(tmp_path / "a" / "b" / "out") as folder:
+    with output_folder(tmp_path / "a" / "b" / "out") as journal:
+        folder = journal.folder
         (folder / "file").write_text("new")
         assert not (tmp_path / "a" / "b" / "out").exists()
     assert contents(tmp_path) == {"a", "a/b", "a/b/out", "a/b/out/file"}
@@ -144,7 +146,8 @@ def test_a_failure_leaves_the_old_checkpoint(old: Path, error: type[BaseExceptio
 
 
 def test_an_old_checkpoint_is_replaced_as_a_whole(old: Path) -> None:
-    with output_folder(old, overwrite=True) as folder:
+    with output_folder(old, overwrite=True) as journal:
+        folder = journal.folder
         (folder / "config.json").write_text("new")
         assert (old / "config.json").read_text() == "old"
     assert contents(old.parent) == {"out", "out/config.json"}
@@ -170,9 +173,9 @@ def test_the_old_checkpoint_comes_back_if_renaming_fails(
         pytest.raises(
             (CheckpointError, KeyboardInterrupt), match=r"^$|out' failed: Input/output error"
         ),
-        output_folder(old, overwrite=True) as folder,
+        output_folder(old, overwrite=True) as journal,
     ):
-        (folder / "config.json").write_text("new")
+        (journal.folder / "config.json").write_text("new")
     assert len(calls) >= failing
     assert (old / "config.json").read_text() == "old"
     assert [path.name for path in old.parent.iterdir()] == ["out"]
@@ -187,9 +190,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named(
     monkeypatch.setattr(output.shutil, "rmtree", refuse)
     with (
         pytest.warns(CalipersWarning, match=r"new checkpoint stands, but .* Remove '.*calipers'"),
-        output_folder(old, overwrite=True) as folder,
+        output_folder(old, overwrite=True) as journal,
     ):
-        (folder / "config.json").write_text("new")
+        (journal.folder / "config.json").write_text("new")
     assert (old / "config.json").read_text() == "new"
 
 

@@ -124,7 +124,8 @@ def test_a_link_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_link_to_what_is_not_there_yet_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "real")
-    with output_folder(tmp_path / "out") as folder:
+    with output_folder(tmp_path / "out") as journal:
+        folder = journal.folder
         (folder / "config.json").write_text("new")
     assert (tmp_path / "out").is_symlink()
     assert everything(tmp_path / "disk") == {"real": None, "real/config.json": b"new"}

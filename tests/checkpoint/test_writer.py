@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from calipers import oneshot
 from calipers.checkpoint.compression import estimated_size, tensor_names
-from calipers.checkpoint.config import model_config
+from calipers.checkpoint.config import checkpoint_config
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.errors import CalipersWarning, CheckpointError, ConfigurationError
 
@@ -161,10 +161,10 @@ def test_what_stands_beside_the_source_is_copied(tmp_path: Path) -> None:
 def test_a_quantized_head_is_not_called_tied(tmp_path: Path) -> None:
     qwen2(tie_word_embeddings=True).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model_config(model)["tie_word_embeddings"] is True
+    assert checkpoint_config(model)["tie_word_embeddings"] is True
     freeze(model, scheme("W8A16"), ignore=())
     assert model.config.tie_word_embeddings is True
-    assert model_config(model)["tie_word_embeddings"] is False
+    assert checkpoint_config(model)["tie_word_embeddings"] is False
 
 
 def test_a_config_that_was_changed_after_loading_is_what_is_written(tmp_path: Path) -> None:

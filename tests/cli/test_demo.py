@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from shell import Terminal, run_here
 
-from calipers.checkpoint.sizes import size_on_disk
+from calipers.checkpoint.headers import size_on_disk
 from calipers.demo import run as demo
 from calipers.demo.text import library_pieces
 from calipers.evaluation import Difference

@@ -15,8 +15,8 @@ from shell import run, run_here
 from transformers import DeepseekV3Config
 
 import calipers
+from calipers.checkpoint.headers import size_on_disk
 from calipers.checkpoint.reader import load_model, load_skeleton
-from calipers.checkpoint.sizes import size_on_disk
 from calipers.cli.formatting import common_name, format_size
 from calipers.engine.dry_run import DryRun, dry_run
 

@@ -12,7 +12,7 @@ from families import PROBE
 from shell import PROGRAM, environment, run, run_here
 from transformers import AutoModelForCausalLM
 
-from calipers.checkpoint.sizes import size_on_disk
+from calipers.checkpoint.headers import size_on_disk
 
 OPTIONS = ("--scheme", "W4A16", "--observer", "imatrix_mse,grid=10", "--seq-len", "64")
 

@@ -104,7 +104,8 @@ def test_a_removal_that_was_cut_short_is_never_put_back(
 
 
 def test_the_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
-    with output_folder(tmp_path / "out") as folder:
+    with output_folder(tmp_path / "out") as journal:
+        folder = journal.folder
         (folder / "config.json").write_text("{}")
         restore_outputs(tmp_path)
         assert (folder / "config.json").exists()
@@ -159,7 +160,8 @@ def test_what_calipers_has_not_made_is_left_alone(tmp_path: Path, what: str) -> 
 
 def write_while_another_waits(out: Path) -> None:
     second = threading.Thread(target=write, args=(out, "second"))
-    with output_folder(out, overwrite=True) as folder:
+    with output_folder(out, overwrite=True) as journal:
+        folder = journal.folder
         checkpoint(folder, "first")
         second.start()
         second.join(0.3)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from calipers.advice.candidates import UNQUANTIZED, Candidate
-from calipers.checkpoint.sizes import sizes_of_module
+from calipers.checkpoint.compression import sizes_of_module
 from calipers.engine.loop import run_parts
 from calipers.engine.quantize import prepare_model
 from calipers.engine.streaming import ErrorSink, PreparedModel

@@ -1,4 +1,4 @@
-"""What a folder holds: a quantized checkpoint and nothing else, or something that must stay."""
+"""The files beside the weights: known by name, copied from the source model, and written."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 
 NOTES = "calipers.json"
 TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
+_PROCESSING = (
+    "added_tokens.json",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 _FILES = (
     NOTES,
     "config.json",
@@ -31,38 +44,11 @@ _FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
-    "added_tokens.json",
     "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "special_tokens_map.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
     *(f"{folder}/*.jinja" for folder in TEMPLATE_FOLDERS),
+    *_PROCESSING,
 )
-
-_TOKENIZER_FILES = (
-    "*tokenizer*",
-    "*.tiktoken",
-    "*.jinja",
-    "added_tokens.json",
-    "chat_template.json",
-    *TEMPLATE_FOLDERS,
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "video_preprocessor_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
+_TOKENIZER_FILES = ("*tokenizer*", "*.tiktoken", "*.jinja", *TEMPLATE_FOLDERS, *_PROCESSING)
 
 
 def is_quantized(folder: Path) -> bool:
@@ -83,7 +69,9 @@ def foreign_files(folder: Path) -> list[str]:
     What belongs is what the notes of Calipers list, and what such files are called everywhere.
     """
     listed = _read(folder / NOTES).get("files")
-    written = {name for name in listed if _is_plain(name)} if isinstance(listed, list) else set()
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    # No file that is hidden belongs to a checkpoint, whatever the notes say.
+    written = {n for n in names if not any(part.startswith(".") for part in n.split("/"))}
     return sorted(_foreign(folder, "", written))
 
 
@@ -91,25 +79,14 @@ def _foreign(folder: Path, prefix: str, written: set[str]) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
-            if entry.is_dir(follow_symlinks=False) and _may_hold(name, written):
+            holds_some = any(file.startswith(f"{name}/") for file in written)
+            if entry.is_dir(follow_symlinks=False) and (name in TEMPLATE_FOLDERS or holds_some):
                 yield from _foreign(Path(entry.path), f"{name}/", written)
-            elif not entry.is_file(follow_symlinks=False) or not _belongs(name, written):
+                continue
+            known = [pattern for pattern in _FILES if pattern.count("/") == name.count("/")]
+            belongs = name in written or any(fnmatchcase(name, pattern) for pattern in known)
+            if not entry.is_file(follow_symlinks=False) or not belongs:
                 yield name
-
-
-def _belongs(name: str, written: set[str]) -> bool:
-    depth = name.count("/")
-    known = (pattern for pattern in _FILES if pattern.count("/") == depth)
-    return name in written or any(fnmatchcase(name, pattern) for pattern in known)
-
-
-def _may_hold(name: str, written: set[str]) -> bool:
-    return name in TEMPLATE_FOLDERS or any(file.startswith(f"{name}/") for file in written)
-
-
-def _is_plain(name: Any) -> bool:
-    """Whether a name in the notes is one of a file that nobody hides."""
-    return isinstance(name, str) and not any(part.startswith(".") for part in name.split("/"))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -183,7 +160,7 @@ def write_notes(folder: Path, files: Sequence[str], notes: Mapping[str, Any]) ->
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    return (each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file())
+    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -196,8 +173,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
-    for found in {path for pattern in patterns for path in source.glob(pattern)}:
-        if found.is_dir():
-            shutil.copytree(found, folder / found.name)
+    for path in {path for pattern in patterns for path in source.glob(pattern)}:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
         else:
-            shutil.copyfile(found, folder / found.name)
+            shutil.copyfile(path, folder / path.name)

@@ -219,3 +219,13 @@ def _stored_bits(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> int
         return 8 * tensor.element_size()
     bits: int = scheme.weights.num_bits
     return bits
+
+
+def size_when_stored(model: PreTrainedModel) -> int:
+    """Return the bytes of all tensors that would be written; the model may have no values."""
+    return sum(tensor.nbytes for _, tensor in checkpoint_tensors(model, tensor_names(model)))
+
+
+def sizes_of_module(module: nn.Module) -> dict[str, int]:
+    """Return the bytes of each tensor of a module itself, as it would be written."""
+    return {name: tensor.nbytes for name, tensor in compressed_state(module).items()}

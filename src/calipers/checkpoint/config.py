@@ -1,11 +1,11 @@
-"""config.json: the model's own, and how its checkpoint is quantized."""
+"""config.json: the model's own, how its checkpoint is quantized, and who can load that."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compressed_tensors
@@ -62,26 +62,37 @@ _ONE_SCALE = ("tensor", "channel")
 
 def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return what goes into config.json."""
-    config = model_config(model)
-    quantization = quantization_config(model)
+    config = _model_config(model)
+    quantization = _quantization_config(model)
     if quantization is not None:
         config[QUANTIZATION_CONFIG_NAME] = quantization
     return config
 
 
-def model_config(model: PreTrainedModel) -> dict[str, Any]:
+def _model_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return the model's config: the original file, where it still tells what the model is."""
     folder = source_folder(model)
-    if folder is None:
-        return _serialized(model)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.pop(QUANTIZATION_CONFIG_NAME, None)
-    if isinstance(model, UnknownModel):
-        return config  # nobody knows what it says
-    if _changed_since(folder, model):
-        return _serialized(model)
+    config: dict[str, Any] = {}
+    if folder is not None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config.pop(QUANTIZATION_CONFIG_NAME, None)
+        if isinstance(model, UnknownModel):
+            return config  # nobody knows what it says
+        read = type(model.config).from_pretrained(folder)
+    # Quantizing an embedding unties it, whatever the config says.
+    tied = says_tied(model) and bool(tied_names(model))
+    dtype = str(model.dtype).removeprefix("torch.")
+    if folder is None or _essence(read.to_dict()) != _essence(model.config.to_dict()):
+        # There is no file, or the config was changed after it was read: layers cut off, a
+        # vocabulary grown.
+        config = json.loads(model.config.to_json_string(use_diff=True))
+        config.pop(QUANTIZATION_CONFIG_NAME, None)
+        config |= {"architectures": [type(model).__name__], "dtype": dtype}
+        if not tied:
+            config.get("text_config", config)["tie_word_embeddings"] = False
+        return config
     text, now = (each.get("text_config", each) for each in (config, model.config.to_dict()))
-    now |= {"dtype": _dtype(model), "tie_word_embeddings": _ties(model)}
+    now |= {"dtype": dtype, "tie_word_embeddings": tied}
     for keys in _PATCHED:
         value = next((now[key] for key in keys if now.get(key) is not None), None)
         if value is not None:
@@ -89,51 +100,32 @@ def model_config(model: PreTrainedModel) -> dict[str, Any]:
     return config
 
 
-def _changed_since(folder: Path, model: PreTrainedModel) -> bool:
-    """Whether anybody changed the config after it was read: layers cut off, a vocabulary grown."""
-    read = type(model.config).from_pretrained(folder)
-    return bool(_essence(read.to_dict()) != _essence(model.config.to_dict()))
-
-
 def _essence(value: Any) -> Any:
     """Return a config without what is brought up to date anyhow, or says nothing of the model."""
     if not isinstance(value, dict):
         return value
-    return {key: _essence(each) for key, each in value.items() if key not in _INESSENTIAL}
+    return {key: _essence(inner) for key, inner in value.items() if key not in _INESSENTIAL}
 
 
-def _serialized(model: PreTrainedModel) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
-    config.pop(QUANTIZATION_CONFIG_NAME, None)
-    config |= {"architectures": [type(model).__name__], "dtype": _dtype(model)}
-    if not _ties(model):
-        config.get("text_config", config)["tie_word_embeddings"] = False
-    return config
-
-
-def _dtype(model: PreTrainedModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
-
-
-def _ties(model: PreTrainedModel) -> bool:
-    """Whether the embeddings are tied, whatever the config says: quantizing one unties them."""
-    return says_tied(model) and bool(tied_names(model))
-
-
-class _NamesInMemory:
-    """A model of which only the modules are seen, so that their names are not translated."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.named_modules = model.named_modules
-
-
-def quantization_config(model: PreTrainedModel) -> dict[str, Any] | None:
+def _quantization_config(model: PreTrainedModel) -> dict[str, Any] | None:
     """Return how the checkpoint is quantized; None if it is not. No scheme is changed."""
-    found = QuantizationConfig.from_pretrained(_NamesInMemory(model))
-    if found is None:
+    # Only the modules are shown, so that their names are not translated.
+    shown = SimpleNamespace(named_modules=model.named_modules)
+    original = QuantizationConfig.from_pretrained(shown)
+    if original is None:
         return None
-    config: QuantizationConfig = found.model_copy(deep=True)
-    _set_formats(model, config)
+    config: QuantizationConfig = original.model_copy(deep=True)
+    formats = set()
+    pending = dict(config.config_groups)
+    for _, module in own_modules(model):
+        if (scheme := scheme_of(module)) is not None:
+            formats.add(module_format(module, scheme))
+            for name in [name for name, group in pending.items() if group == scheme]:
+                pending.pop(name).format = module_format(module, scheme)
+    formats.discard(CompressionFormat.dense)
+    several = len(formats) > 1
+    only = next(iter(formats), CompressionFormat.dense)
+    config.format = CompressionFormat.mixed_precision.value if several else only.value
     _set_targets(model, config)
     config.quantization_status = QuantizationStatus.COMPRESSED
     # Readers that build the model as transformers does ask by the names in memory, others by
@@ -150,69 +142,34 @@ def quantization_config(model: PreTrainedModel) -> dict[str, Any] | None:
     }
 
 
-def _set_formats(model: nn.Module, config: QuantizationConfig) -> None:
-    formats = set()
-    pending = dict(config.config_groups)
-    for _, module in own_modules(model):
-        scheme = scheme_of(module)
-        if scheme is None:
-            continue
-        formats.add(module_format(module, scheme))
-        for name in [name for name, group in pending.items() if group == scheme]:
-            pending.pop(name).format = module_format(module, scheme)
-    formats.discard(CompressionFormat.dense)
-    several = len(formats) > 1
-    only = next(iter(formats), CompressionFormat.dense)
-    config.format = CompressionFormat.mixed_precision.value if several else only.value
-
-
 def _set_targets(model: PreTrainedModel, config: QuantizationConfig) -> None:
     """See to it that readers of the config find the group of each module."""
-    wanted = dict(_groups_of_modules(model, config))
-    if dict(_groups_by_targets(model, config)) != wanted:
-        _name_modules(model, config, wanted)
-    _point_at_experts(config, {wanted[name] for name in expert_names(model) if name in wanted})
-
-
-def _name_modules(
-    model: PreTrainedModel, config: QuantizationConfig, wanted: dict[str, str]
-) -> None:
-    """Name the modules of each group one by one, in memory and on disk."""
-    stored = stored_module_names(model, wanted)
-    for key, group in config.config_groups.items():
-        names = [name for name, its_key in wanted.items() if its_key == key]
-        if names:
-            group.targets = list(dict.fromkeys(n for name in names for n in (name, stored[name])))
-
-
-def _point_at_experts(config: QuantizationConfig, keys: set[str]) -> None:
-    """Let transformers, which has no modules for experts, know their group by a pattern."""
+    plain = {
+        key: group.model_copy(update={"format": None})
+        for key, group in config.config_groups.items()
+    }
+    wanted: dict[str, str] = {}
+    by_targets: dict[str, str] = {}  # what a reader of the config takes for each module
+    for name, module in own_modules(model):
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        if (scheme := scheme_of(module)) is not None:
+            scheme = scheme.model_copy(update={"format": None})
+            wanted[name] = next(key for key, group in plain.items() if group == scheme)
+        if (key := group_of(module, [name], config)) is not None:
+            by_targets[name] = key
+    if by_targets != wanted:
+        stored = stored_module_names(model, wanted)
+        for key, group in config.config_groups.items():
+            names = [name for name, its_key in wanted.items() if its_key == key]
+            if names:  # one by one, in memory and on disk
+                both = (n for name in names for n in (name, stored[name]))
+                group.targets = list(dict.fromkeys(both))
+    # transformers, which has no modules for experts, knows their group by a pattern.
+    keys = {wanted[name] for name in expert_names(model) if name in wanted}
     groups = [config.config_groups[key] for key in keys]
     if len(groups) == 1 and _experts_scheme(config) is not groups[0]:
         groups[0].targets = [*groups[0].targets, EXPERTS_PATTERN]
-
-
-def _groups_of_modules(
-    model: PreTrainedModel, config: QuantizationConfig
-) -> Iterator[tuple[str, str]]:
-    plain = {
-        name: group.model_copy(update={"format": None})
-        for name, group in config.config_groups.items()
-    }
-    for name, module in own_modules(model):
-        scheme = scheme_of(module)
-        if scheme is not None and isinstance(module, (nn.Linear, nn.Embedding)):
-            scheme = scheme.model_copy(update={"format": None})
-            yield name, next(key for key, group in plain.items() if group == scheme)
-
-
-def _groups_by_targets(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, str]]:
-    """Give each module with the group that a reader of the config takes for it."""
-    for name, module in own_modules(model):
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            key = group_of(module, [name], config)
-            if key is not None:
-                yield name, key
 
 
 def group_of(module: nn.Module, names: Iterable[str], config: QuantizationConfig) -> str | None:
@@ -274,22 +231,22 @@ def loading_problems(model: PreTrainedModel) -> Iterator[LoadingProblem]:
                 f"'{name}')",
                 "The tensors are complete, for clients that read them.",
             )
-    yield from _problems_of_experts(model, {n: (formats[n], s) for n, (_, s) in schemes.items()})
+    yield from _expert_problems(model, {n: (formats[n], s) for n, (_, s) in schemes.items()})
 
 
-def _problems_of_experts(
+def _expert_problems(
     model: PreTrainedModel, quantized: dict[str, tuple[CompressionFormat, QuantizationScheme]]
 ) -> Iterator[LoadingProblem]:
     """transformers fuses experts while loading, and decodes few formats on the way."""
-    known, said = expert_names(model), set()
+    known, reported = expert_names(model), set()
     for experts in unfused_experts(model):
         if isinstance(model.get_submodule(experts), nn.ModuleList):
             continue  # so it is in transformers, too
         for name in (name for name in quantized if name.startswith(f"{experts}.")):
             missing = "has no place for single experts of this model"
             problem = _expert_problem(*quantized[name]) if name in known else missing
-            if problem is not None and problem not in said:
-                said.add(problem)
+            if problem is not None and problem not in reported:
+                reported.add(problem)
                 yield LoadingProblem(
                     f"transformers {problem} (here '{name}')",
                     "The tensors are complete, in the layout of the original checkpoint, for "

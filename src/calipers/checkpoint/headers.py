@@ -61,6 +61,11 @@ def readable_tensors(folder: Path, defects: list[IndexDefect]) -> dict[str, Stor
     return tensors
 
 
+def size_on_disk(folder: Path) -> int:
+    """Return the bytes of all tensors in the files of a folder, without what names them."""
+    return sum(tensor.size for tensor in stored_tensors(folder).values())
+
+
 def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     """Return the dtype that transformers loads a model in whose config has none."""
     dtypes = (tensor.dtype for tensor in stored.values())
@@ -84,19 +89,15 @@ def _read_index(folder: Path, defects: list[IndexDefect]) -> dict[str, Path]:
     for name in files.values():
         if not isinstance(name, str):
             raise damaged_file(file, f"its weight_map names {name!r}, no safetensors file")
-    usable = {name for name in dict.fromkeys(files.values()) if _is_usable(folder, name, defects)}
+    usable = set()
+    for name in dict.fromkeys(files.values()):
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+            problem = "is outside of the folder of the checkpoint, and the index names it"
+            defects.append(IndexDefect("outside", name, problem))
+        elif path.suffix != ".safetensors" or not (folder / path).is_file():
+            problem = "is named by the index and does not exist as a safetensors file"
+            defects.append(IndexDefect("missing-file", name, problem))
+        else:
+            usable.add(name)
     return {tensor: folder / name for tensor, name in files.items() if name in usable}
-
-
-def _is_usable(folder: Path, name: str, defects: list[IndexDefect]) -> bool:
-    """Whether a file that the index names is inside of the folder, and there."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-        problem = "is outside of the folder of the checkpoint, and the index names it"
-        defects.append(IndexDefect("outside", name, problem))
-        return False
-    if path.suffix != ".safetensors" or not (folder / path).is_file():
-        problem = "is named by the index and does not exist as a safetensors file"
-        defects.append(IndexDefect("missing-file", name, problem))
-        return False
-    return True

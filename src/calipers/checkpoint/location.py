@@ -1,9 +1,13 @@
-"""What lies where a model should be; nothing heavy is imported to find out."""
+"""What a model name stands for: a folder, a file in GGUF or a model on the hub.
+
+Nothing heavy is imported to find out.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -12,18 +16,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calipers.checkpoint.auxiliary_files import is_auxiliary
-from calipers.errors import ModelLoadError, cannot_load, damaged_file, pickled_weights
+from calipers.errors import (
+    CalipersError,
+    ConfigurationError,
+    ModelLoadError,
+    Option,
+    cannot_load,
+    damaged_file,
+    library_errors,
+    pickled_weights,
+)
 from calipers.files.reading import LARGEST_JSON, irregular_kind, read_json_object
 from calipers.runtime.environment import hub_answers
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
 
 _LISTED = ("layer", "expert", "head", "label", "block")
 _MOST_LISTED = 1 << 20
 """A config is refused that has more of something that transformers makes lists of."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FILES = {
+    "model": "config.json, generation_config.json and the weights",
+    "tokenizer": "tokenizer.json, tokenizer_config.json and the files they name",
+}
+"""What is read together, so that an error can say which files to look at."""
 _NEAR = 0.8
 """How alike two names are of which one is taken for the other, mistyped; 1 are the same."""
 _MAGIC = b"GGUF"
@@ -45,21 +64,63 @@ def check_location(name: str, *, gguf: bool = False) -> None:
         return
     file = gguf_file(name)
     if file is not None and gguf:
-        check_gguf(file)
+        _check_gguf(file)
         return
     if file is not None:
-        raise _in_gguf(name, file.name)
+        raise ModelLoadError(
+            f"is a model in GGUF, the format of llama.cpp ({file.name}), which can be measured, "
+            "quantized and evaluated, but not looked at in its files",
+            subject=f"'{name}'",
+            hint="Give the folder of a model in safetensors.",
+        )
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    _refuse_other_weights(name, files)
+    by_suffix = {file.suffix.lower(): file.name for file in reversed(files)}
+    pickles = [by_suffix[suffix] for suffix in _PICKLES if suffix in by_suffix]
+    if pickles and ".safetensors" not in by_suffix:
+        raise pickled_weights(name, pickles[0])
     check_files(files)
     if path.is_file():
         raise cannot_load(name, "it is a file")
     if not (path / "config.json").is_file():
         raise cannot_load(name, "there is no config.json in it")
-    _check_config(path / "config.json")
+    config = read_json_object(path / "config.json")
+    if config.get("transformers_weights") is not None:
+        problem = "it names its weights ('transformers_weights'), and must not"
+        raise damaged_file(path / "config.json", problem)
+    for key, value in _numbers(config):
+        if any(word in key for word in _LISTED) and abs(value) > _MOST_LISTED:
+            problem = f"'{key}' is {value:.4g}, more than any model has"
+            raise damaged_file(path / "config.json", problem)
     for other in ("generation_config.json", "tokenizer_config.json"):
         if (path / other).exists():
             read_json_object(path / other)
+
+
+def load_config(name: str, trust_remote_code: bool, *, quantized: bool = False) -> PreTrainedConfig:
+    """Return the config of a model; one that is quantized is refused where it may not be."""
+    from transformers import AutoConfig
+
+    check_location(name, gguf=True)
+    file = gguf_file(name)
+    with loading_errors(name, files="config.json" if file is None else file.name):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name if file is None else file.parent,
+            trust_remote_code=trust_remote_code,
+            **({} if file is None else {"gguf_file": file.name}),
+        )
+        if not quantized:
+            refuse_quantized(config, name)
+    return config
+
+
+def refuse_quantized(config: PreTrainedConfig, name: str) -> None:
+    """Refuse a model whose config says that it is quantized."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigurationError(
+            "is quantized already: its config has a quantization_config",
+            subject=name,
+            hint="Start from the model in 16 or 32 bits.",
+        )
 
 
 def check_files(files: Iterable[Path]) -> None:
@@ -73,17 +134,6 @@ def check_files(files: Iterable[Path]) -> None:
             raise damaged_file(file, problem)
 
 
-def _check_config(file: Path) -> None:
-    """Refuse a config that names other files, or that no memory would be enough to read."""
-    config = read_json_object(file)
-    if config.get("transformers_weights") is not None:
-        problem = "it names its weights ('transformers_weights'), and must not"
-        raise damaged_file(file, problem)
-    for key, value in _numbers(config):
-        if any(word in key for word in _LISTED) and abs(value) > _MOST_LISTED:
-            raise damaged_file(file, f"'{key}' is {value:.4g}, more than any model has")
-
-
 def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
     """Give every number of a JSON file with the key that it stands under."""
     if isinstance(content, dict):
@@ -94,24 +144,6 @@ def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(value, key)
     elif isinstance(content, (int, float)):
         yield key, content
-
-
-def _refuse_other_weights(name: str, files: list[Path]) -> None:
-    first = {file.suffix.lower(): file.name for file in reversed(files)}
-    if ".safetensors" in first:
-        return
-    for suffix in _PICKLES:
-        if suffix in first:
-            raise pickled_weights(name, first[suffix])
-
-
-def _in_gguf(name: str, file: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"is a model in GGUF, the format of llama.cpp ({file}), which can be measured, quantized "
-        "and evaluated, but not looked at in its files",
-        subject=f"'{name}'",
-        hint="Give the folder of a model in safetensors.",
-    )
 
 
 def _can_be_on_hub(name: str) -> bool:
@@ -131,7 +163,13 @@ def refuse_mistyped(name: str, what: str = "model") -> None:
     Such a name looks like a path, or a folder beside it that holds a model has nearly the same.
     """
     near = _nearest_folder(name)
-    if near is not None or _looks_like_path(name):
+    looks_like_path = (
+        name.startswith((".", "~", "/", os.sep))
+        or name.endswith(("/", os.sep))
+        or name.count("/") > 1
+        or os.path.isabs(name)
+    )
+    if near is not None or looks_like_path:
         error = cannot_load(name, "there is no such folder", what)
         if near is not None:
             full = "One on the hub is named in full: 'owner/name'."
@@ -140,7 +178,56 @@ def refuse_mistyped(name: str, what: str = "model") -> None:
 
 
 @contextmanager
-def hub_access(name: str, what: str = "model") -> Iterator[None]:
+def loading_errors(name: str, what: str = "model", files: str | None = None) -> Iterator[None]:
+    """Put what transformers says into words of ours."""
+    from huggingface_hub import _CACHED_NO_EXIST
+
+    files = files or _FILES[what]
+
+    def unusable(problem: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"cannot be used ({files}): {problem.rstrip('.')}",
+            subject=f"The files of '{name}'",
+            hint="Compare them with the original, or copy or download them again. If transformers "
+            "loads them, their kind may be one that Calipers does not support.",
+        )
+
+    with library_errors(unusable):
+        try:
+            with _hub_access(name, what):
+                yield
+        except CalipersError:
+            raise
+        except (OSError, ValueError, ImportError) as error:
+            if _is_about_code(error):
+                raise ModelLoadError(
+                    "comes with Python code of its own, which was not run",
+                    subject=f"The {what} '{name}'",
+                    hint="Read it, and if you trust it pass "
+                    + Option("trust_remote_code", True)
+                    + ".",
+                ) from error
+            files_of_model = ("model.safetensors", "model.safetensors.index.json")
+            if what == "model" and all(
+                file is _CACHED_NO_EXIST for file in _cached(name, *files_of_model)
+            ):
+                raise pickled_weights(name, "it has no model.safetensors") from error
+            absent = "" if Path(name).exists() else "there is no such folder, and on the hub: "
+            if absent or isinstance(error, OSError):
+                raise cannot_load(name, absent + str(error).strip(), what) from error
+            raise
+
+
+def _is_about_code(error: Exception) -> bool:
+    """Whether it comes from where transformers asks if code of a model may run."""
+    from transformers.dynamic_module_utils import resolve_trust_remote_code
+
+    asks = resolve_trust_remote_code.__code__
+    return any(frame.f_code is asks for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+@contextmanager
+def _hub_access(name: str, what: str = "model") -> Iterator[None]:
     """Let a name be looked up in the cache of the hub, and on the hub if that answers at once.
 
     A hub that does not answer is not asked again and again: what is cached is taken, and what is
@@ -165,15 +252,6 @@ def hub_access(name: str, what: str = "model") -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _looks_like_path(name: str) -> bool:
-    return (
-        name.startswith((".", "~", "/", os.sep))
-        or name.endswith(("/", os.sep))
-        or name.count("/") > 1
-        or os.path.isabs(name)
-    )
-
-
 def _nearest_folder(name: str) -> str | None:
     """Return the folder with a model whose name is nearest to one that does not exist."""
     if name.startswith("~") and os.path.exists(os.path.expanduser(name)):
@@ -185,17 +263,9 @@ def _nearest_folder(name: str) -> str | None:
         }
     except OSError:
         return None
-    by_lower = {each.lower(): each for each in models}
-    found = difflib.get_close_matches(path.name.lower(), by_lower, n=1, cutoff=_NEAR)
-    return str(path.with_name(by_lower[found[0]])) if found else None
-
-
-def has_no_safetensors(name: str) -> bool:
-    """Whether the hub has told that the weights of a model are in no safetensors."""
-    from huggingface_hub import _CACHED_NO_EXIST
-
-    found = _cached(name, "model.safetensors", "model.safetensors.index.json")
-    return all(each is _CACHED_NO_EXIST for each in found)
+    by_lower = {model.lower(): model for model in models}
+    nearest = difflib.get_close_matches(path.name.lower(), by_lower, n=1, cutoff=_NEAR)
+    return str(path.with_name(by_lower[nearest[0]])) if nearest else None
 
 
 def _cached(name: str, *files: str) -> list[Any]:
@@ -213,20 +283,20 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
     """Return the file that a path means: one in GGUF, or that of a folder without safetensors."""
     path = Path(name)
     if os.path.isfile(path):
-        return path if _is_gguf(path) else None
+        return path if path.suffix.lower() == ".gguf" else None
     files = sorted(path.iterdir()) if os.path.isdir(path) else []
-    found = [file for file in files if _is_gguf(file)]
-    if not found or any(file.suffix.lower() == ".safetensors" for file in files):
+    in_gguf = [file for file in files if file.suffix.lower() == ".gguf"]
+    if not in_gguf or any(file.suffix.lower() == ".safetensors" for file in files):
         return None
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    if len(in_gguf) > 1:
+        names = ", ".join(file.name for file in in_gguf)
         raise ModelLoadError(
             f"holds several models in GGUF: {names}", subject=f"'{name}'", hint="Give one of them."
         )
-    return found[0]
+    return in_gguf[0]
 
 
-def check_gguf(file: Path) -> None:
+def _check_gguf(file: Path) -> None:
     """Refuse a file that is damaged, or that nobody here can read."""
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
@@ -256,7 +326,3 @@ def _kinds_of_tensors(file: Path, _changed: int) -> frozenset[str]:
 
     tensors = GGUFReader(file).tensors
     return frozenset(GGMLQuantizationType(tensor.tensor_type).name for tensor in tensors)
-
-
-def _is_gguf(file: Path) -> bool:
-    return file.suffix.lower() == ".gguf"

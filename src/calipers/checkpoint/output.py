@@ -1,4 +1,7 @@
-"""An output folder that is complete or not there: written beside its place, then moved."""
+"""Output folders, complete or not there: written beside their place, then moved into it.
+
+A journal lists the files that are finished, so that a run which goes on does not make them again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +30,17 @@ from calipers.errors import (
     would_replace,
 )
 from calipers.files.reading import read_json_object
-from calipers.files.writing import SUFFIX, LockedFolder, nearest_ancestor, sync, sync_folder
+from calipers.files.writing import (
+    SUFFIX,
+    LockedFolder,
+    check_ancestor,
+    nearest_ancestor,
+    output_exists,
+    paths_of,
+    sync,
+    sync_folder,
+    work_folder,
+)
 
 NAME = "journal.json"
 _AT_FDCWD = -100
@@ -54,18 +67,14 @@ def check_output(
         raise cannot_write(path, "it is a link that leads to itself")
     if path.exists() and not path.is_dir():
         raise cannot_write(path, "it is a file")
-    sources = {
-        what: Path(os.path.realpath(place))
-        for what, place in (inputs or {}).items()
-        if isinstance(place, (str, os.PathLike)) and os.path.exists(place)
-    }
+    sources = paths_of(inputs)
     if "model" in sources and sources["model"] in path.parents:
         raise inside_source(path, sources["model"])
     restore_outputs(path.parent)
-    _check_ancestor(path)
+    check_ancestor(path, cannot_write)
     if path.is_dir():
         if not overwrite:
-            raise _exists(path)
+            raise output_exists(f"The output folder '{path}'")
         with suppress(FileNotFoundError):  # somebody is just replacing it
             _check_replaceable(Path(directory), path, sources)
     return path
@@ -83,45 +92,24 @@ def _check_replaceable(given: Path, path: Path, sources: Mapping[str, Path]) -> 
             raise cannot_write(path, problem)
     foreign = foreign_files(path)
     if foreign or (os.listdir(path) and not is_quantized(path)):
-        raise _no_checkpoint(path, foreign)
+        problem, advice = (
+            "neither calipers.json nor a quantization_config in config.json says that a quantized "
+            "checkpoint was written there",
+            "remove it yourself",
+        )
+        if foreign:
+            problem = f"what is in it does not all belong to a checkpoint: {shortened(foreign, 3)}"
+            advice = "move these away"
+        raise CheckpointExistsError(
+            f"is not replaced: {problem}",
+            subject=f"The output folder '{path}'",
+            hint=Option("overwrite", True)
+            + " replaces quantized checkpoints and empty folders only. Choose another folder, or "
+            + f"{advice}.",
+        )
     if given.is_symlink():
         problem = f"it is a link, and what it leads to, '{path}', would be replaced"
         raise cannot_write(given, problem)
-
-
-def _exists(path: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        "exists already. Nothing was written",
-        subject=f"The output folder '{path}'",
-        hint="Choose another one, or pass " + Option("overwrite", True) + " to replace it.",
-    )
-
-
-def _no_checkpoint(path: Path, foreign: Sequence[str]) -> CheckpointExistsError:
-    """Say what keeps a folder from being replaced: what else is in it, or that nothing tells."""
-    problem, advice = (
-        "neither calipers.json nor a quantization_config in config.json says that a quantized "
-        "checkpoint was written there",
-        "remove it yourself",
-    )
-    if foreign:
-        problem = f"what is in it does not all belong to a checkpoint: {shortened(foreign, 3)}"
-        advice = "move these away"
-    return CheckpointExistsError(
-        f"is not replaced: {problem}",
-        subject=f"The output folder '{path}'",
-        hint=Option("overwrite", True)
-        + " replaces quantized checkpoints and empty folders only. Choose another folder, or "
-        + f"{advice}.",
-    )
-
-
-def _check_ancestor(path: Path) -> None:
-    ancestor = nearest_ancestor(path)
-    if not ancestor.is_dir():
-        raise cannot_write(path, f"'{ancestor}' is a file")
-    if ancestor == path or not os.access(ancestor, os.W_OK | os.X_OK):
-        raise cannot_write(path, f"'{ancestor}' is not writable")
 
 
 def free_space(path: Path) -> int:
@@ -130,27 +118,18 @@ def free_space(path: Path) -> int:
 
 
 @contextmanager
-def output_folder(directory: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary folder that takes its place when the block ends well, and goes when not.
-
-    An old checkpoint changes places with the new one, and then goes. Whoever writes to the same
-    place meanwhile is waited for.
-    """
-    with resumable_folder(directory, overwrite) as journal:
-        yield journal.folder
-
-
-@contextmanager
-def resumable_folder(
+def output_folder(
     directory: str | os.PathLike[str],
     overwrite: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> Iterator[Journal]:
-    """Do what :func:`output_folder` does, and let the next one go on if the process dies.
+    """Give a temporary folder that takes its place when the block ends well, and goes when not.
 
-    What is finished, which the journal lists, also stays after Ctrl-C; other errors remove it.
+    An old checkpoint changes places with the new one, and then goes. Whoever writes to the same
+    place meanwhile is waited for. What the journal lists as finished stays if the process dies, and
+    after Ctrl-C, for a later run to go on with; other errors remove it.
 
-    :param arguments: what the next one must have in common with this one; None: nobody goes on
+    :param arguments: what a run must have in common with this one to go on; None: none goes on
     """
     path = check_output(directory, overwrite)
     made = [folder for folder in path.parents if not folder.exists()]
@@ -160,7 +139,10 @@ def resumable_folder(
             new = journal.folder
             work = new.parent
             yield journal
-            _sync_tree(new)
+            for root, _, files in os.walk(new):
+                for name in files:
+                    sync(Path(root) / name)
+                sync(Path(root))
             remove_journal(work)  # it is about to be something else than an unfinished checkpoint
             check_output(path, overwrite)  # somebody may have come in between
             if path.exists():
@@ -188,7 +170,7 @@ def _work_beside(path: Path, arguments: Mapping[str, Any] | None) -> Iterator[Jo
     So it ends in the same way whether all went well, something failed, or the process died and
     the next one takes over. After an exchange ``new`` is the old checkpoint.
     """
-    owned = LockedFolder.claim(path.parent / f".{path.name}{SUFFIX}")
+    owned = LockedFolder.claim(work_folder(path))
     journal = Journal(owned.path, owned.path / "new", arguments or {})
     try:
         if arguments is not None and journal.load():
@@ -242,13 +224,6 @@ def restore_outputs(folder: Path) -> None:
                     owned.release()
 
 
-def _sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(root) / name)
-        sync(Path(root))
-
-
 def _sync_move(*paths: Path) -> None:
     """Let moves last; what was moved is whole in any case, also where folders cannot be synced."""
     for folder in {path.parent for path in paths} | set(paths):
@@ -288,10 +263,10 @@ class Journal:
     def load(self) -> bool:
         """Read what an earlier run has finished; False if it did not do the same, or left ruins."""
         with suppress(OSError, CalipersError, TypeError, KeyError):
-            found = read_json_object(self._file)
-            shards = [FinishedShard(**each) for each in found["shards"]]
-            if found["arguments"] == self._arguments and all(map(self._is_whole, shards)):
-                self.shards, self.state = shards, dict(found["state"])
+            content = read_json_object(self._file)
+            shards = [FinishedShard(**shard) for shard in content["shards"]]
+            if content["arguments"] == self._arguments and all(map(self._is_whole, shards)):
+                self.shards, self.state = shards, dict(content["state"])
                 return True
         return False
 

@@ -18,7 +18,6 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
-    QuantizationScheme,
 )
 from torch import nn
 from transformers import PreTrainedModel
@@ -204,14 +203,33 @@ class QuantizedCheckpoint:
     def _module(
         self, name: str, tensors: Mapping[str, StoredTensor], is_attention: bool
     ) -> StoredModule:
-        in_memory, module = self.model.modules.get(name, (name, _likely_class(name, tensors)))
+        if name in self.model.modules:
+            in_memory, module = self.model.modules[name]
+        else:  # of an unknown model, or an expert: its class is told by its tensors
+            in_memory, weight = name, tensors.get("weight")
+            is_matrix = weight is not None and len(weight.shape) == 2
+            with torch.device("meta"):
+                module = nn.Embedding(1, 1) if "embed" in name else nn.Linear(1, 1)
+            if "weight_packed" not in tensors and not is_matrix:
+                module = None
         group = None if module is None else group_of(module, (name, in_memory), self.settings)
         scheme = None if group is None else self.settings.config_groups[group]
+        settings = self.settings
         if is_attention:
-            return StoredModule(name, tensors, states=_states(scheme, self.settings))
+            states: dict[str, QuantizationArgs] = {}
+            inputs = None if scheme is None else scheme.input_activations
+            if scheme is not None and scheme.weights is None and inputs is not None:
+                states = dict.fromkeys(_STATES, inputs)
+            elif settings.kv_cache_scheme is not None:
+                states = dict.fromkeys(_STATES[1:], settings.kv_cache_scheme)
+            return StoredModule(name, tensors, states=states)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             scheme = None
-        form = None if scheme is None else _format_of(scheme, self.settings)
+        form = None
+        if scheme is not None and scheme.weights is not None:
+            form = CompressionFormat(scheme.format or settings.format)
+            if scheme.format is None and form is CompressionFormat.mixed_precision:
+                form = CompressionFormat(infer_module_format(nn.Linear, scheme))
         shape = self.model.shapes.get(f"{name}.weight")
         return StoredModule(name, tensors, scheme, form, model_shape=shape)
 
@@ -237,59 +255,25 @@ def _read_settings(folder: Path, config: Mapping[str, Any]) -> QuantizationConfi
         raise _refused(folder, f"is quantized in the way of '{method}', not of compressed-tensors")
     with library_errors(lambda words: damaged_file(file, f"quantization_config: {words}")):
         settings = parse_settings(content)
-    _check_format(folder, settings)
-    return settings
-
-
-def _check_format(folder: Path, settings: QuantizationConfig) -> None:
     known = {form.value for form in IN_WORDS | IN_PAIRS | IN_BYTES}
     mixed, dense = CompressionFormat.mixed_precision.value, CompressionFormat.dense.value
     with_weights = [group for group in settings.config_groups.values() if group.weights is not None]
     if settings.format == dense and not with_weights:
         if settings.kv_cache_scheme is None and not settings.config_groups:
             raise _refused(folder, "is not quantized: its quantization_config names nothing")
-        return
+        return settings
     for named in (settings.format, *(group.format for group in with_weights if group.format)):
         form = getattr(named, "value", named)
         if form in (dense, "fakequant"):
             raise _refused(folder, f"holds weights that are not quantized (format '{form}')")
         if form not in known | {mixed}:
             raise _refused(folder, f"has the format '{form}', which is not known here")
+    return settings
 
 
 def _refused(folder: Path, what: str) -> ConfigurationError:
     hint = "Give the folder of a checkpoint in one of the formats of compressed-tensors."
     return ConfigurationError(what, subject=f"The checkpoint '{folder}'", hint=hint)
-
-
-def _format_of(
-    scheme: QuantizationScheme, settings: QuantizationConfig
-) -> CompressionFormat | None:
-    """Return the format in which the weights of a scheme are stored; None without weights."""
-    if scheme.weights is None:
-        return None
-    if scheme.format is None and settings.format == CompressionFormat.mixed_precision.value:
-        return CompressionFormat(infer_module_format(nn.Linear, scheme))
-    return CompressionFormat(scheme.format or settings.format)
-
-
-def _likely_class(name: str, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
-    """Return a module of the class that a module of an unknown model, or an expert, has."""
-    weight = tensors.get("weight")
-    if "weight_packed" not in tensors and (weight is None or len(weight.shape) != 2):
-        return None
-    with torch.device("meta"):
-        return nn.Embedding(1, 1) if "embed" in name else nn.Linear(1, 1)
-
-
-def _states(
-    scheme: QuantizationScheme | None, settings: QuantizationConfig
-) -> dict[str, QuantizationArgs]:
-    if scheme is not None and scheme.weights is None and scheme.input_activations is not None:
-        return dict.fromkeys(_STATES, scheme.input_activations)
-    if settings.kv_cache_scheme is not None:
-        return dict.fromkeys(_STATES[1:], settings.kv_cache_scheme)
-    return {}
 
 
 def _with_states_of_outputs(modules: Mapping[str, StoredModule]) -> dict[str, StoredModule]:
@@ -309,30 +293,26 @@ def _with_states_of_outputs(modules: Mapping[str, StoredModule]) -> dict[str, St
     return changed
 
 
-def is_error(found: object) -> bool:
-    """Whether it is a finite number that is not negative."""
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    return is_number and math.isfinite(found) and found >= 0  # type: ignore[arg-type, operator]
+def is_error(value: object) -> bool:
+    """Whether a value is a finite number that is not negative."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
 
 
 def recorded_costs(checkpoint: QuantizedCheckpoint) -> dict[str, ModuleCosts]:
     """Return the costs of modules that were recorded with a checkpoint; refuse damaged ones."""
-    file, found = checkpoint.folder / NOTES, checkpoint.notes.get("costs", {})
-    if not isinstance(found, dict):
+    file, recorded = checkpoint.folder / NOTES, checkpoint.notes.get("costs", {})
+    if not isinstance(recorded, dict):
         raise damaged_file(file, "'costs' must be an object")
     try:
-        costs = {name: ModuleCosts.from_dict(each) for name, each in found.items()}
+        costs = {name: ModuleCosts.from_dict(content) for name, content in recorded.items()}
     except (TypeError, KeyError, AttributeError) as error:
         raise damaged_file(file, f"'costs' are not those of modules ({error})") from error
     for name, cost in costs.items():
         shares = (cost.weight, cost.input, cost.typical_input)
         figures = [share for share in shares if share is not None]
-        figures += [
-            value
-            for tensor in cost.tensors.values()
-            for value in vars(tensor).values()
-            if not isinstance(value, bool)
-        ]
+        for tensor in cost.tensors.values():
+            figures += [value for value in vars(tensor).values() if not isinstance(value, bool)]
         if not all(map(is_error, figures)):
             raise damaged_file(file, f"the costs of '{name}' are no finite numbers")
     return costs

@@ -1,4 +1,4 @@
-"""The tensors of a model in memory, module by module, wherever they are."""
+"""The tensors of a model: where they are in memory, which are tied, and their names on disk."""
 
 from __future__ import annotations
 
@@ -76,32 +76,29 @@ def join(prefix: str, name: str) -> str:
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Return each tensor that is a tied copy, with the one that is stored in its place."""
     tensors = offloaded_tensors(model)
-    return {
-        copy: source
-        for copy, source in declared_ties(model, tensors)
-        if source in tensors and _is_tied(model, tensors, copy, source)
-    }
+    tied: dict[str, str] = {}
+    for copied, source in declared_ties(model, tensors.keys()):
+        if source not in tensors or _is_quantized(model, copied, source):
+            continue
+        one, other = tensors[copied], tensors[source]
+        shares = one is other
+        if not shares and (one.shape, one.dtype) == (other.shape, other.dtype):
+            shares = one.device.type != "meta" and one.data_ptr() == other.data_ptr()
+            # Offloading makes two tensors of one. They are still tied if the model says so.
+            if not shares and says_tied(model):
+                shares = torch.equal(read_tensor(model, copied), read_tensor(model, source))
+        if shares:
+            tied[copied] = source
+    return tied
 
 
 def unquantized_ties(model: PreTrainedModel, ties: Mapping[str, str]) -> dict[str, str]:
     """Return those of a model's ties that are left: quantized tensors are no longer tied."""
-    return {copy: source for copy, source in ties.items() if not _is_quantized(model, copy, source)}
-
-
-def _is_tied(
-    model: PreTrainedModel, tensors: dict[str, torch.Tensor], copy: str, source: str
-) -> bool:
-    if _is_quantized(model, copy, source):
-        return False
-    one, other = tensors[copy], tensors[source]
-    if one is other:
-        return True
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    if one.device.type != "meta" and one.data_ptr() == other.data_ptr():
-        return True
-    # Offloading makes two tensors of one. They are still tied if the model says so.
-    return says_tied(model) and torch.equal(read_tensor(model, copy), read_tensor(model, source))
+    return {
+        copied: source
+        for copied, source in ties.items()
+        if not _is_quantized(model, copied, source)
+    }
 
 
 def _is_quantized(model: PreTrainedModel, *names: str) -> bool:
@@ -123,7 +120,9 @@ class StoredNames:
 def stored_names(model: PreTrainedModel, names: Iterable[str]) -> StoredNames:
     """Find the names on disk of all tensors of a model, by the model's own conversions."""
     experts = expert_names(model)
-    renamings, converters = _reverse_transforms(conversions_of(model))
+    reverse = [transform.reverse_transform() for transform in reversed(_conversions_of(model))]
+    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
     renamed: dict[str, str] = {}
     groups: dict[str, list[str]] = defaultdict(list)
     # Some renamings wait for another name to come first: this order is the one they are made for.
@@ -156,7 +155,7 @@ def converted_back(
     return converted
 
 
-def conversions_of(model: PreTrainedModel) -> list[WeightTransform]:
+def _conversions_of(model: PreTrainedModel) -> list[WeightTransform]:
     """Return the conversions that were used to load the model, or would be."""
     used = getattr(model, "_weight_conversions", None)
     return _default_conversions(model) if used is None else list(used)
@@ -166,16 +165,6 @@ def _default_conversions(model: PreTrainedModel) -> list[WeightTransform]:
     # Whether the original had a prefix is known only from loading it.
     known = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in known if not isinstance(transform, PrefixChange)]
-
-
-def _reverse_transforms(
-    conversions: list[WeightTransform],
-) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    reverse = [transform.reverse_transform() for transform in reversed(conversions)]
-    return (
-        [transform for transform in reverse if isinstance(transform, WeightRenaming)],
-        [transform for transform in reverse if isinstance(transform, WeightConverter)],
-    )
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:
@@ -198,33 +187,19 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
         marks[f"{name}.down_proj"] = numbers[:, -1:].expand(-1, -1, 2).contiguous()
     if not marks:
         return {}
-    # A model loaded from fused experts does not know how others store them; its class does.
-    found: dict[str, str] = {}
-    for conversions in (_default_conversions(model), conversions_of(model)):
-        useful = [each for each in conversions if _is_renaming_or_splits(each)]
-        found |= _read_marks(_revert(model, useful, marks), modules)
-    return found
-
-
-def _is_renaming_or_splits(transform: WeightTransform) -> bool:
-    wildcards = any("*" in pattern for pattern in transform.source_patterns)
-    return isinstance(transform, WeightRenaming) or wildcards
-
-
-def _revert(
-    model: PreTrainedModel, conversions: list[WeightTransform], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    names: dict[str, str] = {}
     shadow: Any = copy(model)
-    # Not by setattr, which would register modules; the copy has its own __dict__.
-    shadow.__dict__["_weight_conversions"] = conversions
-    return converted_back(shadow, tensors)
-
-
-def _read_marks(converted: Mapping[str, torch.Tensor], modules: list[str]) -> dict[str, str]:
-    """Return the modules whose mark came out alone, as the weight of a layer."""
-    found = {}
-    for stored, mark in converted.items():
-        numbers = set(mark.flatten().tolist())
-        if len(numbers) == 1 and stored.endswith(".weight"):
-            found[modules[numbers.pop()]] = stored.removesuffix(".weight")
-    return found
+    # A model loaded from fused experts does not know how others store them; its class does.
+    for conversions in (_default_conversions(model), _conversions_of(model)):
+        # Not by setattr, which would register modules; the copy has its own __dict__.
+        shadow.__dict__["_weight_conversions"] = [
+            transform
+            for transform in conversions
+            if isinstance(transform, WeightRenaming)
+            or any("*" in pattern for pattern in transform.source_patterns)  # it splits a tensor
+        ]
+        for stored, mark in converted_back(shadow, marks).items():
+            alone = set(mark.flatten().tolist())
+            if len(alone) == 1 and stored.endswith(".weight"):
+                names[modules[alone.pop()]] = stored.removesuffix(".weight")
+    return names

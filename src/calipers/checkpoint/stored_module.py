@@ -1,4 +1,4 @@
-"""A module in the files of a quantized checkpoint: its tensors, and those its scheme asks for."""
+"""Modules in the files of a quantized checkpoint: their tensors, their defects, their weights."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ class StoredModule:
         stored = self.tensors.get("weight_shape")
         if stored is None or stored.dtype.is_floating_point or stored.size > _LARGEST_SHAPE:
             return None
-        found = tuple(int(size) for size in stored.read().flatten().tolist())
-        return found if len(found) >= 2 and min(found) > 0 else None
+        shape = tuple(int(size) for size in stored.read().flatten().tolist())
+        return shape if len(shape) >= 2 and min(shape) > 0 else None
 
     @property
     def contradicts_noted_shape(self) -> bool:
@@ -178,29 +178,30 @@ class StoredModule:
     @cached_property
     def expected(self) -> tuple[ExpectedTensor, ...]:
         """What it should have besides its own tensors, by what the config says."""
-        found: list[ExpectedTensor] = []
+        expected: list[ExpectedTensor] = []
         for side, args in self.sides:
             if side == "weight":
-                found += _expected_of_weight(args, self.form, self.shape)
+                expected += _expected_of_weight(args, self.form, self.shape)
             else:
-                found += _expected_of_activation(self, side, args)
-        return tuple(found)
+                expected += _expected_of_activation(self, side, args)
+        return tuple(expected)
 
     @cached_property
     def defects(self) -> tuple[TensorDefect, ...]:
         """Those tensors that it should have, and has not, or in another dtype or shape."""
-        return () if self.is_unquantized else tuple(self._defects())
-
-    def _defects(self) -> Iterator[TensorDefect]:
-        for expected in self.expected:
-            stored = self.tensors.get(expected.local)
+        defects: list[TensorDefect] = []
+        for expected in () if self.is_unquantized else self.expected:
+            stored, shape = self.tensors.get(expected.local), expected.shape
             if stored is None:
                 if expected.required and expected.local not in self.elsewhere:
-                    yield TensorDefect("missing", expected)
+                    defects.append(TensorDefect("missing", expected))
             elif stored.dtype not in expected.dtypes:
-                yield TensorDefect("dtype", expected)
-            elif expected.shape is not None and not _fits(stored.shape, expected.shape):
-                yield TensorDefect("shape", expected)
+                defects.append(TensorDefect("dtype", expected))
+            elif shape is not None and stored.shape != shape:
+                is_one_number = math.prod(stored.shape) == math.prod(shape) == 1
+                if not is_one_number:  # which may have any number of dimensions
+                    defects.append(TensorDefect("shape", expected))
+        return tuple(defects)
 
     @property
     def is_sound(self) -> bool:
@@ -211,13 +212,11 @@ class StoredModule:
             return False
         if any(defect.expected.side == "weight" for defect in self.defects):
             return False
-        of_weight = (each for each in self.expected if each.side == "weight")
-        return all(each.shape is not None for each in of_weight if each.local in self.tensors)
-
-
-def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether shapes are the same; a single number may have any number of dimensions."""
-    return found == wanted or math.prod(found) == math.prod(wanted) == 1
+        return all(
+            expected.shape is not None
+            for expected in self.expected
+            if expected.side == "weight" and expected.local in self.tensors
+        )
 
 
 def _expected_of_weight(
@@ -314,8 +313,8 @@ class QuantizedWeight:
         assert form is not None
         assert shape is not None
         assert codes is not None
-        found = {local: each.map() for local, each in module.tensors.items()}
-        scale, zero_point = found["weight_scale"], found.get("weight_zero_point")
+        tensors = {local: stored.map() for local, stored in module.tensors.items()}
+        scale, zero_point = tensors["weight_scale"], tensors.get("weight_zero_point")
         if form in IN_MX:
             scale = decompress_mx_scale(scale)
         if args.symmetric:
@@ -327,8 +326,8 @@ class QuantizedWeight:
             codes.map(),
             scale.float(),
             zero_point,
-            found.get("weight_global_scale"),
-            found.get("weight_g_idx"),
+            tensors.get("weight_global_scale"),
+            tensors.get("weight_g_idx"),
             args,
             form,
             shape,
@@ -340,11 +339,15 @@ class QuantizedWeight:
         compressed-tensors computes the same in the dtype of the scales, which rounds the values.
         """
         values = self._unpacked(self.codes[rows])
-        scale, zero_point = (self._of_rows(each, rows) for each in (self.scale, self.zero_point))
+        scale, zero_point = (self._of_rows(value, rows) for value in (self.scale, self.zero_point))
         assert scale is not None
-        if self.order is not None:
-            return _by_order(values, scale, zero_point, self.order)
-        found: Tensor = dequantize(
+        if self.order is not None:  # the group of each column is given
+            groups = self.order.long().clamp(0, scale.shape[-1] - 1)
+            numbers = values.to(scale.dtype)
+            if zero_point is not None:
+                numbers = numbers - zero_point.to(scale.dtype)[:, groups]
+            return numbers * scale[:, groups]
+        weight: Tensor = dequantize(
             values,
             scale,
             zero_point,
@@ -352,7 +355,7 @@ class QuantizedWeight:
             dtype=torch.float32,
             global_scale=self.global_scale,
         )
-        return found
+        return weight
 
     def tiles(self) -> Iterator[slice]:
         """Cut the rows into parts that do not cut through blocks."""
@@ -388,19 +391,10 @@ class QuantizedWeight:
         return unpacked
 
 
-def _by_order(values: Tensor, scale: Tensor, zero_point: Tensor | None, order: Tensor) -> Tensor:
-    """Dequantize columns whose groups are given one by one."""
-    groups = order.long().clamp(0, scale.shape[-1] - 1)
-    found = values.to(scale.dtype)
-    if zero_point is not None:
-        found = found - zero_point.to(scale.dtype)[:, groups]
-    return found * scale[:, groups]
-
-
 def _by_bytes(codes: Tensor, pairs: Tensor) -> Tensor:
     """Look up the two numbers that each byte stands for."""
-    found = pairs[codes.view(torch.uint8).int()]
-    return found.view(torch.bfloat16 if pairs.dtype == torch.int32 else torch.int8)
+    values = pairs[codes.view(torch.uint8).int()]
+    return values.view(torch.bfloat16 if pairs.dtype == torch.int32 else torch.int8)
 
 
 @cache

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from calipers.checkpoint.compression import checkpoint_tensors, tensor_names
+from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.location import check_location
+from calipers.checkpoint.reader import load_skeleton
 from calipers.checkpoint.state import (
-    StoredNames,
     converted_back,
     offloaded_tensors,
     read_tensor,
     stored_names,
+    tied_names,
 )
+from calipers.checkpoint.unknown_model import unknown_model
+from calipers.errors import ConfigurationError, cannot_load, damaged_file
+from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 
 _VALUES = 16
 """How many values of a tensor are looked at, at least."""
-
-
-class WeightSource(Protocol):
-    """Where the values of the tensors of a model come from."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name in the model, as it was before quantization."""
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor by its name in the model."""
-
-    def converted(self) -> Iterator[tuple[str, Tensor]]:
-        """Give the tensors that have another form on disk than in the model, as they are there."""
-
-    def fingerprint(self) -> str:
-        """Return by what the model is known."""
 
 
 class StoredAs(NamedTuple):
@@ -84,13 +77,22 @@ class StoredWeights:
         whole = {}
         for name in filter(own_names.__contains__, names.renamed):
             candidates = (names.renamed[name], tied.get(ties.get(name, "")))
-            found = next((each for each in candidates if each in stored), None)
-            if found is None:
+            on_disk = next((key for key in candidates if key in stored), None)
+            if on_disk is None:
                 return None
-            whole[name] = StoredAs(found, stored[found], tensors[name].dtype)
+            whole[name] = StoredAs(on_disk, stored[on_disk], tensors[name].dtype)
+        if not names.converted:
+            return cls(whole)
+        # What the files hold instead of tensors that transformers converts.
         known = {*names.renamed.values(), *(tied[copy] for copy in ties if copy in tied)}
-        rest = _in_other_form(model, names, stored, known)
-        return cls(whole, tuple(StoredAs(n, stored[n], model.dtype) for n in rest))
+        ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
+        ignored += [re.escape(name) + "$" for name, _ in model.named_buffers()]
+        others = [
+            StoredAs(name, tensor, model.dtype)
+            for name, tensor in stored.items()
+            if name not in known and not any(re.search(pattern, name) for pattern in ignored)
+        ]
+        return cls(whole, tuple(others))
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name in the model, as it was before quantization."""
@@ -102,26 +104,14 @@ class StoredWeights:
 
     def converted(self) -> Iterator[tuple[str, Tensor]]:
         """Give the tensors that have another form on disk than in the model, as they are there."""
-        return ((each.name, each.read()) for each in self.in_other_form)
+        return ((tensor.name, tensor.read()) for tensor in self.in_other_form)
 
     def fingerprint(self) -> str:
-        """Return by what the model is known."""
-        return stored_fingerprint([*self.whole.values(), *self.in_other_form])
-
-
-def _in_other_form(
-    model: PreTrainedModel,
-    names: StoredNames,
-    stored: Iterable[str],
-    known: set[str],
-) -> list[str]:
-    """Return what the files hold instead of tensors that transformers converts."""
-    if not names.converted:
-        return []
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
-    ignored += [re.escape(name) + "$" for name, _ in model.named_buffers()]
-    unknown = (name for name in stored if name not in known)
-    return [name for name in unknown if not any(re.search(each, name) for each in ignored)]
+        """Return the fingerprint of the model; hardly anything is read for it."""
+        return _fingerprint(
+            (name, stored.shape, stored.read_every(_step(stored.shape)).to(dtype))
+            for name, stored, dtype in (*self.whole.values(), *self.in_other_form)
+        )
 
 
 @dataclass(frozen=True)
@@ -148,8 +138,80 @@ class LoadedWeights:
             yield from converted_back(self.model, {n: self.read(n) for n in group}).items()
 
     def fingerprint(self) -> str:
-        """Return by what the model is known."""
+        """Return the fingerprint of the model."""
         return model_fingerprint(self.model)
+
+
+WeightSource: TypeAlias = StoredWeights | LoadedWeights
+"""Where the values of the tensors of a model come from."""
+
+
+@dataclass(frozen=True)
+class OriginalModel:
+    """A float model in its files; opening it reads headers alone.
+
+    :param tensors: by their names on disk
+    """
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    trust_remote_code: bool = False
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False
+    ) -> OriginalModel:
+        """Open a folder; refuse one that holds no model, or a quantized one."""
+        folder = Path(path)
+        check_location(str(folder))
+        if not folder.is_dir():
+            raise cannot_load(str(folder), "there is no such folder")
+        if read_json_object(folder / "config.json").get("quantization_config") is not None:
+            raise ConfigurationError(
+                "is quantized itself: its config has a quantization_config",
+                subject=f"The model '{folder}'",
+                hint="Give the model that the checkpoint was made from.",
+            )
+        tensors = stored_tensors(folder)
+        if not tensors:
+            raise cannot_load(str(folder), "there are no safetensors in it")
+        return cls(folder, tensors, trust_remote_code)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return Path(os.path.realpath(self.folder)).name
+
+    @property
+    def size(self) -> int:
+        """The bytes of its tensors."""
+        return sum(tensor.size for tensor in self.tensors.values())
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its tensors hold."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    def weight(self, module: str) -> StoredTensor | None:
+        """Return the weight of a module; a head that has none of its own is the embedding."""
+        weight = self.tensors.get(f"{module}.weight")
+        if weight is None and module.endswith("lm_head"):
+            names = (n for n in self.tensors if n.endswith(("embed_tokens.weight", "wte.weight")))
+            weight = next((self.tensors[name] for name in names), None)
+        return weight
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint by which measurements know the model."""
+        folder = self.folder
+        trusted = self.trust_remote_code
+        model = unknown_model(folder) or load_skeleton(folder, trust_remote_code=trusted)
+        own_names = offloaded_tensors(model)
+        weights = StoredWeights.of(model, self.tensors, tied_names(model), own_names)
+        if weights is None:
+            problem = "it does not hold its weights in safetensors as the model has them"
+            raise damaged_file(folder, problem)
+        return weights.fingerprint()
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
@@ -157,22 +219,12 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     return fingerprint_of(checkpoint_tensors(model, tensor_names(model)))
 
 
-def stored_fingerprint(tensors: Iterable[tuple[str, StoredTensor, torch.dtype]]) -> str:
-    """Return the fingerprint of a model from its files, of which hardly anything is read.
-
-    :param tensors: their names, where they are, and the dtypes that they have in the model
-    """
-    return _fingerprint(
-        (name, _digest(stored.shape, stored.read_every(_step(stored.shape)).to(dtype)))
-        for name, stored, dtype in tensors
-    )
-
-
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return what tells the tensors of one checkpoint from those of another, in hex.
 
-    Their order does not matter. Of tensors that are equal the last name counts, so that it does not
-    matter either whether a tied head is stored beside its embedding.
+    It is made of names, shapes, dtypes and some values. The order does not matter. Of tensors that
+    are equal the last name counts, so that it does not matter either whether a tied head is stored
+    beside its embedding.
 
     >>> head, rest = ("head", torch.ones(2)), ("layer", torch.zeros(2))
     >>> fingerprint_of([head, rest, ("norm", torch.ones(2))]) == fingerprint_of(
@@ -181,14 +233,18 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     True
     """
     return _fingerprint(
-        (name, _digest(tensor.shape, tensor.detach().reshape(-1)[:: _step(tensor.shape)]))
+        (name, tensor.shape, tensor.detach().reshape(-1)[:: _step(tensor.shape)])
         for name, tensor in tensors
     )
 
 
-def _fingerprint(digests: Iterable[tuple[str, str]]) -> str:
+def _fingerprint(samples: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
+    """Return the fingerprint of tensors by their names, shapes and some of their values."""
     names: dict[str, str] = {}
-    for name, content in digests:
+    for name, shape, values in samples:
+        digest = hashlib.sha256(f"{list(shape)} {values.dtype}".encode())
+        digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        content = digest.hexdigest()
         names[content] = max(name, names.get(content, ""))
     lines = sorted(f"{name} {content}\n" for content, name in names.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -196,9 +252,3 @@ def _fingerprint(digests: Iterable[tuple[str, str]]) -> str:
 
 def _step(shape: Sequence[int]) -> int:
     return max(1, math.prod(shape) // _VALUES)
-
-
-def _digest(shape: Sequence[int], values: Tensor) -> str:
-    digest = hashlib.sha256(f"{list(shape)} {values.dtype}".encode())
-    digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

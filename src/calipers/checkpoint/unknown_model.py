@@ -32,27 +32,32 @@ class UnknownModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     def __init__(self, config: PreTrainedConfig, stored: Mapping[str, StoredTensor]) -> None:
         super().__init__(config)
         for name, tensor in stored.items():
-            self._add(name, tensor, f"{name.removesuffix('weight')}bias" in stored)
-
-    def _add(self, name: str, tensor: StoredTensor, has_bias: bool) -> None:
-        path, _, local = name.rpartition(".")
-        parent, _, own = path.rpartition(".")
-        if local == "weight" and len(tensor.shape) == 2 and own:
-            rows, columns = tensor.shape
-            like = {"device": "meta", "dtype": tensor.dtype}
-            _child(self, parent).add_module(own, nn.Linear(columns, rows, has_bias, **like))
-            return
-        module = _child(self, path)
-        if not (isinstance(module, nn.Linear) and local == "bias"):
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            module.register_parameter(local, nn.Parameter(empty, tensor.dtype.is_floating_point))
+            path, _, local = name.rpartition(".")
+            parent, _, own = path.rpartition(".")
+            if local == "weight" and len(tensor.shape) == 2 and own:
+                rows, columns = tensor.shape
+                with torch.device("meta"):
+                    linear = nn.Linear(columns, rows, f"{path}.bias" in stored, dtype=tensor.dtype)
+                _child(self, parent).add_module(own, linear)
+                continue
+            module = _child(self, path)
+            if not (isinstance(module, nn.Linear) and local == "bias"):
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                is_float = tensor.dtype.is_floating_point
+                module.register_parameter(local, nn.Parameter(empty, is_float))
 
     def check_patterns(self, patterns: Iterable[str]) -> None:
         """Refuse patterns that mean modules by their classes."""
         names = {name for name, _ in self.named_modules()}
-        classes = [each for each in patterns if not each.startswith("re:") and each not in names]
+        classes = [
+            pattern
+            for pattern in patterns
+            if not pattern.startswith("re:") and pattern not in names
+        ]
         if classes:
-            linear = [name for name, each in self.named_modules() if isinstance(each, nn.Linear)]
+            linear = [
+                name for name, module in self.named_modules() if isinstance(module, nn.Linear)
+            ]
             raise RecipeError(
                 f"transformers does not know models of type '{self.config.model_type}', so it "
                 f"cannot be told which modules are '{classes[0]}'",

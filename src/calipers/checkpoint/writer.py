@@ -1,4 +1,7 @@
-"""Write a frozen model as a compressed-tensors checkpoint, whole or not at all."""
+"""Write a frozen model as a compressed-tensors checkpoint, whole or not at all.
+
+Tensors are streamed into safetensors files of bounded size; none is kept.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,7 +36,8 @@ from calipers.checkpoint.compression import (
     tensor_names,
 )
 from calipers.checkpoint.config import checkpoint_config, loading_problems
-from calipers.checkpoint.output import FinishedShard, Journal, free_space, resumable_folder
+from calipers.checkpoint.headers import INDEX, SINGLE
+from calipers.checkpoint.output import FinishedShard, Journal, free_space, output_folder
 from calipers.checkpoint.state import StoredNames
 from calipers.errors import CalipersWarning, CheckpointError, ConfigurationError, Option
 from calipers.runtime.progress import Progress
@@ -42,24 +47,7 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 _BARE = 64
 _MOST_ROOM = 1 << 20
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()} | {torch.float8_e8m0fnu: "F8_E8M0"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 T = TypeVar("T")
 
@@ -90,31 +78,24 @@ def write_checkpoint(
     """
     names = tensor_names(model)
     shown = progress or Progress(False)
-    written = TensorStream(lambda _: _counted(model, names, codes, shown), lambda: notes or {})
+
+    def counted(_: Mapping[str, Any]) -> Generator[tuple[str, Tensor], None, None]:
+        total = estimated_size(model, names) / _MEGABYTE
+        with shown.counting("writing the checkpoint", total, "MB") as add:
+            for name, tensor in checkpoint_tensors(model, names, codes):
+                yield name, tensor
+                add(tensor.nbytes / _MEGABYTE)
+
     return write_stream(
         model,
         names,
-        written,
+        TensorStream(counted, lambda: notes or {}),
         directory,
         recipe=recipe,
         tokenizer=tokenizer,
         overwrite=overwrite,
         max_shard_size=max_shard_size,
     )
-
-
-def _counted(
-    model: PreTrainedModel,
-    names: StoredNames,
-    codes: Mapping[str, Tensor] | None,
-    progress: Progress,
-) -> Generator[tuple[str, Tensor], None, None]:
-    """Give the tensors of a checkpoint, and show how many bytes they have so far."""
-    total = estimated_size(model, names) / _MEGABYTE
-    with progress.counting("writing the checkpoint", total, "MB") as add:
-        for name, tensor in checkpoint_tensors(model, names, codes):
-            yield name, tensor
-            add(tensor.nbytes / _MEGABYTE)
 
 
 @dataclass(frozen=True)
@@ -154,11 +135,17 @@ def write_stream(
     path = Path(os.path.realpath(directory))
     shard_size = parse_size(max_shard_size)
     check_frozen(model)
-    _check_space(path, estimated_size(model, names))
+    needed, free = estimated_size(model, names), free_space(path)
+    if needed > free:
+        raise CheckpointError(
+            f"The checkpoint needs about {needed / 1e9:,.3f} GB, but the disk of '{path}' has "
+            f"{free / 1e9:,.3f} GB free. Nothing was written",
+            hint="Free some space, or choose a folder on another disk.",
+        )
     config = checkpoint_config(model)
     for problem in loading_problems(model):
         warnings.warn(str(problem), CalipersWarning, stacklevel=3)
-    with resumable_folder(path, overwrite, stream.arguments) as journal:
+    with output_folder(path, overwrite, stream.arguments) as journal:
         room = header_room([*names.renamed.values(), *names.converted])
         noted = None if stream.arguments is None else journal
         writer = ShardWriter(journal.folder, shard_size, room, noted, stream.state)
@@ -168,20 +155,6 @@ def write_stream(
         write_notes(journal.folder, files, stream.notes())
         write_json(journal.folder / "config.json", config)
     return path
-
-
-def _check_space(path: Path, needed: int) -> None:
-    free = free_space(path)
-    if needed > free:
-        raise CheckpointError(
-            f"The checkpoint needs about {_gigabytes(needed)}, but the disk of '{path}' has "
-            f"{_gigabytes(free)} free. Nothing was written",
-            hint="Free some space, or choose a folder on another disk.",
-        )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.3f} GB"
 
 
 def parse_size(size: int | str) -> int:
@@ -297,7 +270,20 @@ class ShardWriter:
             if self._open is not None:
                 with suppress(OSError):  # there is another error already
                     self._open.file.close()
-        self._finish()
+        if len(self._shards) == 1:
+            path = self.folder / self._shards[0].file
+            path.rename(self.folder / SINGLE)
+            return
+        weight_map = {}
+        for shard in self._shards:
+            path = self.folder / shard.file
+            final = f"{path.stem}-of-{len(self._shards):05d}.safetensors"
+            path.rename(self.folder / final)
+            weight_map.update(dict.fromkeys(shard.tensors, final))
+        total = sum(shard.size for shard in self._shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self.folder / INDEX).write_text(text, encoding="utf-8")
 
     def _shard_for(self, name: str, size: int) -> Shard:
         """Return the open shard if one more tensor fits into it, or begin another."""
@@ -321,22 +307,6 @@ class ShardWriter:
             if self.journal is not None:
                 self.journal.add(shard, self.state(self._open.last))
             self._open = None
-
-    def _finish(self) -> None:
-        if len(self._shards) == 1:
-            path = self.folder / self._shards[0].file
-            path.rename(self.folder / "model.safetensors")
-            return
-        weight_map = {}
-        for shard in self._shards:
-            path = self.folder / shard.file
-            final = f"{path.stem}-of-{len(self._shards):05d}.safetensors"
-            path.rename(self.folder / final)
-            weight_map.update(dict.fromkeys(shard.tensors, final))
-        total = sum(shard.size for shard in self._shards)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def header_room(names: Iterable[str]) -> int:
@@ -388,11 +358,11 @@ def in_background(items: Generator[T, None, None], ahead: int = 1) -> Generator[
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     try:
-        while (found := ready.get()) is not None:
-            if isinstance(found, BaseException):
-                raise found
-            yield found[0]
-            del found
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+            del item
     finally:
         over.set()
         worker.join()

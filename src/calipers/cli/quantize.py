@@ -157,8 +157,8 @@ def _summary(
     output: Path,
     ignored: list[str] | None,
 ) -> Summary:
+    from calipers.checkpoint.headers import size_on_disk
     from calipers.checkpoint.quantized import QuantizedCheckpoint
-    from calipers.checkpoint.sizes import size_on_disk
     from calipers.judging.losses import module_losses
 
     rows = tuple(result.plan.rows())

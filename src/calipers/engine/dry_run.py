@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from calipers.checkpoint.sizes import size_when_stored, sizes_of_module
+from calipers.checkpoint.compression import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors, tied_names, unquantized_ties
 from calipers.engine.applying import give_schemes
 from calipers.engine.presets import scheme_runs_on

@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization import initialize_module_for_quantization as initialize
 
-from calipers.checkpoint.sizes import sizes_of_module
+from calipers.checkpoint.compression import sizes_of_module
 from calipers.errors import not_allowed
 from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.specs import TensorSpec, tensor_specs

@@ -13,13 +13,12 @@ from calipers.calibration.coverage import Coverage
 from calipers.calibration.pipelines import usable_device
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.headers import stored_tensors
-from calipers.checkpoint.location import check_location
+from calipers.checkpoint.location import check_location, refuse_quantized
 from calipers.checkpoint.reader import (
     load_model,
     load_skeleton,
     load_tokenizer,
     loading_counted,
-    refuse_quantized,
 )
 from calipers.checkpoint.state import offloaded_tensors, tied_names
 from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights

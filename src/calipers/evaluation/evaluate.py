@@ -15,8 +15,8 @@ from torch import Tensor
 from calipers.calibration.data import Batch, Batches, calibration_batches, counted_tokens, limits_of
 from calipers.calibration.data.columns import check_mask
 from calipers.calibration.pipelines import call_model, moved, onloaded, usable_device
+from calipers.checkpoint.headers import size_on_disk
 from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
-from calipers.checkpoint.sizes import size_on_disk
 from calipers.errors import (
     CalipersWarning,
     ConfigurationError,

@@ -1,4 +1,4 @@
-"""Regular files alone are opened, and read whole only up to a size that memory can hold."""
+"""Read files: only regular ones, whole only up to a size that memory can hold, and JSON."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def parse_json_object(
 ) -> dict[str, Any]:
     """Return the object that some bytes are; ``file`` is what errors name."""
     try:
-        found = json.loads(content.decode("utf-8"), object_pairs_hook=_without_doubles)
-        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half a character cannot be written
+        parsed = json.loads(content.decode("utf-8"), object_pairs_hook=_without_doubles)
+        json.dumps(parsed, ensure_ascii=False).encode("utf-8")  # half a character cannot be written
     except UnicodeDecodeError as error:
         raise damaged(file, f"no UTF-8 text at byte {error.start}") from error
     except UnicodeEncodeError as error:
@@ -89,16 +89,16 @@ def parse_json_object(
         raise damaged(file, "it is nested too deeply") from error
     except ValueError as error:
         raise damaged(file, f"no valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        kind = "nothing" if found is None else f"a {type(found).__name__}"
+    if not isinstance(parsed, dict):
+        kind = "nothing" if parsed is None else f"a {type(parsed).__name__}"
         raise damaged(file, f"it holds {kind}, not a JSON object")
-    return found
+    return parsed
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in unique:
             raise ValueError(f"the key {key!r} stands twice")
-        found[key] = value
-    return found
+        unique[key] = value
+    return unique

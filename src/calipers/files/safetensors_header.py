@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -82,34 +80,28 @@ class StoredTensor:
 def read_header(file: Path, damaged: Damaged = damaged_file) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, whose header must account for every byte of it."""
     with open_regular(file) as opened:
-        start = opened.read(8)
-        length = int.from_bytes(start, "little")
+        prefix = opened.read(8)
+        length = int.from_bytes(prefix, "little")
         size = file.stat().st_size
-        if len(start) < 8 or length > min(size - 8, LARGEST_JSON):
+        if len(prefix) < 8 or length > min(size - 8, LARGEST_JSON):
             problem = f"{size:,} bytes, which end before its header does (an interrupted download?)"
             raise damaged(file, problem)
         header = parse_json_object(opened.read(length), file, damaged)
     header.pop("__metadata__", None)
+    tensors: dict[str, StoredTensor] = {}
     with library_errors(lambda words: damaged(file, f"no list of tensors: {words}")):
-        tensors = {name: _entry(file, entry, 8 + length) for name, entry in header.items()}
-    _check_extent(file, tensors.values(), size - 8 - length, damaged)
-    with library_errors(lambda words: damaged(file, words)), safe_open(file, "pt"):
-        return tensors
-
-
-def _entry(file: Path, entry: dict[str, Any], start: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    dtype: torch.dtype = _TYPES[entry["dtype"]]  # type: ignore[assignment]
-    return StoredTensor(file, dtype, shape, end - begin, start + begin)
-
-
-def _check_extent(file: Path, tensors: Iterable[StoredTensor], size: int, damaged: Damaged) -> None:
-    """Refuse a file that ends too early; safetensors finds all else that is wrong with a header."""
-    needed = sum(tensor.size for tensor in tensors)
-    if needed > size:
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            shape = tuple(int(extent) for extent in entry["shape"])
+            dtype: torch.dtype = _TYPES[entry["dtype"]]  # type: ignore[assignment]
+            tensors[name] = StoredTensor(file, dtype, shape, end - begin, 8 + length + begin)
+    # The end alone is checked here; safetensors finds all else that is wrong with a header.
+    needed, present = sum(tensor.size for tensor in tensors.values()), size - 8 - length
+    if needed > present:
         problem = (
-            f"its header speaks of {needed:,} bytes of tensors, and {size:,} are there "
+            f"its header speaks of {needed:,} bytes of tensors, and {present:,} are there "
             "(an interrupted download?)"
         )
         raise damaged(file, problem)
+    with library_errors(lambda words: damaged(file, words)), safe_open(file, "pt"):
+        return tensors

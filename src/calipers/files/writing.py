@@ -1,4 +1,4 @@
-"""An output file that is complete or not there: written aside, then moved into its place."""
+"""Write files whole or not at all: aside, in a folder locked by its owner, then moved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
@@ -64,42 +64,51 @@ def check_output_file(
     if path.is_dir():
         raise cannot_write_file(path, "it is a folder")
     with suppress(OSError):
-        _tidy(path)
-    ancestor = nearest_ancestor(path)
-    if not ancestor.is_dir():
-        raise cannot_write_file(path, f"'{ancestor}' is a file")
-    if not os.access(ancestor, os.W_OK | os.X_OK):
-        raise cannot_write_file(path, f"'{ancestor}' is not writable")
+        work = work_folder(path)
+        owned = LockedFolder.take_over(work) if work.exists() else None
+        if owned is not None:  # its owner died; a living one is left alone
+            (work / "new").unlink(missing_ok=True)
+            owned.release()
+    check_ancestor(path, cannot_write_file)
     if path.exists():
-        for what, place in (inputs or {}).items():
-            if isinstance(place, (str, os.PathLike)) and os.path.exists(place):
-                source = Path(os.path.realpath(place))
-                if source in (path, *path.parents):
-                    raise file_in_use(path, source, what)
+        for what, source in paths_of(inputs).items():
+            if source in (path, *path.parents):
+                raise file_in_use(path, source, what)
         if not overwrite:
-            raise _exists(path)
+            raise output_exists(f"The output file '{path}'")
     return path
 
 
-def _tidy(path: Path) -> None:
-    """Remove what a process that died while it wrote a file has left; a living one is let alone."""
-    work = _work(path)
-    owned = LockedFolder.take_over(work) if work.exists() else None
-    if owned is not None:
-        (work / "new").unlink(missing_ok=True)
-        owned.release()
+def check_ancestor(path: Path, refusal: Callable[[object, str], CheckpointError]) -> None:
+    """Refuse a path beneath which nothing can be created."""
+    ancestor = nearest_ancestor(path)
+    if not ancestor.is_dir():
+        raise refusal(path, f"'{ancestor}' is a file")
+    if ancestor == path or not os.access(ancestor, os.W_OK | os.X_OK):
+        raise refusal(path, f"'{ancestor}' is not writable")
 
 
-def _work(path: Path) -> Path:
-    return path.parent / f".{path.name}{SUFFIX}"
-
-
-def _exists(path: Path) -> CheckpointExistsError:
+def output_exists(subject: str) -> CheckpointExistsError:
+    """Return the error for an output that exists and may not be replaced."""
     return CheckpointExistsError(
         "exists already. Nothing was written",
-        subject=f"The output file '{path}'",
+        subject=subject,
         hint="Choose another one, or pass " + Option("overwrite", True) + " to replace it.",
     )
+
+
+def paths_of(inputs: Mapping[str, object] | None) -> dict[str, Path]:
+    """Return those inputs that are on disk, by what messages call them, without links."""
+    return {
+        what: Path(os.path.realpath(place))
+        for what, place in (inputs or {}).items()
+        if isinstance(place, (str, os.PathLike)) and os.path.exists(place)
+    }
+
+
+def work_folder(path: Path) -> Path:
+    """Return the hidden folder in which an output is written."""
+    return path.parent / f".{path.name}{SUFFIX}"
 
 
 class OutputFile:
@@ -143,7 +152,7 @@ def output_file(path: Path) -> Iterator[OutputFile]:
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            owned = LockedFolder.claim(_work(path))
+            owned = LockedFolder.claim(work_folder(path))
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -194,7 +203,7 @@ class LockedFolder:
     @classmethod
     def claim(cls, path: Path) -> LockedFolder:
         """Make a folder, or take over that of a dead process; a living one is waited for."""
-        told = False
+        warned = False
         while True:
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
@@ -203,9 +212,18 @@ class LockedFolder:
                 return owned
             if os.path.lexists(path) and not _is_ours(path):
                 raise cannot_write(path, "something is there that Calipers has not made")
-            if not told and path.exists():
-                _tell_waiting(path)
-                told = True
+            if not warned and path.exists():
+                owner = _owner(path / LOCK)
+                who = (
+                    f"process {owner['process']} on {owner['host']}" if owner else "another process"
+                )
+                warnings.warn(
+                    f"Waiting for {who}, which writes to the same place. If that process is gone, "
+                    f"remove '{path / LOCK}'.",
+                    CalipersWarning,
+                    stacklevel=2,
+                )
+                warned = True
             time.sleep(0.1)
 
     @classmethod
@@ -220,7 +238,9 @@ class LockedFolder:
             return None
         try:
             if _lock(descriptor, lock) and _is_at(descriptor, lock):
-                _write_owner(descriptor)
+                pid = os.getpid()
+                owner = {"host": socket.gethostname(), "process": pid, "started": _started(pid)}
+                os.write(descriptor, json.dumps({"calipers": owner}).encode().ljust(_RECORD))
                 return cls(path, descriptor)
         except BaseException:
             os.close(descriptor)
@@ -286,7 +306,11 @@ def _lock(descriptor: int, lock: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return not _may_live(_owner(lock))
+        owner = _owner(lock)
+        if not owner:
+            return True
+        is_here = owner["host"] == socket.gethostname()
+        return is_here and bool(owner["started"] != _started(owner["process"]))
 
 
 def _is_at(descriptor: int, lock: Path) -> bool:
@@ -294,12 +318,6 @@ def _is_at(descriptor: int, lock: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(lock))
     return False
-
-
-def _write_owner(descriptor: int) -> None:
-    process = os.getpid()
-    owner = {"host": socket.gethostname(), "process": process, "started": _started(process)}
-    os.write(descriptor, json.dumps({"calipers": owner}).encode().ljust(_RECORD))
 
 
 def _owner(lock: Path) -> dict[str, Any]:
@@ -310,27 +328,9 @@ def _owner(lock: Path) -> dict[str, Any]:
     return {}
 
 
-def _may_live(owner: dict[str, Any]) -> bool:
-    if not owner:
-        return False
-    is_here = owner["host"] == socket.gethostname()
-    return not is_here or bool(owner["started"] == _started(owner["process"]))
-
-
 def _started(process: int) -> str | None:
     """Return when a process started, in the words of the system; None if that cannot be told."""
     with suppress(OSError, IndexError):
         # The second field is a name, which may hold anything.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return None
-
-
-def _tell_waiting(path: Path) -> None:
-    owner = _owner(path / LOCK)
-    who = f"process {owner['process']} on {owner['host']}" if owner else "another process"
-    warnings.warn(
-        f"Waiting for {who}, which writes to the same place. If that process is gone, remove "
-        f"'{path / LOCK}'.",
-        CalipersWarning,
-        stacklevel=2,
-    )

@@ -9,8 +9,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
-from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.stored_module import QuantizedWeight, StoredModule
+from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.judging.weights import Streams, WeightLoss, stored_weight_loss, weight_loss
 from calipers.kernels.reductions import extrema
 from calipers.linting.results import Finding

@@ -13,8 +13,8 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
-from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.stored_module import IN_MX, StoredModule
+from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.kernels.reductions import count_values
 from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_PAIRS, IN_WORDS

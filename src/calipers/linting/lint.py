@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.linting.against import check_same_weights
 from calipers.linting.check import CHECKS
 from calipers.linting.codes import InspectedWeight

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from calipers.checkpoint.auxiliary_files import NOTES
-from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.checkpoint.stored_module import QuantizedWeight, StoredModule
+from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.errors import counted, shortened
 from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.quantized import QuantizedCheckpoint, recorded_costs
 from calipers.checkpoint.stored_module import StoredModule
+from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.errors import CalipersError
 from calipers.judging.costs import COSTLY, ModuleCosts, module_costs
 from calipers.linting.against import stored_loss

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from calipers.advice import Advice
 from calipers.checkpoint.location import check_location
-from calipers.checkpoint.original import OriginalModel
 from calipers.checkpoint.quantized import QuantizedCheckpoint
+from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.errors import (
     CalipersError,
     ConfigurationError,

@@ -1,4 +1,9 @@
-"""The modules of a model that hold experts: stacked in parameters, or as modules of their own."""
+"""Experts: stacked in 3-D parameters of one module, or each a module of its own.
+
+Observers and compressed-tensors know Linear layers. Unfusing makes one Linear per expert and
+projection, which looks into the memory of the stacked parameters; the fused modules stay as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +29,14 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
 
     These are the ones that unfuse_experts swaps or refuses; nothing is changed.
     """
-    modules = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in modules if is_fused(name, module)}
+    fused = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        stacked = {key for key, value in module._parameters.items() if _is_stack(value)}
+        known = "down_proj" in stacked and stacked & {"gate_up_proj", "up_proj"}
+        # Other ways to stack experts cannot be unfused, but must not be passed over in silence.
+        if known or (stacked and "expert" in f"{name} {type(module).__name__}".lower()):
+            fused[name] = module
+    return fused
 
 
 def unfused_experts(model: nn.Module) -> dict[str, int]:
@@ -40,15 +51,6 @@ def unfused_experts(model: nn.Module) -> dict[str, int]:
         ):
             counts[name] = len(experts)
     return counts
-
-
-def is_fused(name: str, module: nn.Module) -> bool:
-    """Tell whether a module keeps several experts in one parameter."""
-    stacked = {key for key, value in module._parameters.items() if _is_stack(value)}
-    if "down_proj" in stacked and stacked & {"gate_up_proj", "up_proj"}:
-        return True
-    # Other ways to stack experts cannot be unfused, but must not be passed over in silence.
-    return bool(stacked) and "expert" in f"{name} {type(module).__name__}".lower()
 
 
 @dataclass(frozen=True)
@@ -67,48 +69,45 @@ class StackedForm:
         problem = _obstacle(fused)
         if problem is not None:
             raise cannot_unfuse(where, fused, problem)
-        declared = all(hasattr(fused, name) for name in _DECLARED)
         has_gate = "gate_up_proj" in fused._parameters
-        down = _stack(fused, "down_proj")
-        form = cls(
-            count=len(down),
-            has_gate=has_gate,
-            transposed=bool(getattr(fused, "is_transposed", has_gate and _looks_transposed(fused))),
-            interleaved=not getattr(fused, "is_concatenated", True),
-            declared=declared,
+        up, down = (
+            _stack(fused, "gate_up_proj" if has_gate else "up_proj"),
+            _stack(fused, "down_proj"),
         )
-        if not form._fits(fused):
+        # (n, hidden, 2·inner) or (n, 2·inner, hidden): the shape of down_proj decides.
+        looks_transposed = has_gate and up.shape[-1] == 2 * down.shape[-2]
+        transposed = bool(getattr(fused, "is_transposed", looks_transposed))
+        inner = up.shape[-1 if transposed else -2]
+        width = inner // 2 if has_gate else inner
+        expected = (width, up.shape[-2]) if transposed else (up.shape[-1], width)
+        counts = {len(up), len(down), getattr(fused, "num_experts", len(down))}
+        is_even = not has_gate or inner % 2 == 0
+        if not is_even or down.shape[1:] != expected or counts != {len(down)} or not len(down):
             shapes = {name: tuple(p.shape) for name, p in fused.named_parameters(recurse=False)}
             problem = f"the shapes of its parameters do not match: {shapes}"
             raise cannot_unfuse(where, fused, problem)
-        return form
-
-    def _fits(self, fused: nn.Module) -> bool:
-        inner = -1 if self.transposed else -2
-        up = _stack(fused, "gate_up_proj" if self.has_gate else "up_proj")
-        down = _stack(fused, "down_proj")
-        width = up.shape[inner] // (2 if self.has_gate else 1)
-        expected = (width, up.shape[-2]) if self.transposed else (up.shape[-1], width)
-        even = not self.has_gate or up.shape[inner] % 2 == 0
-        counts = {len(up), len(down), getattr(fused, "num_experts", self.count)}
-        return even and down.shape[1:] == expected and counts == {self.count} and self.count > 0
+        return cls(
+            count=len(down),
+            has_gate=has_gate,
+            transposed=transposed,
+            interleaved=not getattr(fused, "is_concatenated", True),
+            declared=all(hasattr(fused, name) for name in _DECLARED),
+        )
 
     def projections(self, fused: nn.Module, index: int) -> dict[str, nn.Linear]:
         """Return the Linear layers of an expert, in the order in which they run."""
         down = self._linear(fused, "down_proj", index)
         if not self.has_gate:
             return {"up_proj": self._linear(fused, "up_proj", index), "down_proj": down}
-        gate, up = self._halves(_stack(fused, "gate_up_proj").shape[-1 if self.transposed else -2])
+        size = _stack(fused, "gate_up_proj").shape[-1 if self.transposed else -2]
+        gate, up = slice(0, size // 2), slice(size // 2, None)
+        if self.interleaved:
+            gate, up = slice(0, None, 2), slice(1, None, 2)
         return {
             "gate_proj": self._linear(fused, "gate_up_proj", index, gate),
             "up_proj": self._linear(fused, "gate_up_proj", index, up),
             "down_proj": down,
         }
-
-    def _halves(self, size: int) -> tuple[slice, slice]:
-        if self.interleaved:
-            return slice(0, None, 2), slice(1, None, 2)
-        return slice(0, size // 2), slice(size // 2, None)
 
     def _linear(
         self, fused: nn.Module, name: str, index: int, rows: slice = slice(None)
@@ -117,20 +116,15 @@ class StackedForm:
         weight = stack.detach()[index]
         weight = (weight.T if self.transposed else weight)[rows]
         bias = fused._parameters.get(f"{name}_bias")
-        linear = _linear_of(weight, stack.requires_grad)
+        # Not by its constructor, which would first make up a weight of its own.
+        linear = nn.Linear.__new__(nn.Linear)
+        nn.Module.__init__(linear)
+        linear.out_features, linear.in_features = weight.shape
+        linear.weight = nn.Parameter(weight, requires_grad=stack.requires_grad)
+        linear.register_parameter("bias", None)
         if bias is not None:
             linear.bias = nn.Parameter(bias.detach()[index, rows], requires_grad=bias.requires_grad)
         return linear
-
-
-def _linear_of(weight: Tensor, requires_grad: bool) -> nn.Linear:
-    """Return a Linear around a weight; its constructor would first make up one of its own."""
-    linear = nn.Linear.__new__(nn.Linear)
-    nn.Module.__init__(linear)
-    linear.out_features, linear.in_features = weight.shape
-    linear.weight = nn.Parameter(weight, requires_grad=requires_grad)
-    linear.register_parameter("bias", None)
-    return linear
 
 
 def _is_stack(parameter: nn.Parameter | None) -> bool:
@@ -141,12 +135,6 @@ def _stack(fused: nn.Module, name: str) -> nn.Parameter:
     stack = fused._parameters[name]
     assert stack is not None
     return stack
-
-
-def _looks_transposed(fused: nn.Module) -> bool:
-    """Tell (n, hidden, 2·inner) from (n, 2·inner, hidden): the shape of down_proj decides."""
-    gate_up, down = _stack(fused, "gate_up_proj"), _stack(fused, "down_proj")
-    return gate_up.shape[-1] == 2 * down.shape[-2]
 
 
 def _obstacle(fused: nn.Module) -> str | None:
@@ -173,14 +161,14 @@ def unfuse_experts(model: nn.Module, names: Iterable[str] | None = None) -> list
     ``names`` are some of fused_experts; all of them by default. If one cannot be unfused
     faithfully, FusedExpertsError tells why and the model is left as it was.
     """
-    found = fused_experts(model)
-    chosen = list(found) if names is None else list(names)
+    fused = fused_experts(model)
+    chosen = list(fused) if names is None else list(names)
     unfused: dict[nn.Module, UnfusedExperts] = {}
     for name in chosen:
-        if found[name] not in unfused:
-            unfused[found[name]] = UnfusedExperts(found[name], name)
+        if fused[name] not in unfused:
+            unfused[fused[name]] = UnfusedExperts(fused[name], name)
     for name in chosen:
-        model.set_submodule(name, unfused[found[name]])
+        model.set_submodule(name, unfused[fused[name]])
     return chosen
 
 
@@ -244,21 +232,16 @@ class UnfusedExperts(nn.Module):
             if index not in hit and not self.calibrate_all_experts:
                 continue
             position, token = torch.where(top_k_index.T.eq(index))
-            result = self._run(index, hidden_states, token)
+            expert = self._modules[str(index)]
+            assert isinstance(expert, Expert)
+            if self.calibrate_all_experts:
+                result = expert(hidden_states, self._activate)[token]
+            else:
+                with routed_tokens(token, len(hidden_states), self._where):
+                    result = expert(hidden_states[token], self._activate)
             weighted = result * top_k_weights[token, position, None]
             total.index_add_(0, token, weighted.to(dtype))
         return total.to(hidden_states.dtype)
-
-    def _run(self, index: int, hidden: Tensor, token: Tensor) -> Tensor:
-        expert = self._modules[str(index)]
-        assert isinstance(expert, Expert)
-        result: Tensor
-        if self.calibrate_all_experts:
-            result = expert(hidden, self._activate)[token]
-        else:
-            with routed_tokens(token, len(hidden), self._where):
-                result = expert(hidden[token], self._activate)
-        return result
 
     def _activate(self, gate: Tensor | None, up: Tensor) -> Tensor:
         if gate is None:

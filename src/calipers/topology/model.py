@@ -1,4 +1,7 @@
-"""The topology of a model, resolved once from its modules, or from their names alone."""
+"""The topology of a model: its decoder layers, the norm each module reads, its tied tensors.
+
+Norms are told by the names that families of models share.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from typing_extensions import Self
 
 from calipers.errors import ConfigurationError, Option
 from calipers.topology.names import expert_of, fused_projections, grouped
-
-_IN_STACK = re.compile(r"^(.*?)\.?(?<![^.])(\d+)(?:\.|$)")
 
 # What the first Linears of either block of a layer are called, and the blocks themselves. Routers,
 # and experts that are stacked in one module, read the same norm.
@@ -60,20 +61,12 @@ _HEADS = ("lm_head", "embed_out")
 class Topology:
     """What a model is made of, by the names of its modules.
 
-    :param modules: all modules
     :param layers: the decoder layers, in order
     :param norms: module that reads the output of a norm → that norm
-    :param tied: parameter → the one before it that is the same tensor
-
-    >>> topology = Topology.of_names(["layers.0.q_proj", "layers.0.k_proj", "layers.0.v_proj"])
-    >>> topology.layer_of("layers.0.q_proj"), topology.fused_with("layers.0.q_proj")
-    ('layers.0', ('layers.0.q_proj', 'layers.0.k_proj', 'layers.0.v_proj'))
     """
 
-    modules: tuple[str, ...]
     layers: tuple[str, ...] = ()
     norms: Mapping[str, str] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Self:
@@ -83,19 +76,15 @@ class Topology:
             layers = tuple(decoder_layers(model))
         except ConfigurationError:
             layers = ()
-        norms = {
-            reader: norm
-            for reader, norm in norms_of_readers(modules, layers).items()
-            if _fits(modules[reader], modules[norm])
-        }
-        return cls(tuple(modules), layers, norms, shared_parameters(model))
-
-    @classmethod
-    def of_names(cls, names: Iterable[str]) -> Self:
-        """Resolve what names of modules tell, as of a checkpoint whose model is not there."""
-        modules = tuple(dict.fromkeys(names))
-        layers = layers_of_names(modules)
-        return cls(modules, layers, norms_of_readers(modules, layers))
+        norms = {}
+        for reader, norm in _norms_of_readers(modules, layers).items():
+            scale: Any = getattr(modules[norm], "weight", None)
+            matrix: Any = getattr(modules[reader], "weight", None)
+            # A norm has weights, as many as a matrix that reads it has columns.
+            has_weights = scale is not None and scale.ndim == 1
+            if has_weights and (matrix is None or matrix.shape[-1] == scale.shape[0]):
+                norms[reader] = norm
+        return cls(layers, norms)
 
     def layer_of(self, name: str) -> str | None:
         """Return the decoder layer that a module is in; None outside of layers."""
@@ -103,62 +92,18 @@ class Topology:
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if prefix in self._layers), None)
 
-    def fused_with(self, name: str) -> tuple[str, ...]:
-        """Return the modules that engines run as one matrix with one, itself among them."""
-        return tuple(each for each in fused_projections(name) if each in self._modules)
-
-    def norm_of(self, name: str) -> str | None:
-        """Return the norm whose output a module reads; None where it reads something else."""
-        return self.norms.get(name)
-
-    def readers_of(self, norm: str) -> tuple[str, ...]:
-        """Return the modules that read the output of a norm: Linears, routers, stacked experts."""
-        return tuple(reader for reader, its in self.norms.items() if its == norm)
-
     def shared_inputs(self, names: Iterable[str]) -> list[tuple[str, ...]]:
         """Group modules that read the same tensor; each expert has tokens of its own."""
 
         def key(name: str) -> object:
-            norm = None if expert_of(name) else self.norm_of(name)
+            norm = None if expert_of(name) else self.norms.get(name)
             return fused_projections(name) if norm is None else norm
 
         return grouped(names, key)
 
-    @property
-    def experts(self) -> tuple[str, ...]:
-        """The modules whose children are experts."""
-        holders = (expert_of(name) for name in self.modules)
-        return tuple(dict.fromkeys(expert.experts for expert in holders if expert is not None))
-
-    def expert_siblings(self, name: str) -> tuple[str, ...]:
-        """Return the same module of all experts of a layer, itself among them; or nothing."""
-        expert = expert_of(name)
-        return () if expert is None else self._families[expert.family]
-
-    @cached_property
-    def _families(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        families: dict[tuple[str, str], list[str]] = {}
-        for name in self.modules:
-            if expert := expert_of(name):
-                families.setdefault(expert.family, []).append(name)
-        return {family: tuple(names) for family, names in families.items()}
-
-    @cached_property
-    def _modules(self) -> frozenset[str]:
-        return frozenset(self.modules)
-
     @cached_property
     def _layers(self) -> frozenset[str]:
         return frozenset(self.layers)
-
-
-def _fits(reader: torch.nn.Module, norm: torch.nn.Module) -> bool:
-    """Whether a norm has weights, as many as a matrix has columns."""
-    scale: Any = getattr(norm, "weight", None)
-    matrix: Any = getattr(reader, "weight", None)
-    if scale is None or scale.ndim != 1:
-        return False
-    return matrix is None or matrix.shape[-1] == scale.shape[0]
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -174,7 +119,7 @@ def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     ]
     decoder = getattr(model, "get_decoder", lambda: None)()
     within = set(decoder.modules()) if isinstance(decoder, torch.nn.Module) else set()
-    stacks = [found for found in everywhere if found[1] in within] or everywhere
+    stacks = [stack for stack in everywhere if stack[1] in within] or everywhere
     named = [(n, m) for n, m in stacks if all(type(layer).__name__ in classes for layer in m)]
     if not (named or stacks):
         raise ConfigurationError(
@@ -182,35 +127,16 @@ def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             subject=type(model).__name__,
             hint="Pass " + Option("pipeline", "basic"),
         )
-    name, stack = max(named or stacks, key=lambda found: len(found[1]))
+    name, stack = max(named or stacks, key=lambda stack: len(stack[1]))
     return {f"{name}.{index}": layer for index, layer in enumerate(stack)}
 
 
-def layers_of_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the layers of the longest stack that names of modules speak of.
-
-    >>> layers_of_names(["model.layers.0.mlp.experts.0.up_proj", "model.layers.1.mlp", "lm_head"])
-    ('model.layers.0', 'model.layers.1')
-    """
-    stacks: dict[str, set[int]] = {}
-    for name in names:
-        if match := _IN_STACK.match(name):
-            stacks.setdefault(match[1], set()).add(int(match[2]))
-    if not stacks:
-        return ()
-    stack = max(stacks, key=lambda stack: len(stacks[stack]))
-    return tuple(f"{stack}.{number}".lstrip(".") for number in sorted(stacks[stack]))
-
-
-def norms_of_readers(names: Collection[str], layers: Sequence[str]) -> dict[str, str]:
-    """Map each module that reads the output of a norm to that norm.
-
-    >>> norms_of_readers(["layers.0.input_layernorm", "layers.0.post_attention_layernorm",
-    ...                   "layers.0.self_attn.q_proj", "layers.0.mlp.down_proj"], ["layers.0"])
-    {'layers.0.self_attn.q_proj': 'layers.0.input_layernorm'}
-    """
+def _norms_of_readers(names: Collection[str], layers: Sequence[str]) -> dict[str, str]:
+    """Map each module that reads the output of a norm to that norm."""
+    if not layers:
+        return {}
     inside: dict[str, list[str]] = {layer: [] for layer in layers}
-    depth = layers[0].count(".") + 1 if layers else 0
+    depth = layers[0].count(".") + 1
     for name in names:
         parts = name.split(".")
         layer = ".".join(parts[:depth])
@@ -221,13 +147,20 @@ def norms_of_readers(names: Collection[str], layers: Sequence[str]) -> dict[str,
         for layer, local in inside.items()
         for reader, norm in _norms_in_layer(local).items()
     }
-    return norms | _norm_of_head(names, layers)
+    # The head reads the norm behind the last layer, where both are known.
+    parent = layers[0].rpartition(".")[0].rpartition(".")[0]
+    finals = [path for name in _FINAL if (path := f"{parent}.{name}".lstrip(".")) in names]
+    heads = [name for name in _HEADS if name in names]
+    is_plain = not any(name.rpartition(".")[2] == "project_out" for name in names)
+    if len(finals) == len(heads) == 1 and is_plain:
+        norms[heads[0]] = finals[0]
+    return norms
 
 
 def _norms_in_layer(names: Sequence[str]) -> dict[str, str]:
     """Map readers to norms by their names within a layer."""
     own = {n for n in names if "." not in n and ("norm" in n or n.startswith("ln_"))}
-    layout: Mapping[str, str] = next((each for each in _LAYOUTS if each.keys() == own), {})
+    layout: Mapping[str, str] = next((known for known in _LAYOUTS if known.keys() == own), {})
     norm_of_block = {block: norm for norm, blocks in layout.items() for block in blocks.split()}
     norms: dict[str, str] = {}
     for name in names:
@@ -243,11 +176,7 @@ def _norms_in_layer(names: Sequence[str]) -> dict[str, str]:
 
 
 def _block_that_begins_with(name: str) -> str:
-    """Return which block of a layer hands its input on to a module as it is.
-
-    >>> _block_that_begins_with("mlp.experts.3.up_proj"), _block_that_begins_with("mlp.down_proj")
-    ('mlp', '')
-    """
+    """Return which block of a layer hands its input on to a module as it is, if one does."""
     parent, _, own = name.rpartition(".")
     if parent in _ATTENTION:
         return "attention" if own in _READ_BY_ATTENTION else ""
@@ -257,25 +186,6 @@ def _block_that_begins_with(name: str) -> str:
     is_mlp = first in _MLP or name == "fc1"
     shallow = depth in ("", first, f"{first}.shared_expert", f"{first}.shared_experts")
     return "mlp" if is_mlp and shallow and own in _READ_BY_MLP else ""
-
-
-def _norm_of_head(names: Collection[str], layers: Sequence[str]) -> dict[str, str]:
-    """Map the head to the norm behind the last layer, where both are known."""
-    if not layers:
-        return {}
-    parent = layers[0].rpartition(".")[0].rpartition(".")[0]
-    norms = [each for name in _FINAL if (each := f"{parent}.{name}".lstrip(".")) in names]
-    heads = [name for name in _HEADS if name in names]
-    is_plain = not any(name.rpartition(".")[2] == "project_out" for name in names)
-    return {heads[0]: norms[0]} if len(norms) == len(heads) == 1 and is_plain else {}
-
-
-def shared_parameters(model: torch.nn.Module) -> dict[str, str]:
-    """Return each parameter that is the same tensor as one before it, with the name of that."""
-    first: dict[int, str] = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
-    return {name: other for name, other in names.items() if name != other}
 
 
 def declared_ties(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -123,13 +123,7 @@ def groups_side_by_side(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def groups_of_one_scheme(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group names of modules for which engines know one scheme: as fused, and experts of a layer.
-
-    >>> groups_of_one_scheme(["0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj"])
-    [('0.q_proj', '0.k_proj', '0.v_proj'), ('0.o_proj',)]
-    >>> groups_of_one_scheme(["0.experts.0.up_proj", "0.experts.1.down_proj"])
-    [('0.experts.0.up_proj', '0.experts.1.down_proj')]
-    """
+    """Group names of modules for which engines know one scheme: those fused, experts of a layer."""
 
     def key(name: str) -> Hashable:
         expert = expert_of(name)
@@ -147,11 +141,7 @@ def grouped(names: Iterable[str], key: Callable[[str], Hashable]) -> list[tuple[
 
 
 def patterns_for(names: Iterable[str]) -> list[str]:
-    """Return targets of a recipe that match these modules alone, and any number of experts.
-
-    >>> patterns_for(["model.layers.0.o_proj", "model.layers.3.o_proj", "lm_head"])
-    ['re:^model\\\\.layers\\\\.(0|3)\\\\.o_proj$', 'lm_head']
-    """
+    """Return targets of a recipe that match these modules alone, and any number of experts."""
     numbers: dict[str, dict[str, None]] = {}
     for name in names:
         layer, rest = split_layer(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,13 +31,13 @@ class TracedTensor(NamedTuple):
 @contextmanager
 def traced(prefix: str, layer: torch.nn.Module) -> Iterator[list[TracedTensor]]:
     """Note what goes into the modules of a layer and comes out of them, in order."""
-    found: list[TracedTensor] = []
+    trace: list[TracedTensor] = []
 
     def note(module: str, value: object, is_output: bool) -> None:
         tensor = first_tensor(value)
         if tensor is not None:
             version = tensor_version(tensor)
-            found.append(TracedTensor(module, tensor, is_output, value, version))
+            trace.append(TracedTensor(module, tensor, is_output, value, version))
 
     handles = []
     for name, module in layer.named_modules(prefix=prefix):
@@ -51,7 +51,7 @@ def traced(prefix: str, layer: torch.nn.Module) -> Iterator[list[TracedTensor]]:
             ),
         ]
     try:
-        yield found
+        yield trace
     finally:
         for handle in handles:
             handle.remove()
@@ -60,9 +60,9 @@ def traced(prefix: str, layer: torch.nn.Module) -> Iterator[list[TracedTensor]]:
 def calls_of(trace: Sequence[TracedTensor], names: Collection[str]) -> list[tuple[str, int]]:
     """Return the calls of some modules in order, each with the id of its input."""
     return [
-        (each.module, id(each.tensor))
-        for each in trace
-        if each.module in names and not each.is_output
+        (passed.module, id(passed.tensor))
+        for passed in trace
+        if passed.module in names and not passed.is_output
     ]
 
 
@@ -73,35 +73,24 @@ def residuals_of(trace: Sequence[TracedTensor], names: Collection[str]) -> dict[
     output first, nothing is found.
 
     :param trace: of the first call of a layer, which is the first of them and the last
-
-    >>> x, y = torch.ones(2), torch.full((2,), 3.0)
-    >>> inputs = [TracedTensor(name, x, is_output=False) for name in ("0", "0.norm", "0.up")]
-    >>> outputs = [TracedTensor("0.down", y, True), TracedTensor("0", x + y, True)]
-    >>> trace = [*inputs, *outputs]
-    >>> residuals_of(trace, ["0.up", "0.down"])
-    {'0.down': '0'}
     """
-    found: dict[str, str] = {}
+    residuals: dict[str, str] = {}
     for at, (name, output, is_output, *_) in enumerate(trace):
-        if not is_output or name not in names or name in found:
+        if not is_output or name not in names or name in residuals:
             continue
-        later = [each for each in trace[at + 1 : -1] if not each.is_output] + [trace[-1]]
-        for before in _inputs_like(output, trace[:at]):
+        later = [passed for passed in trace[at + 1 : -1] if not passed.is_output] + [trace[-1]]
+        # Inputs of one shape, each tensor by its first reader.
+        inputs = {
+            id(passed.tensor): passed
+            for passed in reversed(trace[:at])
+            if not passed.is_output and passed.tensor.shape == output.shape
+        }
+        for before in inputs.values():
             total = before.tensor + output
             if any(_are_equal(total, after.tensor) for after in later):
-                found[name] = before.module
+                residuals[name] = before.module
                 break
-    return found
-
-
-def _inputs_like(output: Tensor, trace: Sequence[TracedTensor]) -> list[TracedTensor]:
-    """Return inputs of one shape, each tensor by its first reader."""
-    alike = {
-        id(each.tensor): each
-        for each in reversed(trace)
-        if not each.is_output and each.tensor.shape == output.shape
-    }
-    return list(alike.values())
+    return residuals
 
 
 def _are_equal(this: Tensor, other: Tensor) -> bool:
@@ -151,9 +140,8 @@ def stages_of(calls: Sequence[tuple[str, int]], names: Sequence[str]) -> list[St
     for name in names:
         stages[by_kind.get(without_expert_number(name), last)].append(name)
     counts = Counter(name for name, _ in calls)
-    return [Stage(found, _number_of_calls(found, counts)) for found in stages if found]
-
-
-def _number_of_calls(names: Sequence[str], counts: Mapping[str, int]) -> int | None:
-    fixed = all(counts[name] and without_expert_number(name) == name for name in names)
-    return sum(counts[name] for name in names) if fixed else None
+    result = []
+    for members in filter(None, stages):
+        fixed = all(counts[name] and without_expert_number(name) == name for name in members)
+        result.append(Stage(members, sum(counts[name] for name in members) if fixed else None))
+    return result
