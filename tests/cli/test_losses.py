@@ -13,7 +13,7 @@ from families import saved
 from shell import run_here
 from words import byte_tokenizer
 
-from calipers.cli.losses import activation_lines, advice_on
+from calipers.cli.quantize import activation_lines, advice_on
 from calipers.judging.activations import ActivationCost
 from calipers.judging.costs import ModuleCosts
 from calipers.planning.plan import Plan

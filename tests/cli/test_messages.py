@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 from calipers import errors
 from calipers.calibration.coverage import no_tokens
-from calipers.cli import INTERRUPTED, command
-from calipers.cli.app import app
-from calipers.cli.command import OUR_BUG, CommandOutput, add_to
-from calipers.cli.spelling import FLAGS, as_typed
+from calipers.cli import main
+from calipers.cli.app import OUR_BUG, CommandOutput, add_to, app
+from calipers.cli.main import INTERRUPTED
+from calipers.cli.options import FLAGS, as_typed
 from calipers.errors import ANY, CalipersWarning, Call, Option
 
 
@@ -138,7 +138,7 @@ def test_interrupts_however_libraries_wrap_them() -> None:
 
 
 def test_the_documents_have_every_exit_code() -> None:
-    readme = (Path(command.__file__).parent / "README.md").read_text()
+    readme = (Path(main.__file__).parent / "README.md").read_text()
     listed = {int(code) for code in re.findall(r"^\| (\d+) \| ", readme, re.MULTILINE)}
     kinds = (getattr(errors, name) for name in errors.__all__)
     ours = {kind.exit_code for kind in kinds if hasattr(kind, "exit_code")}

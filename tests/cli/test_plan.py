@@ -17,8 +17,9 @@ from transformers import DeepseekV3Config
 import calipers
 from calipers.checkpoint.headers import size_on_disk
 from calipers.checkpoint.reader import load_model, load_skeleton
-from calipers.cli.formatting import common_name, format_size
+from calipers.cli.rendering import common_name
 from calipers.engine.dry_run import DryRun, dry_run
+from calipers.errors import format_size
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from shell import Terminal, refused, run
 
 from calipers import Measurements
-from calipers.cli.charts import Axis, HeatMap, blocks
-from calipers.cli.command import console
+from calipers.cli.app import console
+from calipers.cli.rendering import Axis, HeatMap, blocks
 from calipers.measurements.summary import layer_grid, magnitudes_of
 from calipers.statistics.value_counts import ValueCounts
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from shell import run_here
 
-from calipers.cli import WAITING
-from calipers.cli.main import _let_waiting_threads_sleep
+from calipers.cli.main import WAITING, _let_waiting_threads_sleep
 
 
 @pytest.mark.parametrize("chosen", [None, *WAITING])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import calipers
-from calipers.cli.command import console
+from calipers.cli.app import console
 from calipers.cli.evaluate import _view
 from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
@@ -155,7 +155,7 @@ def test_a_broken_checkpoint_sets_no_floor_for_others(found: Evaluation) -> None
     assert found.difference("W2", "W8").noise == broken
     made = console()
     with made.capture() as captured:
-        made.print(_view("float", found, ""))
+        made.print(*_view("float", found), sep="\n")
     rows = {line.split()[0]: line for line in captured.get().splitlines() if line.strip()}
     for name in ("W4", "W8"):
         floor = found.checkpoints[name].change.noise

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from calipers import oneshot
 from calipers.checkpoint.reader import load_model, loading_counted
-from calipers.cli.command import _as_json
-from calipers.cli.command import progress as command_progress
+from calipers.cli.app import _as_json
+from calipers.cli.app import progress as command_progress
 from calipers.runtime.progress import Phase, Progress
 
 NEVER = 1e6

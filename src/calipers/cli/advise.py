@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import format_size
-from calipers.cli.options import GroupSize, Ignored, Model, TrustRemoteCode
-from calipers.cli.sources import model_source
-from calipers.cli.tables import add_row, table
-from calipers.errors import listing
+from calipers.cli.app import CommandOutput
+from calipers.cli.options import Ignored, Model, Only, TrustRemoteCode, model_source
+from calipers.cli.rendering import SHOWN, table
+from calipers.errors import format_size, listing
 from calipers.files.writing import check_output_file, output_file
-from calipers.options import IGNORED_BY_DEFAULT
+from calipers.options import IGNORED_BY_DEFAULT, RecipeOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers.advice import Advice, Prediction
+    from calipers.advice import Advice
+    from calipers.advice.advise import Point
 
 MeasurementsFile = Annotated[
     Path,
@@ -83,7 +83,6 @@ RecipeOutput = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing recipe.")]
 
-_WORST = 5
 _STEPS = 8  # of the front that are shown
 
 
@@ -99,7 +98,7 @@ def advise(
     output: RecipeOutput = None,
     overwrite: Overwrite = False,
     *,
-    groups: GroupSize,
+    groups: Annotated[RecipeOptions, Only("group_size")],
     compute: TrustRemoteCode,
 ) -> CommandOutput:
     """Tell what each module would lose in each scheme, and choose the best within a budget.
@@ -113,9 +112,9 @@ def advise(
     if output is not None:
         check_output_file(output, overwrite, {"model": model, "measurements": measurements})
     source = model_source(model)
-    from calipers.advice import advise as run
+    from calipers import advice
 
-    found = run(
+    result = advice.advise(
         source,
         measurements,
         schemes,
@@ -128,91 +127,69 @@ def advise(
         trust_remote_code=compute.trust_remote_code,
         progress=compute.progress,
     )
-    if output is not None and found.recipe is not None:
+    if output is not None and result.recipe is not None:
         with output_file(output.resolve()) as place:
-            place.write([found.recipe.to_yaml().encode()], overwrite=overwrite)
-    data = {"output": None if output is None else str(output), **found.as_dict()}
-    return CommandOutput(data, _view(found, model, measurements, output, target, bool(method)))
-
-
-def _view(
-    found: Advice,
-    model: str,
-    measurements: Path,
-    output: Path | None,
-    target: str | None,
-    has_method: bool,
-) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[Any] = [_uniform(found)]
-    if found.left_out:
-        parts.append(Text(f"Left out, since {target} does not run them: {listing(found.left_out)}"))
-    if not has_method and "gptq" not in found.methods:
-        parts.append(
-            Text(
-                "Compared with rounding to nearest alone: 'calipers measure … --collect hessian' "
-                "lets GPTQ be compared, too."
-            )
+            place.write([result.recipe.to_yaml().encode()], overwrite=overwrite)
+    data = {"output": None if output is None else str(output), **result.as_dict()}
+    view: list[RenderableType] = [_points("all modules in", result.uniform.items(), result)]
+    if result.left_out:
+        view.append(f"Left out, since {target} does not run them: {listing(result.left_out)}")
+    if not method and "gptq" not in result.methods:
+        view.append(
+            "Compared with rounding to nearest alone: 'calipers measure … --collect hessian' lets "
+            "GPTQ be compared, too."
         )
-    if found.chosen is None:
-        parts += [Text("What can be reached by mixing them:"), _front(found)]
-        parts.append(Text("Next: the same with --budget 4.5bpw -o recipe.yaml"))
-        return Group(*parts)
-    parts += [_chosen_text(found), _worst(found)]
-    if found.recipe is None:
-        parts.append(Text("Nothing is to be quantized, so there is no recipe."))
-    elif output is not None:
+    if result.chosen is None:
+        last = len(result.front) - 1
+        steps = min(_STEPS, last + 1)
+        numbers = dict.fromkeys(round(i * last / max(1, steps - 1)) for i in range(steps))
+        view += [
+            "What can be reached by mixing them:",
+            _points("", (("", result.front[number]) for number in numbers), result),
+            "Next: the same with --budget 4.5bpw -o recipe.yaml",
+        ]
+        return CommandOutput(data, view)
+    view += [_chosen_text(result), _worst(result)]
+    if result.recipe is None:
+        view.append("Nothing is to be quantized, so there is no recipe.")
+    elif output is None:
+        view.append("Next: the same with -o recipe.yaml, which calipers quantize takes")
+    else:
         files = ["--recipe", str(output), "--measurements", str(measurements), "-o", "OUT"]
         command = shlex.join(["calipers", "quantize", model, *files])
-        parts.append(Text(f"Written to {output}, with the methods in it. Next: {command}"))
-    else:
-        parts.append(Text("Next: the same with -o recipe.yaml, which calipers quantize takes"))
-    return Group(*parts)
+        view.append(f"Written to {output}, with the methods in it. Next: {command}")
+    return CommandOutput(data, view)
 
 
-def _uniform(found: Advice) -> RenderableType:
-    made = table("all modules in", "bits per weight", "size", "predicted", numbers=("size",))
-    for name, point in found.uniform.items():
-        predicted = found.format_harm(point.harm)
-        add_row(made, name, f"{point.bits:.2f}", format_size(point.size), predicted)
-    return made
+def _points(title: str, points: Iterable[tuple[str, Point]], result: Advice) -> RenderableType:
+    """Return a table of choices; without a title their names are left out."""
+    first = [title] if title else []
+    rows = table(*first, "bits per weight", "size", "predicted", numbers=("size",))
+    for name, point in points:
+        cells = [f"{point.bits:.2f}", format_size(point.size), result.format_harm(point.harm)]
+        rows.add_row(*([name] if title else []), *cells)
+    return rows
 
 
-def _front(found: Advice) -> RenderableType:
-    made = table("bits per weight", "size", "predicted", numbers=("size",))
-    last = len(found.front) - 1
-    steps = min(_STEPS, last + 1)
-    for number in dict.fromkeys(round(i * last / max(1, steps - 1)) for i in range(steps)):
-        point = found.front[number]
-        add_row(made, f"{point.bits:.2f}", format_size(point.size), found.format_harm(point.harm))
-    return made
-
-
-def _chosen_text(found: Advice) -> RenderableType:
-    from rich.text import Text
-
-    assert found.total is not None
-    kinds = ", ".join(f"{name} for {count}" for name, count in found.counts().items())
-    gap = f"at most {found.gap:.2%} from the best choice"
-    proof = "no choice is better" if not found.gap else gap
-    by = f" by {found.methods[0]}" if len(found.methods) == 1 else ""
-    size = f"{found.total.bits:.2f} bits per weight, {format_size(found.total.size)}"
-    return Text(
-        f"Chosen for {found.budget}: {kinds} modules; {size}, predicted "
-        f"{found.format_harm(found.total.harm)} (of {listing(found.uniform)}{by}: {proof})."
+def _chosen_text(result: Advice) -> str:
+    assert result.total is not None
+    kinds = ", ".join(f"{name} for {count}" for name, count in result.counts().items())
+    proof = "no choice is better"
+    if result.gap:
+        proof = f"at most {result.gap:.2%} from the best choice"
+    by = f" by {result.methods[0]}" if len(result.methods) == 1 else ""
+    size = f"{result.total.bits:.2f} bits per weight, {format_size(result.total.size)}"
+    return (
+        f"Chosen for {result.budget}: {kinds} modules; {size}, predicted "
+        f"{result.format_harm(result.total.harm)} (of {listing(result.uniform)}{by}: {proof})."
     )
 
 
-def _worst(found: Advice) -> RenderableType:
+def _worst(result: Advice) -> RenderableType:
     from calipers.judging.losses import format_decibels
 
-    def harm(each: Prediction) -> float:
-        return each.error if each.loss is None else each.loss
-
-    made = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
-    for each in sorted((found.chosen or {}).values(), key=harm, reverse=True)[:_WORST]:
+    rows = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
+    for each in result.worst()[:SHOWN]:
         loss = "–" if each.loss is None else f"{each.loss:+.5f}"
-        add_row(made, each.module, each.choice, format_decibels(each.error), loss)
-    return made
+        rows.add_row(each.module, each.choice, format_decibels(each.error), loss)
+    return rows

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from calipers.cli import WAITING
-from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import format_size
-from calipers.cli.tables import facts_table
+from calipers.cli.app import CommandOutput
+from calipers.cli.main import WAITING
+from calipers.cli.rendering import facts_table
+from calipers.errors import format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,9 +29,12 @@ def doctor() -> CommandOutput:
 
     Example: calipers doctor
     """
-    from calipers.kernels import describe
+    import torch
 
-    kernels = describe()
+    from calipers.kernels import describe
+    from calipers.runtime.precision import computes_fast
+
+    kernels, cpu = describe(), torch.device("cpu")
     data = {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -39,9 +42,16 @@ def doctor() -> CommandOutput:
         "packages": {name: _version(name) for name in _PACKAGES},
         "kernels": asdict(kernels),
         "devices": _devices(),
-        "forward_pass": _forward_pass(),
+        # dtypes that the CPU has instructions for; others it computes in float32
+        "forward_pass": {
+            "bfloat16": computes_fast(torch.bfloat16, cpu),
+            "float16": computes_fast(torch.float16, cpu),
+        },
         "cores": os.cpu_count(),
-        "threads": _threads(),
+        "threads": {
+            "number": torch.get_num_threads(),
+            "waiting": {name: os.environ[name] for name in WAITING if name in os.environ},
+        },
         "memory": _memory(),
         "disk": {"folder": os.getcwd(), "free": shutil.disk_usage(".").free},
     }
@@ -59,40 +69,18 @@ def _devices() -> list[dict[str, Any]]:
     """Return what torch can compute on, the CPU first."""
     import torch
 
-    found: list[dict[str, Any]] = [{"name": "cpu", "description": platform.processor() or "CPU"}]
+    devices = [{"name": "cpu", "description": platform.processor() or "CPU"}]
     if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
         for index in range(torch.accelerator.device_count()):
-            found.append({"name": f"{kind.type}:{index}", "description": _described(kind, index)})
-    return found
-
-
-def _forward_pass() -> dict[str, bool]:
-    """Return for which narrow dtypes the CPU has instructions; others it computes in float32."""
-    import torch
-
-    from calipers.runtime.precision import computes_fast
-
-    cpu = torch.device("cpu")
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-    return {name: computes_fast(dtype, cpu) for name, dtype in dtypes.items()}
-
-
-def _described(kind: Any, index: int) -> str:
-    import torch
-
-    name = torch.cuda.get_device_name(index) if kind.type == "cuda" else kind.type
-    free, total = torch.accelerator.get_memory_info(index)
-    return f"{name}, {format_size(free)} of {format_size(total)} free"
-
-
-def _threads() -> dict[str, Any]:
-    """Return how many threads of torch compute, and what was set of how they wait."""
-    import torch
-
-    set_to = {name: os.environ[name] for name in WAITING if name in os.environ}
-    return {"number": torch.get_num_threads(), "waiting": set_to}
+            name = device.type
+            if name == "cuda":
+                name = torch.cuda.get_device_name(index)
+            free, total = torch.accelerator.get_memory_info(index)
+            memory = f"{format_size(free)} of {format_size(total)} free"
+            devices.append({"name": f"{device.type}:{index}", "description": f"{name}, {memory}"})
+    return devices
 
 
 def _memory() -> dict[str, int] | None:
@@ -106,37 +94,28 @@ def _memory() -> dict[str, int] | None:
 
 
 def _view(data: dict[str, Any], kernels: str) -> RenderableType:
-    memory = data["memory"]
-    facts = {
-        "python": f"{data['python']}, {data['executable']}",
-        "platform": data["platform"],
-        **{name: found or "not installed" for name, found in data["packages"].items()},
-        "kernels": kernels,
-        "devices": "\n".join(f"{each['name']}: {each['description']}" for each in data["devices"]),
-        "forward pass": _in_words(data["forward_pass"]),
-        "cores": str(data["cores"]),
-        "threads": _threads_in_words(data["threads"]),
-        "memory": "unknown" if memory is None else _free_of(memory),
-        "disk": f"{format_size(data['disk']['free'])} free in {data['disk']['folder']}",
-    }
-    return facts_table(facts)
-
-
-def _threads_in_words(threads: dict[str, Any]) -> str:
+    memory, threads = data["memory"], data["threads"]
     waiting = [f"{name}={value}" for name, value in threads["waiting"].items()]
-    told = ", ".join(waiting) or f"they spin while they wait; {WAITING[0]}=PASSIVE lets them sleep"
-    return f"{threads['number']} ({told})"
-
-
-def _free_of(memory: dict[str, int]) -> str:
-    return f"{format_size(memory['free'])} of {format_size(memory['total'])} free"
-
-
-def _in_words(forward_pass: dict[str, bool]) -> str:
-    """Say in which dtype models of each narrow dtype run on the CPU."""
-    return "\n".join(
+    how = ", ".join(waiting) or f"they spin while they wait; {WAITING[0]}=PASSIVE lets them sleep"
+    forward_pass = [
         f"{name} models: in {name}"
-        if fast
+        if is_fast
         else f"{name} models: in float32, since this CPU has no {name} instructions (see --dtype)"
-        for name, fast in forward_pass.items()
+        for name, is_fast in data["forward_pass"].items()
+    ]
+    return facts_table(
+        {
+            "python": f"{data['python']}, {data['executable']}",
+            "platform": data["platform"],
+            **{name: found or "not installed" for name, found in data["packages"].items()},
+            "kernels": kernels,
+            "devices": "\n".join(f"{d['name']}: {d['description']}" for d in data["devices"]),
+            "forward pass": "\n".join(forward_pass),
+            "cores": str(data["cores"]),
+            "threads": f"{threads['number']} ({how})",
+            "memory": "unknown"
+            if memory is None
+            else f"{format_size(memory['free'])} of {format_size(memory['total'])} free",
+            "disk": f"{format_size(data['disk']['free'])} free in {data['disk']['folder']}",
+        }
     )

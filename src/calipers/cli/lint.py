@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import common_name, pattern_of
-from calipers.cli.sources import model_source
-from calipers.cli.tables import add_row, table
+from calipers.cli.app import CommandOutput
+from calipers.cli.options import model_source
+from calipers.cli.rendering import alike, table
 from calipers.errors import counted, in_one_line
 
 if TYPE_CHECKING:
@@ -47,62 +46,53 @@ def lint(checkpoint: Checkpoint, against: Against = None, strict: Strict = False
     Example: calipers lint demo-w4a16 --against demo
     """
     source = None if against is None else model_source(against)
-    from calipers.linting import lint as look
+    from calipers import linting
 
-    found = look(checkpoint, source)
-    grave = found.counts["error"] + (found.counts["warning"] if strict else 0)
-    return CommandOutput(found.as_dict(), _view(found), exit_code=1 if grave else 0)
+    result = linting.lint(checkpoint, source)
+    has_failed = result.counts["error"] or (strict and result.counts["warning"])
+    return CommandOutput(result.as_dict(), _view(result), exit_code=1 if has_failed else 0)
 
 
-def _view(found: LintResult) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    told = [counted(count, severity) for severity, count in found.counts.items() if count]
-    read = f"{counted(found.tensors, 'tensor')} read, {len(found.weights)} weights are quantized"
+def _view(result: LintResult) -> list[RenderableType]:
     groups: dict[object, list[Finding]] = defaultdict(list)
-    for finding in found.findings:
+    for finding in result.findings:
         groups[finding.severity, finding.check].append(finding)
-    parts: list[RenderableType] = []
-    for alike in groups.values():
-        parts += [_finding(alike), ""]
-    if found.against is not None and found.weights:
-        parts.append(_losses(found.weights))
-    parts.append(Text(f"{', '.join(told) or 'Nothing found'}. {read}."))
-    return Group(*parts)
+    view: list[RenderableType] = []
+    for group in groups.values():
+        view += [_finding(group), ""]
+    if result.against is not None and result.weights:
+        view.append(_losses(result.weights))
+    numbers = [counted(count, severity) for severity, count in result.counts.items() if count]
+    read = f"{counted(result.tensors, 'tensor')} read, {len(result.weights)} weights are quantized"
+    return [*view, f"{', '.join(numbers) or 'Nothing found'}. {read}."]
 
 
-def _finding(alike: list[Finding]) -> RenderableType:
+def _finding(group: list[Finding]) -> RenderableType:
     """Show findings of the same check as one."""
     from rich.text import Text
 
-    first = alike[0]
-    told = Text.assemble((f"{first.severity}: ", _STYLES[first.severity]), first.check)
-    for each in alike[:_MOST_NAMES]:
-        told.append(f"\n  {in_one_line(f'{each.name} {each.problem}.', most=2000)}")
-    if len(alike) > _MOST_NAMES:
-        told.append(f"\n  … and {len(alike) - _MOST_NAMES:,} more, {len(alike):,} in all.")
-    return told.append(f"\n  {first.hint}")
+    first = group[0]
+    text = Text.assemble((f"{first.severity}: ", _STYLES[first.severity]), first.check)
+    for each in group[:_MOST_NAMES]:
+        text.append(f"\n  {in_one_line(f'{each.name} {each.problem}.', most=2000)}")
+    if len(group) > _MOST_NAMES:
+        text.append(f"\n  … and {len(group) - _MOST_NAMES:,} more, {len(group):,} in all.")
+    return text.append(f"\n  {first.hint}")
 
 
 def _losses(weights: Iterable[LintedWeight]) -> Table:
     """Show the errors of weights; those that differ in their numbers alone are one row."""
-    groups: dict[object, list[LintedWeight]] = defaultdict(list)
-    for weight in weights:
-        groups[pattern_of(weight.name), weight.scheme].append(weight)
-    made = table("weight", "scheme", *_NUMBERS, numbers=_NUMBERS, wrapped=("weight",))
-    for alike in groups.values():
-        name = common_name([each.name for each in alike])
-        add_row(
-            made,
-            name if len(alike) == 1 else f"{name} ×{len(alike)}",
-            alike[0].scheme,
-            _range([each.codes_used for each in alike], "d"),
-            _range([each.saturated for each in alike], ".2%"),
-            _range([each.error for each in alike], ".2%"),
-            _range([each.usual_error for each in alike], ".2%"),
+    result = table("weight", "scheme", *_NUMBERS, numbers=_NUMBERS, wrapped=("weight",))
+    for name, group in alike(weights, lambda each: each.name, lambda each: each.scheme):
+        result.add_row(
+            name,
+            group[0].scheme,
+            _range([each.codes_used for each in group], "d"),
+            _range([each.saturated for each in group], ".2%"),
+            _range([each.error for each in group], ".2%"),
+            _range([each.usual_error for each in group], ".2%"),
         )
-    return made
+    return result
 
 
 def _range(values: Iterable[float | None], form: str) -> str:

@@ -11,10 +11,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any, NoReturn
 
-from calipers.cli import INTERRUPTED, WAITING
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables that say how the threads of OpenMP wait for each other; the first is the standard."""
 
 
 def main() -> None:
@@ -23,7 +26,9 @@ def main() -> None:
         _let_waiting_threads_sleep()
         from calipers.cli.app import app
 
-        _accept_any_encoding()
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # a terminal without a sign shows another one
+                stream.reconfigure(errors="replace")
         app(prog_name="calipers")
 
 
@@ -46,56 +51,40 @@ def _signals_answered() -> Iterator[None]:
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, _leave)
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
         yield
     except (KeyboardInterrupt, SystemExit) as end:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; libraries are closing down
         if isinstance(end, KeyboardInterrupt) or end.code == INTERRUPTED:
-            _say_interrupted()
-            _exit(INTERRUPTED)
+            _end_interrupted()
         raise
 
 
-def _say_interrupted() -> None:
+def _end_interrupted() -> NoReturn:
+    """Say so, and exit at once: where Ctrl-C met code in a string, Python would kill itself."""
     text = "Interrupted. Nothing half-written is left."
     if "--json" in sys.argv:
         import json
 
-        told = {"type": "KeyboardInterrupt", "message": text, "exit_code": INTERRUPTED}
-        text = json.dumps({"error": told})
+        error = {"type": "KeyboardInterrupt", "message": text, "exit_code": INTERRUPTED}
+        text = json.dumps({"error": error})
     print(text, file=sys.stderr)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit at once: where an interrupt met code in a string, Python would kill itself by it."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    os._exit(code)
+    os._exit(INTERRUPTED)
 
 
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
-
-
-def _raise_later(lost: Any) -> None:
+def _raise_later(unraisable: Any) -> None:
     """Send an interrupt again that came where nothing can be raised, as in the import machinery."""
-    if not issubclass(lost.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(lost)
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
         return
     import _thread
     import threading
 
     threading.Timer(0.01, _thread.interrupt_main).start()
-
-
-def _accept_any_encoding() -> None:
-    """Let a terminal without a sign show another one, and not fail."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

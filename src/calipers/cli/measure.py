@@ -1,18 +1,24 @@
-"""``calipers measure``."""
+"""``calipers measure`` and ``calipers merge``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from calipers.cli.command import CommandOutput, tell
-from calipers.cli.formatting import format_size
-from calipers.cli.options import Data, Model, Without, read_number
+from calipers.cli.app import CommandOutput, tell
+from calipers.cli.options import (
+    Data,
+    Model,
+    Without,
+    data_source,
+    model_source,
+    packed,
+    read_number,
+)
 from calipers.cli.show import about
-from calipers.cli.sources import DATA_KINDS, data_source, model_source, packed
-from calipers.errors import ConfigurationError, Mistakes
+from calipers.errors import ConfigurationError, MergeError, Mistakes, format_size
 from calipers.files.writing import PARTIAL, check_output_file
 from calipers.options import CalibrationOptions, ComputeOptions, DataOptions, MeasureOptions
 
@@ -57,6 +63,9 @@ Tolerance = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing file of measurements.")
 ]
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE…", help="Files of measurements, two or more.")
+]
 
 
 def measure(
@@ -81,23 +90,24 @@ def measure(
     """
     from calipers.engine import measure as measuring
     from calipers.engine.job import check_options
+    from calipers.measurements.sufficiency import check_tolerance
 
     mistakes, taken = Mistakes(), packed(taken, data)
+    options = MeasureOptions(data=taken, compute=compute, calibration=calibration)
     inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": taken.tokenizer}
     mistakes.check(_check_output, output, overwrite, inputs)
     source = mistakes.check(model_source, model)
-    texts = mistakes.check(_texts, data)
-    tolerance = mistakes.check(_checked, tolerance)
+    dataset = mistakes.check(data_source, data, "calibration", "measure with")
+    tolerance = mistakes.check(check_tolerance, tolerance)
     mistakes.check(measuring.check_save_every, save_every)
-    options = MeasureOptions(data=taken, compute=compute, calibration=calibration)
     mistakes.check(check_options, options)
     mistakes.tell()
     trusted = compute.trust_remote_code
     size = measuring.expected_memory(source, collect, trust_remote_code=trusted)
     tell({"memory": size}, f"Statistics will take about {format_size(size)} of memory.")
-    found = measuring.measure(
+    result = measuring.measure(
         source,
-        texts,
+        dataset,
         collect=collect,
         output_file=output,
         overwrite=overwrite,
@@ -105,7 +115,7 @@ def measure(
         until_stable=until_stable and tolerance,
         **vars(options),
     )
-    return about(found, output, tolerance, taken.num_samples if until_stable else None)
+    return about(result, output, tolerance, taken.num_samples if until_stable else None)
 
 
 def _check_output(output: Path, overwrite: bool, inputs: dict[str, object]) -> None:
@@ -120,14 +130,27 @@ def _check_output(output: Path, overwrite: bool, inputs: dict[str, object]) -> N
     check_measurements_file(output, overwrite=True)
 
 
-def _checked(tolerance: float) -> float:
-    from calipers.measurements.sufficiency import check_tolerance
+def merge(files: Files, output: Output, overwrite: Overwrite = False) -> CommandOutput:
+    """Make one file of measurements of several, as if all data had run at once.
 
-    return check_tolerance(tolerance)
+    They must be of the same model and the same statistics, and of other samples.
 
+    Example: calipers merge first.safetensors second.safetensors -o both.safetensors
+    """
+    for file in files:
+        check_output_file(output, overwrite, {"file": file})
+    if len(files) < 2:
+        problem = f"The command has {len(files)} file to merge"
+        raise ConfigurationError(problem, hint="Give two or more.")
+    from calipers.measurements import Measurements
 
-def _texts(data: str | None) -> Any:
-    if data is None:
-        problem = "The command has no --data to measure with"
-        raise ConfigurationError(problem, hint=f"Give {DATA_KINDS}.")
-    return data_source(data, "calibration")
+    result = Measurements.load(files[0])
+    for file in files[1:]:
+        other = Measurements.load(file)
+        try:
+            result.merge(other)
+        except MergeError as error:
+            error.add_place(f"'{file}'")
+            raise
+    result.save(output, overwrite=overwrite)
+    return about(result, output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -48,30 +47,31 @@ class ObserverInfo:
     @classmethod
     def of(cls, observer: type[Observer]) -> ObserverInfo:
         """Ask a class about itself."""
-        name = observer.registered_name()
+        name, options = observer.registered_name(), observer.Options or ObserverOptions
+        args = QuantizationArgs(num_bits=8, strategy="tensor")
         return cls(
             name=name,
             aliases=tuple(alias for alias, of in observer.registry.aliases().items() if of == name),
             does=inspect.cleandoc(observer.__doc__ or "").partition("\n")[0].replace("``", "`"),
             remembers=observer.remembers,
             when=observer.when,
-            watches=tuple(_watched(observer)),
+            watches=tuple(word for name, word in _TENSORS.items() if observer.suits(name, args)),
             merges=_merges(observer),
-            options=tuple(_options(observer.Options or ObserverOptions)),
+            options=tuple(
+                {
+                    "name": option,
+                    "type": _type(field),
+                    "default": field.default,
+                    "meaning": _meaning(options, option),
+                }
+                for option, field in options.model_fields.items()
+            ),
             example=_example(name, observer.when),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return asdict(self)
-
-
-def _watched(observer: type[Observer]) -> Iterator[str]:
-    """Give the tensors that the observer is made for."""
-    args = QuantizationArgs(num_bits=8, strategy="tensor")
-    for base_name, word in _TENSORS.items():
-        if observer.suits(base_name, args):
-            yield word
 
 
 def _merges(observer: type[Observer]) -> str:
@@ -83,34 +83,21 @@ def _merges(observer: type[Observer]) -> str:
     return f"no: it keeps the {kept[0].value.removesuffix(' only')}"
 
 
-def _options(kind: type[ObserverOptions]) -> Iterator[dict[str, Any]]:
-    for name, field in kind.model_fields.items():
-        yield {
-            "name": name,
-            "type": _type(field),
-            "default": field.default,
-            "meaning": _meaning(kind, name),
-        }
-
-
 def _type(field: FieldInfo) -> str:
     """Return the type of an option in words, with what is allowed."""
     if get_origin(field.annotation) is Literal:
         return " or ".join(map(str, get_args(field.annotation)))
-    known = next((each for each in field.metadata if isinstance(each, Registry)), None)
-    if known is not None:
-        return " or ".join(known.names())
-    name: str = getattr(field.annotation, "__name__", str(field.annotation))
-    demands = filter(None, map(_demand, field.metadata))
-    return ", ".join([name, *demands])
-
-
-def _demand(rule: Any) -> str | None:
-    if isinstance(rule, AfterValidator):
-        return rule.func.__doc__
-    if hasattr(rule, "ge"):
-        return f">= {rule.ge}"
-    return f"<= {rule.le}" if hasattr(rule, "le") else None
+    words: list[str] = [getattr(field.annotation, "__name__", str(field.annotation))]
+    for rule in field.metadata:
+        if isinstance(rule, Registry):
+            return " or ".join(rule.names())
+        if isinstance(rule, AfterValidator):
+            words.append(rule.func.__doc__ or "")
+        elif hasattr(rule, "ge"):
+            words.append(f">= {rule.ge}")
+        elif hasattr(rule, "le"):
+            words.append(f"<= {rule.le}")
+    return ", ".join(words)
 
 
 def _meaning(kind: type[ObserverOptions], name: str) -> str:

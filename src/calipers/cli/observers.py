@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calipers.cli.command import CommandOutput
-from calipers.cli.options import AllowCode
-from calipers.cli.tables import facts_table, table
+from calipers.cli.app import CommandOutput
+from calipers.cli.options import Only
+from calipers.cli.rendering import facts_table, table
+from calipers.options import RecipeOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,7 +22,9 @@ Name = Annotated[
 ]
 
 
-def observers(name: Name = None, *, changes: AllowCode) -> CommandOutput:
+def observers(
+    name: Name = None, *, changes: Annotated[RecipeOptions, Only("allow_code")]
+) -> CommandOutput:
     """List the observers and when to use each, or tell all about one.
 
     Example: calipers observers optimal
@@ -32,47 +35,35 @@ def observers(name: Name = None, *, changes: AllowCode) -> CommandOutput:
     if name is not None:
         one = ObserverInfo.of(Observer.get_value_from_registry(name, allow_code=changes.allow_code))
         return CommandOutput(one.as_dict(), _single(one))
-    known = Observer.registered_names()
-    all_ = [
-        ObserverInfo.of(Observer.get_value_from_registry(each, allow_code=False)) for each in known
+    known = [
+        ObserverInfo.of(Observer.get_value_from_registry(each, allow_code=False))
+        for each in Observer.registered_names()
     ]
-    return CommandOutput([each.as_dict() for each in all_], _list(all_))
+    return CommandOutput([each.as_dict() for each in known], _list(known))
 
 
-def _list(described: list[ObserverInfo]) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
+def _list(known: list[ObserverInfo]) -> list[RenderableType]:
     rows = table("name", "what it does", "when to use it")
-    for each in described:
-        rows.add_row(each.name, Text(each.does), Text(each.when))
-    end = (
+    for each in known:
+        rows.add_row(each.name, each.does, each.when)
+    return [
+        rows,
+        *(f"{alias} is another name of {each.name}." for each in known for alias in each.aliases),
         "In one sentence: optimal for weights, histogram_mse for static activations. Where a model "
-        "has massive activations, no static int8 range serves: make them dynamic."
-    )
-    also = [
-        f"{alias} is another name of {each.name}." for each in described for alias in each.aliases
+        "has massive activations, no static int8 range serves: make them dynamic.",
+        "More about one: calipers observers NAME",
     ]
-    end = "\n".join([*also, end])
-    return Group(rows, Text(f"{end}\nMore about one: calipers observers NAME"))
 
 
-def _single(info: ObserverInfo) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    options = table("option", "type", "default", "meaning")
-    for each in info.options:
-        options.add_row(*(Text(str(each[key])) for key in ("name", "type", "default", "meaning")))
-    facts = facts_table(_facts(info))
-    return Group(Text(info.does), "", facts, options, Text(f"Example: {info.example}"))
-
-
-def _facts(info: ObserverInfo) -> dict[str, str]:
-    return {
-        **({"also called": ", ".join(info.aliases)} if info.aliases else {}),
+def _single(info: ObserverInfo) -> list[RenderableType]:
+    facts = {"also called": ", ".join(info.aliases)} if info.aliases else {}
+    facts |= {
         "remembers": info.remembers,
         "when": info.when,
         "watches": ", ".join(info.watches),
         "merges": info.merges,
     }
+    options = table("option", "type", "default", "meaning")
+    for each in info.options:
+        options.add_row(*(str(each[key]) for key in ("name", "type", "default", "meaning")))
+    return [info.does, "", facts_table(facts), options, f"Example: {info.example}"]

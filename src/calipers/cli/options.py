@@ -1,4 +1,4 @@
-"""The arguments that several commands share, and options as ``calipers.options`` declares them.
+"""Options and arguments: how flags are made of options, and what the words on a command line mean.
 
 A command that takes a group, as in ``*, compute: ComputeOptions``, has all of its options that have
 flags; ``Annotated[ComputeOptions, Only("device")]`` has some of them.
@@ -6,16 +6,34 @@ flags; ``Annotated[ComputeOptions, Only("device")]`` has some of them.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from calipers.options import IGNORED_BY_DEFAULT, ComputeOptions, OptionGroup, RecipeOptions
+from calipers.calibration.named_datasets import DatasetName, load_named
+from calipers.checkpoint.location import check_location
+from calipers.errors import Call, ConfigurationError, Option
+from calipers.options import (
+    IGNORED_BY_DEFAULT,
+    KEYWORDS,
+    CalibrationOptions,
+    ComputeOptions,
+    DataOptions,
+    OptionGroup,
+    OutputOptions,
+    RecipeOptions,
+)
+from calipers.runtime.environment import find_launch
+
+if TYPE_CHECKING:
+    from calipers.steps import Modifier
 
 
 class Only:
@@ -66,8 +84,13 @@ Data = Annotated[
     ),
 ]
 TrustRemoteCode = Annotated[ComputeOptions, Only("trust_remote_code")]
-AllowCode = Annotated[RecipeOptions, Only("allow_code")]
-GroupSize = Annotated[RecipeOptions, Only("group_size")]
+
+DEMO = "demo"
+STANDARD_INPUT = "-"
+_DATA_KINDS = (
+    "the path of a text, .jsonl, .json or .parquet file or of a folder of data, the name of a data "
+    "set on the hub (ORG/NAME[@CONFIG][:SPLIT]), '-' for standard input, or 'demo'"
+)
 
 
 def group_of(annotation: Any) -> tuple[type[OptionGroup], list[str]] | None:
@@ -90,10 +113,11 @@ def parameters_of(group: type[OptionGroup], names: list[str]) -> Iterator[Parame
         if each.name in names:
             flags, metavar = each.metadata["flags"], each.metadata["metavar"]
             kind: Any = {"": bool, "N": int}.get(metavar, str)
+            doc = docs[each.name]
             option = typer.Option(
                 *flags,
                 metavar=metavar or None,
-                help=_sentence(docs[each.name]),
+                help=f"{doc[:1].upper()}{re.sub('`+', '', doc[1:])}.",
                 parser=read_number(int) if metavar == "N" else None,
             )
             if each.default is None:
@@ -104,17 +128,8 @@ def parameters_of(group: type[OptionGroup], names: list[str]) -> Iterator[Parame
             )
 
 
-def _sentence(doc: str) -> str:
-    """Return the documentation of an option as the help of a flag.
-
-    >>> _sentence("whether code may run, such as ``x``")
-    'Whether code may run, such as x.'
-    """
-    return doc[:1].upper() + re.sub("`+", "", doc[1:]) + "."
-
-
 def read_number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return what reads a number; what is none is passed on, and refused with all that is wrong."""
+    """Return a parser of numbers; what is none is passed on, and refused with all that is wrong."""
 
     def read(text: str) -> Any:
         try:
@@ -123,3 +138,122 @@ def read_number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
             return text
 
     return read
+
+
+# How messages, which name options of Python functions, name them here
+
+FLAGS = {
+    option: flags[0].partition("/")[0]
+    for group in (DataOptions, ComputeOptions, CalibrationOptions, RecipeOptions, OutputOptions)
+    for option, flags in group.flags().items()
+}
+FLAGS |= {keyword: FLAGS[option] for keyword, option in KEYWORDS.items()}
+FLAGS |= {"dataset": "--data", "output_file": "--output", "solvers": "--solver"}
+FLAGS |= {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("advice", "budget", "collect", "evaluation", "layers", "measurements", "save_every"),
+        *("schemes", "source", "target"),
+    )
+}
+"""Options of functions → options of commands; others have no meaning there."""
+
+
+def as_typed(term: Option | Call) -> str:
+    """Spell an option or a call as it is typed at a command line; in Python, if it cannot be.
+
+    >>> as_typed(Option("overwrite", True)), as_typed(Option("max_seq_length", 128))
+    ('--overwrite', '--seq-len 128')
+    >>> as_typed(Option("share_inputs", False)), as_typed(Option("padding_side", "up"))
+    ('--no-share-inputs', "padding_side='up'")
+    """
+    if isinstance(term, Call):
+        return "calipers plan" if term.name == "plan.table" else str(term)
+    flag = FLAGS.get(term.name)
+    if flag is None:
+        return str(term)
+    if not term.has_value or term.value is True:
+        return flag
+    if term.value is False:
+        return f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {term.value}"
+
+
+# What words on a command line stand for
+
+
+def model_source(name: str) -> str:
+    """Return the path or the name of a model; ``demo`` is the one that ships."""
+    if name != DEMO or os.path.exists(name):
+        check_location(name, gguf=True)
+        return name
+    from calipers.demo import MODEL
+
+    return str(MODEL)
+
+
+def data_source(name: str | None, part: Literal["calibration", "evaluation"], use: str = "") -> Any:
+    """Return what the functions of Python take as data: a path, a data set, a stream or texts.
+
+    :param part: which texts of the standard library ``demo`` stands for
+    :param use: what a command does that cannot do without data
+    """
+    if name is None:
+        if not use:
+            return None
+        problem = f"The command has no --data to {use}"
+        raise ConfigurationError(problem, hint=f"Give {_DATA_KINDS}.")
+    if name == STANDARD_INPUT:
+        if sys.stdin is not None and find_launch().world_size == 1:
+            return sys.stdin.buffer
+        problem = "is closed" if sys.stdin is None else "cannot be read by several processes"
+        subject = f"Standard input, --data {STANDARD_INPUT},"
+        raise ConfigurationError(problem, subject=subject, hint="Give a file of data.")
+    if os.path.exists(name):
+        return name
+    if name == DEMO:
+        from calipers.demo.text import library_pieces
+
+        return library_pieces(part)
+    named = DatasetName.parse(name)
+    if named is None:
+        raise ConfigurationError(f"--data '{name}' does not exist", hint=f"Give {_DATA_KINDS}.")
+    return load_named(named)
+
+
+def is_demo(data: str | None) -> bool:
+    """Whether data are the texts of the standard library, and no file of that name."""
+    return data == DEMO and not os.path.exists(DEMO)
+
+
+def packed(options: DataOptions, data: str | None) -> DataOptions:
+    """Return options with which the texts of ``demo``, which are pieces, are joined.
+
+    >>> [packed(DataOptions(), name).packing for name in ("demo", "my.jsonl")]
+    [True, None]
+    """
+    return replace(options, packing=True) if is_demo(data) and options.packing is None else options
+
+
+def recipe_source(
+    scheme: str | None, recipe: Path | None, ignore: list[str] | None
+) -> Path | Modifier:
+    """Return the file, or the modifier, that the options mean."""
+    if (scheme is None) == (recipe is None):
+        problem = "neither --scheme nor" if scheme is None else "both --scheme and"
+        hint = "Give one of them, such as --scheme W4A16."
+        raise ConfigurationError(f"The command has {problem} --recipe", hint=hint)
+    if scheme is not None:
+        from calipers.steps import QuantizationModifier
+        from calipers.steps.choices import preset_name
+
+        return QuantizationModifier(
+            scheme=preset_name(scheme),
+            ignore=tuple(ignore or IGNORED_BY_DEFAULT),
+            unmatched="error" if ignore else "ignore",
+        )
+    assert recipe is not None
+    if ignore:
+        hint = "Give it in the recipe."
+        raise ConfigurationError("--ignore has no meaning beside --recipe", hint=hint)
+    return recipe

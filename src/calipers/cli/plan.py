@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import common_name, format_size, pattern_of
-from calipers.cli.options import Ignored, Model, RecipeFile, Scheme, TrustRemoteCode
-from calipers.cli.sources import model_source, recipe_source
-from calipers.cli.tables import table
-from calipers.errors import Mistakes, counted
+from calipers.cli.app import CommandOutput
+from calipers.cli.options import (
+    Ignored,
+    Model,
+    RecipeFile,
+    Scheme,
+    TrustRemoteCode,
+    model_source,
+    recipe_source,
+)
+from calipers.cli.rendering import alike, table
+from calipers.errors import Mistakes, counted, format_size
 from calipers.options import RecipeOptions
 
 if TYPE_CHECKING:
@@ -47,14 +52,14 @@ def plan(
     """
     mistakes = Mistakes()
     source = mistakes.check(model_source, model)
-    wanted = mistakes.check(_recipe, scheme, recipe, ignore, changes)
+    parsed = mistakes.check(_recipe, scheme, recipe, ignore, changes)
     mistakes.tell()
     from calipers.checkpoint.reader import load_skeleton
     from calipers.engine.dry_run import dry_run
 
     skeleton = load_skeleton(source, trust_remote_code=compute.trust_remote_code)
-    found = dry_run(skeleton, wanted)
-    return CommandOutput({"model": model, **found.as_dict()}, _view(found, every))
+    result = dry_run(skeleton, parsed)
+    return CommandOutput({"model": model, **result.as_dict()}, _view(result, every))
 
 
 def _recipe(
@@ -66,35 +71,40 @@ def _recipe(
     return load_changed_recipe(source, **changes.values())
 
 
-def _view(found: DryRun, every: bool) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
+def _view(result: DryRun, every: bool) -> list[RenderableType]:
+    tensors = counted(len(result.rows), "tensor")
+    size = f"{format_size(result.before)} → {format_size(result.after)}"
+    share = f"{result.after / result.before:.0%}" if result.before else "–"
+    view: list[RenderableType] = [
+        _table(result, every),
+        f"{tensors} quantized; the checkpoint: {size} ({share}).",
+        "It needs no data.",
+        *_where_it_runs(result),
+    ]
+    if result.needs_data:
+        number = counted(sum(row.data == "yes" for row in result.rows), "tensor")
+        options = "--data or --measurements of calipers quantize"
+        view[2] = f"It needs data, for {number}: {options}."
+    if result.gathered:
+        view.append(f"The inputs of {counted(len(result.gathered), 'module')} are summed up.")
+    if result.feedback is not None:
+        view += _about_feedback(result.feedback)
+    elif result.needs_data:
+        memory = format_size(result.statistics)
+        view.append(f"With --data, statistics take about {memory} of memory.")
+    return view
 
-    tensors = counted(len(found.rows), "tensor")
-    size = f"{format_size(found.before)} → {format_size(found.after)}"
-    share = f"{found.after / found.before:.0%}" if found.before else "–"
-    lines = [f"{tensors} quantized; the checkpoint: {size} ({share}).", _about_data(found)]
-    lines += _where_it_runs(found)
-    if found.gathered:
-        lines.append(f"The inputs of {counted(len(found.gathered), 'module')} are summed up.")
-    if found.feedback is not None:
-        lines += _about_feedback(found.feedback)
-    elif found.needs_data:
-        size = format_size(found.statistics)
-        lines.append(f"With --data, statistics take about {size} of memory.")
-    return Group(_table(found, every), Text("\n".join(lines)))
 
-
-def _where_it_runs(found: DryRun) -> Iterable[str]:
+def _where_it_runs(result: DryRun) -> Iterable[str]:
     """Say where each scheme runs; a column of it would leave narrow terminals none for names."""
     from calipers.engine.presets import targets_text
 
-    seen = {
+    schemes = {
         (f"{row.format} per {row.strategy}", targets_text(row.runs_on))
-        for row in found.rows
+        for row in result.rows
         if row.tensor == "weight"
     }
-    for scheme, targets in sorted(seen):
+    for scheme, targets in sorted(schemes):
         yield f"{scheme}: runs on {targets}." if targets else f"{scheme}: not known where it runs."
 
 
@@ -111,46 +121,28 @@ def _about_feedback(needs: FeedbackNeeds) -> list[str]:
     ]
 
 
-def _about_data(found: DryRun) -> str:
-    if not found.needs_data:
-        return "It needs no data."
-    wanting = sum(row.data == "yes" for row in found.rows)
-    options = "--data or --measurements of calipers quantize"
-    return f"It needs data, for {counted(wanting, 'tensor')}: {options}."
+def _table(result: DryRun, every: bool) -> Table:
+    def properties(row: DryRunRow) -> tuple[object, ...]:
+        sizes = (row.before, row.after)
+        return (row.tensor, row.format, row.strategy, row.observer, row.data, *sizes)
+
+    rows = table(*_COLUMNS, numbers=("before", "after"), wrapped=("module",))
+    groups = alike(result.rows, lambda row: row.module, properties)
+    for name, group in ((row.module, [row]) for row in result.rows) if every else groups:
+        first, before, after = group[0], *_sizes(group)
+        rows.add_row(
+            name,
+            *(first.tensor, first.format, first.strategy, first.observer, first.data),
+            format_size(before) if before else "–",
+            format_size(after) if after else "–",
+        )
+    before, after = _sizes(result.rows)
+    rest = (format_size(result.before - before), format_size(result.after - after))
+    rows.add_row("everything else", "", "", "", "", "", *rest)
+    return rows
 
 
-def _table(found: DryRun, every: bool) -> Table:
-    from rich.text import Text
-
-    shown = table(*_COLUMNS, numbers=("before", "after"), wrapped=("module",))
-    for rows in [[row] for row in found.rows] if every else _alike(found.rows):
-        first = rows[0]
-        name = common_name([row.module for row in rows])
-        told = Text(name if len(rows) == 1 else f"{name} ×{len(rows)}")
-        how = (first.tensor, first.format, first.strategy, first.observer, first.data)
-        shown.add_row(told, *how, *_sizes(rows))
-    rest = [total - sum(_bytes(found.rows, side)) for side, total in _totals(found)]
-    shown.add_row("everything else", "", "", "", "", "", *map(format_size, rest))
-    return shown
-
-
-def _alike(rows: Iterable[DryRunRow]) -> Iterable[list[DryRunRow]]:
-    """Put rows together that differ in the numbers of their modules alone."""
-    groups: dict[object, list[DryRunRow]] = defaultdict(list)
-    for row in rows:
-        how = (row.tensor, row.format, row.strategy, row.observer, row.data, row.before, row.after)
-        groups[pattern_of(row.module), how].append(row)
-    return groups.values()
-
-
-def _sizes(rows: Sequence[DryRunRow]) -> Iterable[str]:
-    sizes = (sum(_bytes(rows, side)) for side in ("before", "after"))
-    return (format_size(size) if size else "–" for size in sizes)
-
-
-def _bytes(rows: Iterable[DryRunRow], side: str) -> Iterable[int]:
-    return (getattr(row, side) for row in rows)
-
-
-def _totals(found: DryRun) -> Iterable[tuple[str, int]]:
-    return (("before", found.before), ("after", found.after))
+def _sizes(rows: Iterable[DryRunRow]) -> tuple[int, int]:
+    """Return the bytes of tensors before and after."""
+    rows = list(rows)
+    return sum(row.before for row in rows), sum(row.after for row in rows)

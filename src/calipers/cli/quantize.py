@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.charts import ShellCommand
-from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import format_size
-from calipers.cli.losses import SHOWN, activation_lines, advice_on, worst_modules
-from calipers.cli.options import Data, Ignored, Model, RecipeFile, Scheme, Without
-from calipers.cli.sources import (
-    DEMO,
+from calipers.cli.app import CommandOutput
+from calipers.cli.options import (
     STANDARD_INPUT,
+    Data,
+    Ignored,
+    Model,
+    RecipeFile,
+    Scheme,
+    Without,
+    as_typed,
     data_source,
+    is_demo,
     model_source,
     packed,
     recipe_source,
 )
-from calipers.errors import Mistakes, counted, listing
+from calipers.cli.rendering import SHOWN, worst_modules
+from calipers.errors import Mistakes, Option, counted, format_size, listing
 from calipers.options import (
     IGNORED_BY_DEFAULT,
     CalibrationOptions,
@@ -36,11 +40,11 @@ from calipers.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from calipers import OneshotResult
+    from calipers.judging.activations import ActivationCost
     from calipers.judging.costs import ModuleCosts
-    from calipers.judging.losses import ModuleLoss
     from calipers.planning.plan import Plan
 
 Output = Annotated[
@@ -56,6 +60,13 @@ MeasurementsFile = Annotated[
         exists=False,
     ),
 ]
+
+_CLOSE = 8.0
+"""Integers that end within this factor of the largest value can have a range for all of them."""
+_BY_EXTREMES = ("memoryless_minmax", "static_minmax")
+_FEW_BITS = 4
+_STATES = {"q": "query state", "k": "key state", "v": "value state"}
+"""The tensors of attention, as they are called beside weights and inputs."""
 
 
 def quantize(
@@ -89,8 +100,8 @@ def quantize(
     )
     mistakes = Mistakes()
     source = mistakes.check(model_source, model)
-    texts = mistakes.check(data_source, data, "calibration")
-    how = mistakes.check(recipe_source, scheme, recipe, ignore)
+    dataset = mistakes.check(data_source, data, "calibration")
+    parsed = mistakes.check(recipe_source, scheme, recipe, ignore)
     if mistakes:  # those that quantizing would find are told beside them
         from calipers.engine.job import check_arguments
 
@@ -98,92 +109,59 @@ def quantize(
         mistakes.check(check_arguments, inputs, options)
     mistakes.tell()
     from calipers import oneshot
-
-    result = oneshot(source, how, texts, measurements=measurements, **vars(options))
-    ignored = None if scheme is None else ignore or list(IGNORED_BY_DEFAULT)
-    done = _summary(result, model, data, output, ignored)
-    done = replace(done, next=_next(done, data, taken), look=_look(done.output))
-    return CommandOutput(done.as_dict(), _view(done))
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What was done.
-
-    :param before: bytes of the tensors of the model; None if its files are not at hand
-    :param after: bytes of the tensors of the checkpoint
-    :param dtype: that of the model; ``forward_dtype`` is what it computed in, if it did
-    :param next: the command that judges the checkpoint, on text that calibration has not seen
-    :param look: commands that show more of the checkpoint: what each is for → the command
-    :param bits_per_weight: of those that are quantized, scales included
-    :param worst: the modules that lose most, with the error in dB and what it comes from
-    :param errors: weight → ‖Q(W) − W‖ / ‖W‖, the largest first
-    :param costs: module → what its static activations and its output lose, where data ran
-    :param advice: what to do about static activations that lose too much
-    :param better: how weights of few bits that were rounded to nearest would lose less
-    """
-
-    model: str
-    output: str
-    before: int | None
-    after: int
-    bits_per_weight: float | None
-    seconds: float
-    pipeline: str
-    samples: int
-    tokens: int
-    quantized: tuple[dict[str, Any], ...]
-    worst: tuple[ModuleLoss, ...]
-    errors: dict[str, float]
-    costs: dict[str, ModuleCosts]
-    advice: tuple[str, ...]
-    coverage: dict[str, Any]
-    has_data: bool
-    dtype: str
-    forward_dtype: str | None
-    better: str = ""
-    next: str = ""
-    look: dict[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**asdict(self), "worst": [loss.as_dict() for loss in self.worst]}
-
-
-def _summary(
-    result: OneshotResult,
-    model: str,
-    data: str | None,
-    output: Path,
-    ignored: list[str] | None,
-) -> Summary:
-    from calipers.checkpoint.headers import size_on_disk
-    from calipers.checkpoint.quantized import QuantizedCheckpoint
     from calipers.judging.losses import module_losses
 
-    rows = tuple(result.plan.rows())
-    ran_in = result.forward_dtype
-    return Summary(
-        model=model,
-        output=str(output),
-        before=None if result.source is None else size_on_disk(result.source),
-        after=size_on_disk(output),
-        bits_per_weight=QuantizedCheckpoint.open(output).bits_per_weight if rows else None,
-        seconds=result.seconds,
-        pipeline=result.pipeline,
-        samples=result.samples,
-        tokens=result.tokens,
-        quantized=rows,
-        worst=tuple(module_losses(result.errors, result.costs)[:SHOWN]),
-        errors=dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
-        costs=dict(result.costs),
-        advice=advice_on(result.costs, result.plan, ignored),
-        coverage=result.coverage.as_dict(),
-        forward_dtype=None if ran_in is None else str(ran_in).removeprefix("torch."),
-        dtype=str(result.dtype).removeprefix("torch."),
-        has_data=data is not None,
-        better=_better(result.plan),
-    )
+    result = oneshot(source, parsed, dataset, measurements=measurements, **vars(options))
+    worst = module_losses(result.errors, result.costs)[:SHOWN]
+    ignored = None if scheme is None else ignore or list(IGNORED_BY_DEFAULT)
+    advice = advice_on(result.costs, result.plan, ignored)
+    summary = {
+        "model": model,
+        **_figures(result, output),
+        "worst": [loss.as_dict() for loss in worst],
+        "advice": advice,
+        "has_data": data is not None,
+        "better": _better(result.plan),
+        "next": _next(model, output, data, taken, result.samples if result.tokens else None),
+        "look": {
+            "show": shlex.join(["calipers", "show", str(output)]),
+            "lint": shlex.join(["calipers", "lint", str(output)]),
+            "report": shlex.join(["calipers", "report", str(output), "-o", "report.html"]),
+        },
+    }
+    view = [
+        *_head(summary),
+        *worst_modules(worst),
+        *activation_lines(result.costs, advice),
+        *([summary["better"]] if summary["better"] else []),
+        "",
+        *_commands(summary),
+    ]
+    return CommandOutput(summary, view)
+
+
+def _figures(result: OneshotResult, output: Path) -> dict[str, Any]:
+    """Return what is known of a checkpoint as plain data; sizes are bytes of tensors."""
+    from calipers.checkpoint.headers import size_on_disk
+    from calipers.checkpoint.quantized import QuantizedCheckpoint
+
+    rows, ran_in = result.plan.rows(), result.forward_dtype
+    return {
+        "output": str(output),
+        "before": None if result.source is None else size_on_disk(result.source),
+        "after": size_on_disk(output),
+        "bits_per_weight": QuantizedCheckpoint.open(output).bits_per_weight if rows else None,
+        "seconds": result.seconds,
+        "pipeline": result.pipeline,
+        "samples": result.samples,
+        "tokens": result.tokens,
+        "quantized": rows,
+        "errors": dict(sorted(result.errors.items(), key=lambda pair: -pair[1])),
+        "costs": {name: asdict(cost) for name, cost in result.costs.items()},
+        "coverage": result.coverage.as_dict(),
+        "dtype": str(result.dtype).removeprefix("torch."),
+        "forward_dtype": None if ran_in is None else str(ran_in).removeprefix("torch."),
+    }
 
 
 def _better(plan: Plan) -> str:
@@ -205,103 +183,188 @@ def _better(plan: Plan) -> str:
     )
 
 
-_BY_EXTREMES = ("memoryless_minmax", "static_minmax")
-_FEW_BITS = 4
-
-
-def _next(done: Summary, data: str | None, chosen: DataOptions) -> str:
-    """Return the command that judges the checkpoint, on text that calibration has not seen.
+def _next(
+    model: str, output: Path, data: str | None, options: DataOptions, samples: int | None
+) -> str:
+    """Return the command that evaluates the checkpoint, on text that calibration has not seen.
 
     If there were fewer samples than calibration wanted, none is left in the data.
+
+    :param samples: how many were seen; None if no data ran
     """
-    command = ["calipers", "evaluate", done.model, done.output, "--data"]
-    used_up = done.tokens and done.samples < chosen.num_samples
-    if data is None or data == STANDARD_INPUT or used_up:
+    command = ["calipers", "evaluate", model, str(output), "--data"]
+    is_used_up = samples is not None and samples < options.num_samples
+    if data is None or data == STANDARD_INPUT or is_used_up:
         return shlex.join([*command, "HELD_OUT.jsonl"])
-    command += [data]
-    if done.tokens and (data != DEMO or os.path.exists(data)):
-        command += ["--skip", str(done.samples), *_same_samples(chosen)]
+    command.append(data)
+    if samples is not None and not is_demo(data):
+        command += ["--skip", str(samples)]
+        # the options under which evaluate cuts the data into the same samples
+        for name in ("seed", "max_seq_length", "text_column", "mask", "tokenizer", "packing"):
+            if options.gives(name):
+                command += as_typed(Option(name, getattr(options, name))).split(" ", 1)
     return shlex.join(command)
 
 
-def _same_samples(chosen: DataOptions) -> list[str]:
-    """Return the options under which evaluate cuts the data into the same samples."""
-    found = {
-        "--seed": chosen.seed or None,
-        "--seq-len": chosen.max_seq_length,
-        "--text-column": chosen.text_column,
-        "--mask": chosen.mask,
-        "--tokenizer": chosen.tokenizer,
-    }
-    words = [str(word) for option in found.items() if option[1] is not None for word in option]
-    flags = {True: ["--packing"], False: ["--no-packing"], None: []}
-    return [*words, *flags[chosen.packing]]
+# What is shown of the checkpoint
 
 
-def _look(output: str) -> dict[str, str]:
-    """Return the commands that show more of a checkpoint."""
-    return {
-        why: shlex.join(["calipers", name, output, *options])
-        for name, (why, *options) in _ABOUT_CHECKPOINTS.items()
-    }
-
-
-_ABOUT_CHECKPOINTS = {
-    "show": ("What each layer loses",),
-    "lint": ("Whether it will load and run elsewhere",),
-    "report": ("All of it as a page", "-o", "report.html"),
-}
-
-
-def _view(done: Summary) -> RenderableType:
-    from rich.console import Group
+def _head(summary: Mapping[str, Any]) -> list[RenderableType]:
     from rich.text import Text
 
-    before = "" if done.before is None else f"{format_size(done.before)} → "
-    share = f" ({done.after / done.before:.0%})" if done.before else ""
-    bits = "" if done.bits_per_weight is None else f", {done.bits_per_weight:.2f} bits per weight"
-    head = f"{before}{format_size(done.after)}{share}{bits}, in {done.seconds:.1f} s."
-    lines = [*(f"  {line}" for line in _quantized(done)), _about_data(done)]
-    lost = activation_lines(done.costs, done.advice)
-    commands = {**done.look, "Next, on text that calibration has not seen": done.next}
-    return Group(
-        Text.assemble(("Written to ", "bold"), (done.output, "bold"), f": {head}"),
-        Text("\n".join(lines)),
-        *worst_modules(done.worst),
-        *([Text("\n".join(lost))] if lost else []),
-        *([Text(done.better)] if done.better else []),
-        "",
-        *(part for why, command in commands.items() for part in _told(why, command)),
-    )
-
-
-def _told(why: str, command: str) -> list[RenderableType]:
-    from rich.text import Text
-
-    words = tuple(map(shlex.quote, shlex.split(command)))
-    return [Text(f"{why}:", style="bold"), ShellCommand(words)]
-
-
-_STATES = {"q": "query state", "k": "key state", "v": "value state"}
-"""What attention computes with, as it is called beside weights and inputs."""
-
-
-def _quantized(done: Summary) -> list[str]:
-    """Say what was quantized and how, alike tensors together."""
+    before, after, bits = (summary[key] for key in ("before", "after", "bits_per_weight"))
+    size = format_size(after) if before is None else f"{format_size(before)} → {format_size(after)}"
+    share = f" ({after / before:.0%})" if before else ""
+    about_bits = "" if bits is None else f", {bits:.2f} bits per weight"
     kinds = Counter(
         (row["tensor"], f"{row['format']} per {row['strategy']}, {row['observer']}")
-        for row in done.quantized
+        for row in summary["quantized"]
     )
     return [
-        f"{counted(number, _STATES.get(tensor, tensor))}: {how}"
-        for (tensor, how), number in kinds.items()
+        Text.assemble(
+            (f"Written to {summary['output']}", "bold"),
+            f": {size}{share}{about_bits}, in {summary['seconds']:.1f} s.",
+        ),
+        *(
+            f"  {counted(number, _STATES.get(tensor, tensor))}: {how}"
+            for (tensor, how), number in kinds.items()
+        ),
+        _about_data(summary),
     ]
 
 
-def _about_data(done: Summary) -> str:
-    if done.pipeline == "measurements":
-        return f"Measured on {counted(done.samples, 'sample')}, {done.tokens:,} tokens."
-    if done.tokens:
-        computed = "" if done.forward_dtype == done.dtype else f", computed in {done.forward_dtype}"
-        return f"{counted(done.samples, 'sample')}, {done.tokens:,} tokens seen{computed}."
-    return "No data was needed" + (", and --data was not read." if done.has_data else ".")
+def _about_data(summary: Mapping[str, Any]) -> str:
+    samples, tokens = counted(summary["samples"], "sample"), f"{summary['tokens']:,} tokens"
+    if summary["pipeline"] == "measurements":
+        return f"Measured on {samples}, {tokens}."
+    if summary["tokens"]:
+        forward_dtype = summary["forward_dtype"]
+        computed = "" if forward_dtype == summary["dtype"] else f", computed in {forward_dtype}"
+        return f"{samples}, {tokens} seen{computed}."
+    return "No data was needed" + (", and --data was not read." if summary["has_data"] else ".")
+
+
+def _commands(summary: Mapping[str, Any]) -> list[RenderableType]:
+    from rich.text import Text
+
+    commands = {
+        "What each layer loses": summary["look"]["show"],
+        "Whether it will load and run elsewhere": summary["look"]["lint"],
+        "All of it as a page": summary["look"]["report"],
+        "Next, on text that calibration has not seen": summary["next"],
+    }
+    parts: list[RenderableType] = []
+    for purpose, command in commands.items():
+        words = tuple(map(shlex.quote, shlex.split(command)))
+        parts += [Text(f"{purpose}:", style="bold"), ShellCommand(words)]
+    return parts
+
+
+@dataclass(frozen=True)
+class ShellCommand:
+    """A command that can be copied out of a terminal of any width, and pasted as it is.
+
+    :param words: as the shell wants them, with their quotes
+    """
+
+    words: tuple[str, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        line = " "
+        for word in self.words:
+            if line.strip() and len(line) + len(word) + 3 > options.max_width:
+                yield Text(f"{line} \\")
+                line = "   "
+            line += f" {word}"
+        yield Text(line)
+
+
+# What static activations lose, and what to do about it
+
+
+def activation_lines(costs: Mapping[str, ModuleCosts], advice: Sequence[str]) -> list[str]:
+    """List the static activations that lose too much, or say that none does."""
+    from calipers.judging.costs import COSTLY, costly
+
+    static = {
+        f"{name} {tensor}": cost
+        for name, module in costs.items()
+        for tensor, cost in module.tensors.items()
+    }
+    if not static:
+        return []
+    bad = {f"{name} {tensor}": cost for (name, tensor), cost in costly(costs).items()}
+    if not bad:
+        name = max(static, key=lambda key: static[key].worst)
+        return [f"No static activation loses more than {static[name].worst:.2%} ({name})."]
+    lines = [
+        f"{counted(len(bad), 'static activation')} of {len(static)} lost more than {COSTLY:.0%} "
+        "(typical: without the largest 0.1 % of values):",
+        "    error  typical  clipped  largest, range",
+    ]
+    for name, cost in list(bad.items())[:SHOWN]:
+        reach = f"{cost.largest:.4g}, {cost.limit:.4g}"
+        errors = f"{cost.error:7.2%}  {cost.typical_error:7.2%}  {cost.clipped:7.3%}"
+        lines.append(f"  {errors}  {reach:14}  {name}")
+    if len(bad) > SHOWN:
+        lines.append(f"  and {len(bad) - SHOWN} more")
+    name, cost = next(iter(bad.items()))
+    if cost.typical_error >= cost.error:
+        lines.append(
+            f"{name}: a few values of up to {cost.largest:.4g} take the whole range, and the "
+            f"others lose {cost.typical_error:.0%}."
+        )
+    else:
+        lines.append(
+            f"{name}: values reach {cost.largest:.4g}, the range ends at {cost.limit:.4g}, and "
+            f"{cost.error:.0%} is lost."
+        )
+    return [*lines, "What to do, any of:", *(f"  {line}" for line in advice)]
+
+
+def advice_on(
+    costs: Mapping[str, ModuleCosts], plan: Plan, ignored: Sequence[str] | None
+) -> tuple[str, ...]:
+    """Say what to type against static activations that lose too much.
+
+    :param ignored: what ``--ignore`` has already; None if a recipe was given instead of a scheme
+    """
+    from calipers.judging.costs import COSTLY, costly
+
+    def has_better_range(cost: ActivationCost, is_float: bool) -> bool:
+        """Whether a range that loses little is to be expected: none holds a few huge integers."""
+        return cost.typical_error <= COSTLY and (is_float or cost.largest < _CLOSE * cost.limit)
+
+    bad = costly(costs)
+    planned = {(module.name, tensor.base_name): tensor for module, tensor in plan}
+    tensors = {at: planned[at] for at in bad if at in planned}
+    if not tensors:
+        return ()
+    formats = {tensor.format.split()[0] for tensor in tensors.values()}
+    are_states = {tensor.base_name for tensor in tensors.values()} <= _STATES.keys()
+    lines = []
+    if are_states:
+        lines.append("leave kv_cache_scheme out of the recipe: keys and values stay as they are")
+    elif ignored is None:
+        lines.append("dynamic: true in input_activations of the recipe: a scale for each token")
+    else:
+        scheme = "FP8_DYNAMIC" if formats == {"float8"} else "W8A8"
+        lines.append(f"--scheme {scheme}: a scale for each token, found while the model runs")
+        if "int8" in formats:
+            lines.append("--scheme FP8: static too, but floats keep small values beside large ones")
+    observers = {tensor.observer.name for tensor in tensors.values() if tensor.observer}
+    if observers - {"histogram_mse"} and all(
+        has_better_range(bad[at], tensor.format.startswith("float"))
+        for at, tensor in tensors.items()
+    ):
+        lines.append("--activation-observer histogram_mse: the range with the least error")
+    kept = "it stays as it is" if len(bad) == 1 else "they stay as they are"
+    names = list(dict.fromkeys(name for name, _ in bad))[:SHOWN]
+    if not are_states and ignored is None:
+        lines.append(f"ignore: [{', '.join(names)}] in the recipe: {kept}")
+    elif not are_states and ignored is not None:
+        flags = " ".join(f"--ignore {shlex.quote(name)}" for name in [*ignored, *names])
+        lines.append(f"{flags}: {kept}")
+    return tuple(lines)

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import format_size
-from calipers.cli.options import TrustRemoteCode
-from calipers.cli.sources import model_source
-from calipers.errors import counted
-from calipers.files.writing import check_output_file
+from calipers.cli.app import CommandOutput
+from calipers.cli.options import TrustRemoteCode, model_source
+from calipers.errors import counted, format_size
 
 if TYPE_CHECKING:
-    from calipers.reporting.content import CheckpointFacts, Content
+    from rich.console import RenderableType
+
+    from calipers.reporting.content import CheckpointFacts
 
 Checkpoints = Annotated[
     list[Path],
@@ -68,10 +67,9 @@ def report(
 
     Example: calipers report demo-w4a16 -m demo.safetensors --source demo -o report.html
     """
-    check_output_file(output, overwrite, {f"checkpoint {each}": each for each in checkpoints})
-    from calipers.reporting import report as make
+    from calipers import reporting
 
-    found = make(
+    result = reporting.report(
         checkpoints,
         measurements,
         output,
@@ -81,13 +79,7 @@ def report(
         overwrite=overwrite,
         trust_remote_code=compute.trust_remote_code,
     )
-    return _output(found.content, output)
-
-
-def _output(content: Content, output: Path) -> CommandOutput:
-    from rich.text import Text
-
-    size = output.stat().st_size
+    content, size = result.content, output.stat().st_size
     data = {
         "output": str(output),
         "file_size": size,
@@ -95,18 +87,17 @@ def _output(content: Content, output: Path) -> CommandOutput:
         "checkpoints": {each.name: _about(each) for each in content.checkpoints},
         "missing": list(content.missing),
     }
-    lines = [
+    view: list[RenderableType] = [
         f"Written to {output}: {format_size(size)}, {counted(len(content.names), 'module')} of "
         f"{counted(len(content.checkpoints), 'checkpoint')}. Open it in a browser."
     ]
     for each in content.checkpoints:
         for row in each.ranked[:1]:
-            lines.append(
-                f"{each.name}: {row.name} hurts most, {row.output_error:.2%} of its output."
-            )
-    lines += [f"Not shown: {text[0].lower()}{text[1:]}." for text in content.missing]
-    lines += [f"{each.name}: {text}." for each in content.checkpoints for text in each.missing]
-    return CommandOutput(data, Text("\n".join(lines)))
+            loss = f"{row.output_error:.2%} of its output"
+            view.append(f"{each.name}: {row.name} hurts most, {loss}.")
+    view += [f"Not shown: {text[0].lower()}{text[1:]}." for text in content.missing]
+    view += [f"{each.name}: {text}." for each in content.checkpoints for text in each.missing]
+    return CommandOutput(data, view)
 
 
 def _about(facts: CheckpointFacts) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calipers.cli.command import CommandOutput
-from calipers.cli.tables import facts_table, table
+from calipers.cli.app import CommandOutput
+from calipers.cli.rendering import facts_table, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,33 +31,28 @@ def schemes(name: Name = None) -> CommandOutput:
     if name is not None:
         one = PresetInfo.of(name)
         return CommandOutput(one.as_dict(), _single(one))
-    all_ = [PresetInfo.of(each) for each in preset_names()]
-    return CommandOutput([each.as_dict() for each in all_], _list(all_))
+    known = [PresetInfo.of(each) for each in preset_names()]
+    return CommandOutput([each.as_dict() for each in known], _list(known))
 
 
-def _list(presets: list[PresetInfo]) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
+def _list(presets: list[PresetInfo]) -> list[RenderableType]:
     columns = ("name", "weights", "activations", "bits", "data", "vLLM", "when to use it")
-    shown = table(*columns, numbers=("bits",), wrapped=("activations", "when to use it"))
+    rows = table(*columns, numbers=("bits",), wrapped=("activations", "when to use it"))
     for each in presets:
-        data = "yes" if each.needs_data else "no"
-        how = (each.name, each.weights, each.activations, f"{each.bits:.4g}", data)
-        shown.add_row(*how, _in_vllm(each.runs_on), Text(each.when))
-    end = "bits: per weight in the checkpoint, scales included (a layer of 4096 × 4096, bfloat16)"
-    more = "data: whether activations must be measured; some observers of weights want data, too"
-    where = (
+        data, bits = "yes" if each.needs_data else "no", f"{each.bits:.4g}"
+        where = _in_vllm(each.runs_on)
+        rows.add_row(each.name, each.weights, each.activations, bits, data, where, each.when)
+    return [
+        rows,
+        "bits: per weight in the checkpoint, scales included (a layer of 4096 × 4096, bfloat16)",
+        "data: whether activations must be measured; some observers of weights want data, too",
         "vLLM: whether its CPU backend runs it, and from which compute capability on its CUDA "
-        "backend does; transformers runs all"
-    )
-    safer = (
+        "backend does; transformers runs all",
         "static or dynamic: dynamic activations are the safer choice, since each token finds its "
         "own scale while the model runs;\n  a static scale is measured once for all tokens, and "
-        "one with large values, as most models have, costs the others their precision"
-    )
-    about_one = "More about one: calipers schemes NAME"
-    return Group(shown, Text("\n".join([end, more, where, safer, about_one])))
+        "one with large values, as most models have, costs the others their precision",
+        "More about one: calipers schemes NAME",
+    ]
 
 
 def _in_vllm(targets: Mapping[str, str]) -> str:
@@ -72,18 +67,10 @@ def _in_vllm(targets: Mapping[str, str]) -> str:
     return ", ".join(told) or "–"
 
 
-def _single(preset: PresetInfo) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    note = "The same as a recipe, to be changed and given with --recipe:"
-    return Group(facts_table(_facts(preset)), "", Text(f"{note}\n\n{preset.recipe}"))
-
-
-def _facts(preset: PresetInfo) -> dict[str, str]:
+def _single(preset: PresetInfo) -> list[RenderableType]:
     from calipers.engine.presets import targets_text
 
-    return {
+    facts = {
         "name": preset.name,
         "weights": preset.weights,
         "activations": preset.activations,
@@ -92,3 +79,5 @@ def _facts(preset: PresetInfo) -> dict[str, str]:
         "runs on": targets_text(preset.runs_on),
         "when": preset.when,
     }
+    note = "The same as a recipe, to be changed and given with --recipe:"
+    return [facts_table(facts), "", f"{note}\n\n{preset.recipe}"]

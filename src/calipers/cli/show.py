@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calipers.cli.charts import Axis, HeatMap
-from calipers.cli.command import CommandOutput
-from calipers.cli.formatting import format_size
-from calipers.cli.losses import worst_modules
-from calipers.cli.tables import add_row, facts_table, table
-from calipers.errors import counted, shortened
+from calipers.cli.app import CommandOutput
+from calipers.cli.rendering import Axis, HeatMap, facts_table, table, worst_modules
+from calipers.errors import counted, format_size, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -53,106 +50,94 @@ def show(source: Source) -> CommandOutput:
     if source.is_dir():
         from calipers.reporting.description import describe_checkpoint
 
-        described = describe_checkpoint(source)
-        data = {"folder": str(source), **described.as_dict()}
-        return CommandOutput(data, _checkpoint_view(described))
+        checkpoint = describe_checkpoint(source)
+        data = {"folder": str(source), **checkpoint.as_dict()}
+        return CommandOutput(data, _checkpoint_view(checkpoint))
     from calipers.measurements import Measurements
 
     measurements = Measurements.load(source)
-    found = measurements.summary()
-    sufficiency = sufficiency_of(measurements)
-    data = {"file": str(source), **found, "sufficiency": _as_data(sufficiency)}
-    return CommandOutput(data, _view(source, found, sufficiency))
+    summary = measurements.summary()
+    sufficiency = measurements.sufficiency() if measurements.has_halves else None
+    data = {"file": str(source), **summary, "sufficiency": sufficiency and sufficiency.as_dict()}
+    return CommandOutput(data, _measurements_view(source, summary, sufficiency))
 
 
-def sufficiency_of(found: Measurements, tolerance: float = 0.1) -> Sufficiency | None:
-    """Return whether the data sufficed; None where the measurements do not tell."""
-    return found.sufficiency(tolerance) if found.has_halves else None
+# Measurements
 
 
 def about(
-    found: Measurements, output: Path, tolerance: float = 0.1, most: int | None = None
+    measurements: Measurements, output: Path, tolerance: float = 0.1, most: int | None = None
 ) -> CommandOutput:
-    """Tell what was written.
+    """Say what was written to a file of measurements.
 
     :param tolerance: by how much results may still move
     :param most: how many samples would have been taken if they had not sufficed before; None
         where nothing was to stop the run
     """
-    from rich.text import Text
-
-    summary = found.summary()
-    size = output.stat().st_size
-    sufficiency = sufficiency_of(found, tolerance)
+    summary, size = measurements.summary(), output.stat().st_size
+    sufficiency = measurements.sufficiency(tolerance) if measurements.has_halves else None
     data = {"output": str(output), "file_size": size, **summary}
-    data["sufficiency"] = _as_data(sufficiency)
-    lines = [
+    data["sufficiency"] = sufficiency and sufficiency.as_dict()
+    samples = summary["samples"]
+    view: list[RenderableType] = [
         f"Written to {output}: {format_size(size)}.",
         f"{counted(len(summary['tensors']), 'tensor')} of {summary['model']['class']}: "
         f"{', '.join(summary['statistics'])}.",
-        f"{counted(summary['samples'], 'sample')}, {summary['tokens']:,} tokens seen.",
-        *([] if most is None else [_why_stopped(sufficiency, summary["samples"], most)]),
-        *sufficiency_lines(sufficiency),
+        f"{counted(samples, 'sample')}, {summary['tokens']:,} tokens seen.",
     ]
-    return CommandOutput(data, Text("\n".join(lines)))
+    if most is not None and sufficiency and sufficiency.is_sufficient and samples < most:
+        view.append(f"Stopped after {samples:,} of at most {most:,} samples: they suffice.")
+    elif most is not None:
+        view.append(f"All {samples:,} samples were taken, of at most {most:,}.")
+    return CommandOutput(data, [*view, *_sufficiency_lines(sufficiency)])
 
 
-def sufficiency_lines(found: Sufficiency | None) -> list[str]:
+def _sufficiency_lines(sufficiency: Sufficiency | None) -> list[str]:
     """Say in two lines whether the data sufficed, and what to do."""
-    if found is None:
+    if sufficiency is None:
         return ["Whether the data sufficed is not known: halves of it were not measured apart."]
-    enough = sum(each.is_sufficient for each in found.tensors)
+    enough = sum(each.is_sufficient for each in sufficiency.tensors)
     first = (
-        f"{enough} of {counted(len(found.tensors), 'tensor')} would move by less than "
-        f"{found.tolerance:.3g} of their scale and importance with more data."
+        f"{enough} of {counted(len(sufficiency.tensors), 'tensor')} would move by less than "
+        f"{sufficiency.tolerance:.3g} of their scale and importance with more data."
     )
-    if found.unseen:
-        return [first, f"A half of the data did not reach {shortened(found.unseen, 3)}."]
-    if found.is_sufficient:
+    if sufficiency.unseen:
+        return [first, f"A half of the data did not reach {shortened(sufficiency.unseen, 3)}."]
+    if sufficiency.is_sufficient:
         return [first, "The data suffices."]
-    needed = found.needed_samples
+    needed = sufficiency.needed_samples
     more = "how much more is needed cannot be told" if needed is None else f"about {needed:,}"
-    names = shortened([each.tensor for each in found.worst], 3)
+    names = shortened([each.tensor for each in sufficiency.worst], 3)
     return [first, f"More samples are advised ({more}), most for {names}."]
 
 
-def _why_stopped(found: Sufficiency | None, samples: int, most: int) -> str:
-    if found is not None and found.is_sufficient and samples < most:
-        return f"Stopped after {samples:,} of at most {most:,} samples: they suffice."
-    return f"All {samples:,} samples were taken, of at most {most:,}."
-
-
-def _as_data(found: Sufficiency | None) -> dict[str, Any] | None:
-    return None if found is None else found.as_dict()
-
-
-def _view(file: Path, found: dict[str, Any], sufficiency: Sufficiency | None) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
+def _measurements_view(
+    file: Path, summary: dict[str, Any], sufficiency: Sufficiency | None
+) -> list[RenderableType]:
     from calipers.measurements.store import PEAKS
     from calipers.measurements.summary import LayerGrid
 
-    sizes = [f"{key} {format_size(size)}" for key, size in found["statistics"].items()]
+    sizes = [f"{key} {format_size(size)}" for key, size in summary["statistics"].items()]
+    model = summary["model"]
     facts = {
-        "model": f"{found['model']['class']}, fingerprint {found['model']['fingerprint'][:16]}",
-        "samples": f"{found['samples']:,}",
-        "tokens": f"{found['tokens']:,}",
+        "model": f"{model['class']}, fingerprint {model['fingerprint'][:16]}",
+        "samples": f"{summary['samples']:,}",
+        "tokens": f"{summary['tokens']:,}",
         "statistics": ", ".join(sizes),
         "size": format_size(file.stat().st_size),
-        "Calipers": found["calipers"],
-        "sufficiency": " ".join(sufficiency_lines(sufficiency)),
+        "Calipers": summary["calipers"],
+        "sufficiency": " ".join(_sufficiency_lines(sufficiency)),
     }
-    if not found["complete"]:
+    if not summary["complete"]:
         facts["not finished"] = "the command that began it goes on when it is started again"
-    histograms = [row["histogram"] for row in found["tensors"] if row["histogram"]]
-    axis, peaks = Axis.for_all(histograms), LayerGrid(**found["peaks"])
-    parts: list[RenderableType] = [facts_table(facts), _Tensors(found["tensors"], axis)]
+    histograms = [row["histogram"] for row in summary["tensors"] if row["histogram"]]
+    axis, peaks = Axis.for_all(histograms), LayerGrid(**summary["peaks"])
+    view: list[RenderableType] = [facts_table(facts), _Tensors(summary["tensors"], axis)]
     if histograms:
-        parts.append(Text(f"{axis}; what occurred at all can be seen."))
+        view.append(f"{axis}; what occurred at all can be seen.")
     if peaks.kinds:
-        parts += ["", Text(_ABOUT_PEAKS), HeatMap(peaks, PEAKS, ".0f")]
-    return Group(*parts)
+        view += ["", _ABOUT_PEAKS, HeatMap(peaks, PEAKS, ".0f")]
+    return view
 
 
 @dataclass(frozen=True)
@@ -165,11 +150,11 @@ class _Tensors:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = _WIDE if options.max_width >= _ENOUGH else _NARROW
         numbers = [column for column in columns if column != "magnitudes"]
-        made = table("tensor", *columns, numbers=numbers, wrapped=("tensor",))
+        rows = table("tensor", *columns, numbers=numbers, wrapped=("tensor",))
         for row in self.rows:
             cells = self._cells(row)
-            add_row(made, row["tensor"], *(cells[column] for column in columns))
-        yield made
+            rows.add_row(row["tensor"], *(cells[column] for column in columns))
+        yield rows
 
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
         sides = {s: "–" if row[s] is None else f"{row[s]:.4g}" for s in ("min", "max")}
@@ -189,35 +174,30 @@ class _Tensors:
 # Checkpoints
 
 
-def _checkpoint_view(found: CheckpointDescription) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
+def _checkpoint_view(description: CheckpointDescription) -> list[RenderableType]:
     from calipers.judging.losses import DECIBELS, loss_grid
 
-    checkpoint = found.checkpoint
+    checkpoint, data = description.checkpoint, "none was needed"
     bits = checkpoint.bits_per_weight
-    told = "" if bits is None else f", {bits:.2f} bits per quantized weight"
+    if description.tokens:
+        pipeline = description.pipeline
+        origin = "from measurements" if pipeline == "measurements" else f"pipeline {pipeline}"
+        samples = counted(description.samples, "sample")
+        data = f"{samples}, {description.tokens:,} tokens, {origin}"
     facts = {
-        "model": found.model,
+        "model": description.model,
         "quantized": counted(len(checkpoint.weights), "weight"),
-        "size": format_size(checkpoint.size) + told,
-        "data": _about_data(found),
-        "Calipers": found.calipers,
+        "size": format_size(checkpoint.size)
+        + ("" if bits is None else f", {bits:.2f} bits per quantized weight"),
+        "data": data,
+        "Calipers": description.calipers,
     }
     columns = ("tensor", "format", "strategy", "scale", "targets")
     schemes = table(*columns, wrapped=("targets",))
-    for row in found.schemes:
-        add_row(schemes, *(row[column] for column in columns))
-    grid = loss_grid(found.errors, found.costs)
-    parts = [facts_table(facts), schemes, *worst_modules(found.losses())]
+    for row in description.schemes:
+        schemes.add_row(*(row[column] for column in columns))
+    grid = loss_grid(description.errors, description.costs)
+    view = [facts_table(facts), schemes, *worst_modules(description.losses())]
     if grid.kinds:
-        parts += ["", Text(_ABOUT_ERRORS), HeatMap(grid, DECIBELS, ".1f")]
-    return Group(*parts)
-
-
-def _about_data(found: CheckpointDescription) -> str:
-    if not found.tokens:
-        return "none was needed"
-    came = "from measurements" if found.pipeline == "measurements" else f"pipeline {found.pipeline}"
-    return f"{counted(found.samples, 'sample')}, {found.tokens:,} tokens, {came}"
+        view += ["", _ABOUT_ERRORS, HeatMap(grid, DECIBELS, ".1f")]
+    return view

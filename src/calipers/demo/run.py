@@ -82,6 +82,15 @@ class DemoResult:
         """By how much the optimal observer's perplexity lies below the best classic one's."""
         return self.evaluation.difference(OPTIMAL.folder, CLASSIC.folder)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "folder": str(self.folder),
+            "seconds": self.seconds,
+            "gain": self.gain.as_dict(),
+            "evaluation": self.evaluation.as_dict(),
+        }
+
 
 def run_demo(
     folder: Path,

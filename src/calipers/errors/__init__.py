@@ -54,6 +54,7 @@ from calipers.errors.data import (
 from calipers.errors.formatting import (
     counted,
     first_line,
+    format_size,
     group_sizes_for,
     in_one_line,
     listing,
@@ -146,6 +147,7 @@ __all__ = [
     "empty_data",
     "file_in_use",
     "first_line",
+    "format_size",
     "group_sizes_for",
     "in_one_line",
     "inside_source",

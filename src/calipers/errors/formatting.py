@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is nearest to one that was mistyped, if one is near.
@@ -73,6 +75,20 @@ def counted(number: int, what: str) -> str:
     ('1 module', '2 modules')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def format_size(size: float | None) -> str:
+    """Return a number of bytes with a unit.
+
+    >>> format_size(12), format_size(657_664), format_size(16.06e9), format_size(None)
+    ('12 bytes', '658 kB', '16.1 GB', '–')
+    """
+    if size is None:
+        return "–"
+    power = 0
+    while abs(size) >= 999.5 and power < len(_UNITS) - 1:
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {_UNITS[power]}"
 
 
 def group_sizes_for(size: int) -> list[int]:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from calipers import __version__
-from calipers.errors import ConfigurationError
+from calipers.errors import ConfigurationError, format_size
 from calipers.judging.losses import format_decibels
 from calipers.linting import Finding
 from calipers.reporting.content import CheckpointFacts, Content, InputDetail
@@ -132,7 +132,6 @@ def short(number: float | None) -> float | None:
 PLOTLY = "plotly-cartesian.min.js"
 """The part of plotly.js that draws bars, lines and heat maps; it evaluates no text as code."""
 
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
@@ -218,20 +217,6 @@ def _environment() -> Any:
 
 
 # What is put into words
-
-
-def format_size(size: float | None) -> str:
-    """Return a size with a unit.
-
-    >>> format_size(657_664), format_size(None)
-    ('658 kB', '–')
-    """
-    if size is None:
-        return "–"
-    power = 0
-    while abs(size) >= 999.5 and power < len(_UNITS) - 1:
-        size, power = size / 1000, power + 1
-    return f"{size:.3g} {_UNITS[power]}"
 
 
 def format_share(share: float | None) -> str:
