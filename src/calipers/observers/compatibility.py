@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -18,9 +17,6 @@ from torch import Tensor
 from calipers.errors import ConfigurationError
 from calipers.numerics.layout import check_base_name
 from calipers.statistics.base import Reduction
-
-if TYPE_CHECKING:
-    pass
 
 Calculate = Callable[..., tuple[Tensor, Tensor]]
 
@@ -80,11 +76,6 @@ def construct(kind: Callable[..., Any], keywords: dict[str, Any]) -> Any:
 
 def constructor_parameters(kind: Any) -> frozenset[str]:
     """Return the names of what a constructor takes."""
-    return _parameters(kind)
-
-
-@lru_cache
-def _parameters(kind: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(kind).parameters)
 
 
@@ -103,7 +94,10 @@ def calculate_by_piece(
     elif _takes(calculate, "reduce_dims"):
         results = [calculate(view, reduce_dims=(0, view.ndim - 1), **options)]
     else:
-        results = _each(calculate, view.flatten(1, -2), options)
+        results = []
+        for index, piece in enumerate(view.flatten(1, -2).unbind(1)):
+            named = {"tensor_id": index} if _takes(calculate, "tensor_id") else {}
+            results.append(calculate(piece, **options, **named))
     scale = torch.cat([torch.as_tensor(scale).reshape(-1) for scale, _ in results])
     zero_point = torch.cat([torch.as_tensor(zero).reshape(-1) for _, zero in results])
     shape = shape or torch.Size([1])
@@ -113,16 +107,6 @@ def calculate_by_piece(
             f"points where {shape.numel()} are needed."
         )
     return scale.reshape(shape), zero_point.reshape(shape)
-
-
-def _each(
-    calculate: Calculate, pieces: Tensor, options: dict[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
-    named = _takes(calculate, "tensor_id")
-    return [
-        calculate(piece, **options, **({"tensor_id": index} if named else {}))
-        for index, piece in enumerate(pieces.unbind(1))
-    ]
 
 
 def _takes(calculate: Calculate, name: str) -> bool:

@@ -7,7 +7,6 @@ import copy
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from pydantic import Field
-from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import (
@@ -129,14 +128,9 @@ class ValueCountsObserver(Observer):
         with other.lock:  # never both locks at once
             # Copied together: what ranks have in common already stays the same tensor in both.
             fields, synced = copy.deepcopy((other.fields(), other.synced))
-        return self._replace_by(fields, synced)
-
-    @guarded
-    def _replace_by(self, fields: dict[str, Tensor], synced: dict[str, Tensor]) -> Self:
-        self.reset()
-        for name, value in fields.items():
-            setattr(self, name, value)
-        self.synced.update(synced)
+        with self.lock:
+            self._replace_fields(fields)
+            self.synced.update(synced)
         return self
 
     def _counted(self) -> Counted:

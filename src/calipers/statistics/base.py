@@ -63,7 +63,7 @@ def guarded(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[
     @wraps(method)
     def alone(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.lock:
-            if not _is_autocast():
+            if not any(map(torch.is_autocast_enabled, _devices())):
                 return method(self, *args, **kwargs)
             with full_precision():
                 return method(self, *args, **kwargs)
@@ -84,10 +84,6 @@ def full_precision() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-def _is_autocast() -> bool:
-    return any(map(torch.is_autocast_enabled, _devices()))
 
 
 @cache
@@ -352,19 +348,17 @@ class Statistic:
         """Absorb, for one who holds the lock already."""
         known = [(name, mine) for name in new if (mine := self.field(name)) is not None]
         for name, mine in known:
-            new[name] = self._combined(name, mine, new[name])
+            value = new[name]
+            if mine.shape != value.shape and self.declared()[name] is not Reduction.LAST:
+                raise DataError(
+                    f"has seen tensors with {name} of shape {tuple(mine.shape)}, and now one of "
+                    f"shape {tuple(value.shape)}",
+                    subject=self.label(),
+                    hint="One observer watches one tensor: use another one, or reset() this one",
+                )
+            new[name] = self.combine(name, mine.to(value.device), value)
         for name, value in new.items():
             self.put(name, value)
-
-    def _combined(self, name: str, before: Tensor, value: Tensor) -> Tensor:
-        if before.shape != value.shape and self.declared()[name] is not Reduction.LAST:
-            raise DataError(
-                f"has seen tensors with {name} of shape {tuple(before.shape)}, and now one of "
-                f"shape {tuple(value.shape)}",
-                subject=self.label(),
-                hint="One observer watches one tensor: use another one, or reset() this one",
-            )
-        return self.combine(name, before.to(value.device), value)
 
     @guarded
     def reset(self) -> None:
@@ -435,8 +429,11 @@ class Statistic:
         Nothing that was measured with ``nonfinite="raise"`` has NaN or Inf in it, so it is the same
         under any choice.
         """
+        mine = self.configuration()
+        nonfinite = mine.pop("nonfinite", None)
         for each in known:
-            if _measured(each) == _measured(self) and _treats_nonfinite_alike(each, self):
+            theirs = each.configuration()
+            if theirs.pop("nonfinite", "raise") in ("raise", nonfinite) and theirs == mine:
                 self.copy_from(each)
                 return True
         return False
@@ -471,13 +468,3 @@ class Statistic:
         """Move the fields to a device; their dtype, hence their precision, stays."""
         for name, value in self.fields().items():
             setattr(self, name, value.to(device))
-
-
-def _measured(statistic: Statistic) -> dict[str, Any]:
-    return {key: each for key, each in statistic.configuration().items() if key != "nonfinite"}
-
-
-def _treats_nonfinite_alike(one: Statistic, other: Statistic) -> bool:
-    """Whether one statistic has treated NaN and Inf, if there were any, as another would."""
-    treated = one.configuration().get("nonfinite", "raise")
-    return treated in ("raise", other.configuration().get("nonfinite"))

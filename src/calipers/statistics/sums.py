@@ -260,7 +260,11 @@ class BlockHessians(HessianSums):
             ):
                 self._replace_fields(
                     {"_hessian_count": each._hessian_count},
-                    {"_hessian_sum": partial(_narrowed, each.loader("_hessian_sum"), self._width)},
+                    {
+                        "_hessian_sum": partial(
+                            _on_diagonal, each.loader("_hessian_sum"), self._width
+                        )
+                    },
                 )
                 return True
         return False
@@ -336,16 +340,13 @@ class PairedHessians(HessianSums):
         return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), *crosses], -1)
 
 
-def _narrowed(wide: Load, width: int) -> Tensor:
-    return _on_diagonal(wide(), width)
+def _on_diagonal(load: Load, width: int) -> Tensor:
+    """Return the narrower blocks on the diagonals of wide ones, which are loaded.
 
-
-def _on_diagonal(blocks: Tensor, width: int) -> Tensor:
-    """Return the narrower blocks on the diagonals of wide ones.
-
-    >>> _on_diagonal(torch.arange(16.0).view(1, 4, 4), 2).tolist()
+    >>> _on_diagonal(lambda: torch.arange(16.0).view(1, 4, 4), 2).tolist()
     [[[0.0, 1.0], [4.0, 5.0]], [[10.0, 11.0], [14.0, 15.0]]]
     """
+    blocks = load()
     count, wide = blocks.shape[0], blocks.shape[1] // width
     cut = blocks.reshape(count, wide, width, wide, width)
     return cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, width, width)

@@ -71,7 +71,10 @@ class TensorStatistics:
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
         tokens = _number_of_tokens(x, mask)
-        found = self._summarized(x, mask) if tokens and self._is_alike(x) else None
+        # It must have the channels of those that are pending, and be where they were.
+        like = self._pending[0].square_sums if self._pending else None
+        is_alike = like is None or (like.shape == x.shape[-1:] and like.device == x.device)
+        found = self._summarized(x, mask) if tokens and is_alike else None
         if found is None:
             self.flush()
             for statistic in self.statistics:
@@ -93,11 +96,6 @@ class TensorStatistics:
 
     def _forget_pending(self) -> None:
         self._pending, self._tokens = [], 0
-
-    def _is_alike(self, x: Tensor) -> bool:
-        """Whether a tensor has the channels of those before it, and is where they were."""
-        known = self._pending[0].square_sums if self._pending else None
-        return known is None or (known.shape == x.shape[-1:] and known.device == x.device)
 
     def _summarized(self, x: Tensor, mask: Tensor | None) -> ChannelSummary | None:
         """Look at a tensor, and have its values counted; if not all are finite, nothing is done."""
