@@ -236,14 +236,14 @@ def one_writer(folder: Path) -> Any:
 def solving_in_parts(_folder: Path) -> Any:
     """Which weights this process looked at."""
     looked_at: dict[str, list[list[str]]] = {}
-    real = solving._solve_group
+    real = solving.solve_group
     for name in ("NVFP4", "W8A8 static_minmax", "W4A16 optimal"):
 
-        def note(layer: Any, group: Any, name: str = name) -> Any:
-            looked_at.setdefault(name, []).append([module.name for module in group])
-            return real(layer, group)
+        def note(layer: Any, weights: Any, inputs: Any, name: str = name) -> Any:
+            looked_at.setdefault(name, []).append([module.name for module in weights])
+            return real(layer, weights, inputs)
 
-        with mock.patch.object(solving, "_solve_group", note):
+        with mock.patch.object(solving, "solve_group", note):
             quantize(RECIPES[name], llama())
     return looked_at
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
@@ -26,7 +24,13 @@ from calipers.statistics.sums import HessianSums, shrunk
 from calipers.steps.base import Changes, Layer
 from calipers.steps.choices import ObserverChoice
 from calipers.steps.quantization import QuantizationModifier
-from calipers.steps.solving import Group, counted_groups, fused_groups, observed, solve_activations
+from calipers.steps.solving import (
+    Group,
+    counted_groups,
+    fused_groups,
+    solve_activations,
+    solve_group,
+)
 from calipers.topology.model import decoder_layers
 from calipers.topology.names import expert_of
 
@@ -35,90 +39,28 @@ _FEW = 4  # weights of a stage, which whoever runs it shows
 NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
 
 
-class Feedback(NamedTuple):
-    """How errors are fed back.
-
-    :param by_activation: whether columns with the largest inputs come first
-    """
-
-    block: int
-    damping: float
-    sweeps: int
-    by_activation: Callable[[QuantizationArgs], bool]
-
-
-class Inputs(NamedTuple):
-    """What is known of the inputs of a weight.
-
-    :param hessian: Σ x xᵀ, as the inputs have become
-    :param cross: Σ of inputs as they were, times as they have become; None: they are the same
-    :param residual: Σ of what that has lost to which outputs are added, times the same inputs
-    """
-
-    hessian: Tensor
-    cross: Tensor | None
-    residual: Tensor | None
-    tokens: int
-
-    @classmethod
-    def of(cls, statistic: Statistic | None) -> Inputs | None:
-        """Read a statistic; None where it has seen nothing."""
-        if statistic is None or not statistic.num_tokens:
-            return None
-        sums = cast("HessianSums", statistic)  # the plan has asked for one
-        paired = (sums.crosses, sums.residuals)
-        cross, residual = (None if blocks is None else blocks[0] for blocks in paired)
-        return cls(sums.hessians[0], cross, residual, sums.num_tokens)
-
-
-def solve_with_feedback(layer: Layer, settings: Feedback) -> Changes:
-    """Find parameters and codes of weights; those that share a global scale are solved together."""
-    mine = Changes()
-    cache = layer.curvatures or CurvatureCache()
-    what = "feeding errors back"
-    with layer.ranks.step(what):
-        groups = layer.ranks.my_part(fused_groups(layer.modules), lambda group: _work(layer, group))
-        few = len(groups) <= _FEW
-        for group in groups if few else counted_groups(layer, groups, what):
-            layer.ranks.check()
-            mine = mine.joined(_solve_group(layer, group, settings, cache))
-    found = Changes()
-    for qparams, tensors, notes in layer.ranks.share((mine.qparams, mine.tensors, mine.notes)):
-        found = found.joined(Changes(qparams, tensors, notes=notes))
-    return found
-
-
-def _work(layer: Layer, group: Group) -> int:
-    return sum(layer.size(module) * (module.columns or 1) for module in group)
-
-
-class _Curves(NamedTuple):
-    """The Hessian of some inputs, factorised for two uses.
-
-    :param errors: what errors of rounding are weighed by; None where it cannot be factorised
-    :param correction: what corrects for inputs that have changed; None where none have
-    """
-
-    errors: Curvature | None = None
-    correction: Curvature | None = None
-
-
 class CurvatureCache:
     """Keeps the latest Hessian factorised: modules with the same input are solved in a row."""
 
     def __init__(self) -> None:
-        self._latest: tuple[tuple[int, bool, float], Tensor, _Curves] | None = None
+        self._latest: tuple[object, Tensor, tuple[Curvature | None, Curvature | None]] | None = None
 
-    def of(self, inputs: Inputs, args: QuantizationArgs, settings: Feedback) -> _Curves:
-        """Return the curvatures of some inputs."""
-        ordered, damping = settings.by_activation(args), settings.damping
-        key = inputs.hessian.data_ptr(), ordered, damping
+    def of(
+        self, sums: HessianSums, damping: float, ordered: bool
+    ) -> tuple[Curvature | None, Curvature | None]:
+        """Return what errors of rounding are weighed by, and what corrects for changed inputs.
+
+        The first is None where the Hessian cannot be factorised, the second where no inputs have
+        changed.
+        """
+        hessian, tokens = sums.hessians[0], sums.num_tokens
+        key = hessian.data_ptr(), ordered, damping
         if self._latest is None or self._latest[0] != key:
-            mean = shrunk(inputs.hessian / inputs.tokens, inputs.tokens, damping=0.0)
+            mean = shrunk(hessian / tokens, tokens, damping=0.0)
             errors, correction = curvature(mean, damping, ordered), None
-            if errors is not None and inputs.cross is not None:
+            if errors is not None and sums.crosses is not None:
                 correction = curvature(mean, max(damping, _CORRECTION_DAMPING))
-            self._latest = key, inputs.hessian, _Curves(errors, correction)
+            self._latest = key, hessian, (errors, correction)
         return self._latest[2]
 
 
@@ -126,97 +68,63 @@ class _Task(NamedTuple):
     """A weight that is to be rounded.
 
     :param target: what is rounded: the weight, corrected for what its inputs have become
+    :param sums: what was measured of its inputs; None where no token was seen
     :param curve: what the errors are weighed by; None where that is not known
     """
 
     spec: TensorSpec
     target: Tensor
-    inputs: Inputs | None
+    sums: HessianSums | None
     curve: Curvature | None
     dtype: torch.dtype
 
-    @classmethod
-    def of(
-        cls, layer: Layer, module: ModuleSpec, settings: Feedback, cache: CurvatureCache
-    ) -> _Task:
-        spec, weight = module.tensor("weight"), layer.weight(module.name).detach()
-        assert spec is not None
-        inputs = Inputs.of(layer.measurements.get(module.name, "input", IMPORTANCE))
-        curve, correction = _Curves() if inputs is None else cache.of(inputs, spec.args, settings)
-        target = weight.float()
-        if inputs is not None and inputs.cross is not None and correction is not None:
-            target = corrected(weight, *_shrunk_crosses(inputs, inputs.cross), correction)
-        return cls(spec, target, inputs, curve, weight.dtype)
-
     def importance(self) -> Statistic | None:
         """Return what the observer wants to know of the inputs."""
-        if self.inputs is None:
+        if self.sums is None:
             return None
         assert self.spec.observer is not None
         importance = self.spec.observer.importance
-        return importance.part_of(self.inputs.hessian, self.inputs.tokens, self.spec.args)
+        return importance.part_of(self.sums.hessians[0], self.sums.num_tokens, self.spec.args)
+
+    def rounded(
+        self, qparams: QParamsDict, curve: Curvature, *, block: int, sweeps: int
+    ) -> tuple[Tensor, QParamsDict]:
+        """Round the weight with error feedback; also return its parameters with refitted scales."""
+        args, fmt, rows = self.spec.args, Format.of(self.spec.args), len(self.target)
+        layout, global_scale = Layout.of("weight", args), qparams["global_scale"]
+        scale, zeros = qparams["scale"].to(self.target), None
+        if global_scale is not None:
+            scale = scale / global_scale.to(self.target)
+        if not fmt.symmetric:
+            zeros = layout.by_rows(qparams["zero_point"].to(self.target), rows)
+        groups = layout.groups(self.target.shape[1]).to(self.target.device)
+        storable = storable_scales(fmt, self.dtype, global_scale, args.scale_dtype)
+        values, refitted = feed_back_errors(
+            self.target,
+            curve,
+            Rounding(layout.by_rows(scale, rows), zeros, groups, fmt),
+            Scales(storable, layout.rows_per_scale(rows)),
+            block=block,
+            sweeps=sweeps,
+        )
+        scale = layout.from_rows(refitted.scales).reshape(qparams["scale"].shape)
+        if global_scale is not None:
+            scale = scale * global_scale.to(scale)
+            scale = scale.to(FP8_DTYPE).to(scale)
+        return values.to(self.dtype), {**qparams, "scale": scale.to(qparams["scale"].dtype)}
 
 
-def _solve_group(layer: Layer, group: Group, settings: Feedback, cache: CurvatureCache) -> Changes:
-    tasks = {module: _Task.of(layer, module, settings, cache) for module in group}
-    seen = {module: task.target.to(task.dtype) for module, task in tasks.items()}
-    known = {module: task.importance() for module, task in tasks.items()}
-    qparams = observed(layer, seen, known)
-    rounded: dict[tuple[str, str], Tensor] = {}
-    notes: dict[str, str] = {}
-    for module, task in tasks.items():
-        if task.curve is not None:
-            found = qparams[module.name, "weight"]
-            rounding = _rounding(task.spec.args, found, task.target)
-            values, refitted = feed_back_errors(
-                task.target,
-                task.curve,
-                rounding,
-                _scales(task, found),
-                block=settings.block,
-                sweeps=settings.sweeps,
-            )
-            rounded[module.name, "weight"] = values.to(task.dtype)
-            qparams[module.name, "weight"] = _with_scales(task.spec.args, found, refitted)
-        elif task.inputs is not None:
-            notes[module.name] = NOT_FACTORISED
-    return Changes(qparams, rounded, notes=notes)
+def _shrunk_crosses(sums: HessianSums, cross: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Trust what goes together as far as there are tokens, as the Hessian is trusted.
 
-
-def _shrunk_crosses(inputs: Inputs, cross: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Trust what goes together as far as there are tokens, as the Hessian is trusted."""
-    trust = inputs.tokens / (inputs.tokens + len(cross))
-    diagonal = inputs.hessian.diagonal() * ((1 - trust) / inputs.tokens)
-    shrunk_cross = cross * (trust / inputs.tokens) + torch.diag_embed(diagonal)
-    if inputs.residual is None:
-        return shrunk_cross, None
-    return shrunk_cross, inputs.residual * (trust / inputs.tokens)
-
-
-def _rounding(args: QuantizationArgs, found: QParamsDict, weight: Tensor) -> Rounding:
-    layout, fmt = Layout.of("weight", args), Format.of(args)
-    scale = found["scale"].to(weight)
-    if found["global_scale"] is not None:
-        scale = scale / found["global_scale"].to(weight)
-    zeros = None if fmt.symmetric else layout.by_rows(found["zero_point"].to(weight), len(weight))
-    groups = layout.groups(weight.shape[1]).to(weight.device)
-    return Rounding(layout.by_rows(scale, len(weight)), zeros, groups, fmt)
-
-
-def _scales(task: _Task, found: QParamsDict) -> Scales:
-    """Return which scales the weight of a task can have."""
-    args, fmt = task.spec.args, Format.of(task.spec.args)
-    storable = storable_scales(fmt, task.dtype, found["global_scale"], args.scale_dtype)
-    return Scales(storable, Layout.of("weight", args).rows_per_scale(len(task.target)))
-
-
-def _with_scales(args: QuantizationArgs, found: QParamsDict, rounding: Rounding) -> QParamsDict:
-    """Return the parameters of a weight with other scales."""
-    scale = Layout.of("weight", args).from_rows(rounding.scales).reshape(found["scale"].shape)
-    if found["global_scale"] is not None:
-        scale = scale * found["global_scale"].to(scale)
-        scale = scale.to(FP8_DTYPE).to(scale)
-    return {**found, "scale": scale.to(found["scale"].dtype)}
+    :param cross: Σ of inputs as they were, times as they have become
+    """
+    tokens = sums.num_tokens
+    trust = tokens / (tokens + len(cross))
+    diagonal = sums.hessians[0].diagonal() * ((1 - trust) / tokens)
+    shrunk_cross = cross * (trust / tokens) + torch.diag_embed(diagonal)
+    residual = None if sums.residuals is None else sums.residuals[0]
+    return shrunk_cross, None if residual is None else residual * (trust / tokens)
 
 
 _PASSED_OVER = ("batched_quantization", "sequential_update")
@@ -293,20 +201,62 @@ class GPTQModifier(QuantizationModifier):
         return replace(planned, modules=modules, propagation=self.error_propagation)
 
     def solve(self, layer: Layer) -> Changes:
-        """Find the parameters of activations and weights, and what weights are rounded to."""
-        settings = Feedback(self.block_size, self.dampening_frac, self.sweeps, self._is_ordered)
-        fed = solve_with_feedback(layer, settings)
-        return fed.joined(Changes(qparams=solve_activations(layer)))
+        """Find the parameters of activations and weights, and what weights are rounded to.
+
+        Weights that share a global scale are solved together.
+        """
+        own = Changes()
+        cache, what = layer.curvatures or CurvatureCache(), "feeding errors back"
+        with layer.ranks.step(what):
+            groups = layer.ranks.my_part(
+                fused_groups(layer.modules),
+                lambda group: sum(layer.size(each) * (each.columns or 1) for each in group),
+            )
+            few = len(groups) <= _FEW
+            for group in groups if few else counted_groups(layer, groups, what):
+                layer.ranks.check()
+                own = own.joined(self._solve_group(layer, group, cache))
+        changes = Changes()
+        for qparams, tensors, notes in layer.ranks.share((own.qparams, own.tensors, own.notes)):
+            changes = changes.joined(Changes(qparams, tensors, notes=notes))
+        return changes.joined(Changes(qparams=solve_activations(layer)))
+
+    def _solve_group(self, layer: Layer, group: Group, cache: CurvatureCache) -> Changes:
+        tasks = {module: self._task(layer, module, cache) for module in group}
+        weights = {module: task.target.to(task.dtype) for module, task in tasks.items()}
+        inputs = {module: task.importance() for module, task in tasks.items()}
+        qparams = solve_group(layer, weights, inputs)
+        tensors: dict[tuple[str, str], Tensor] = {}
+        notes: dict[str, str] = {}
+        for module, task in tasks.items():
+            place = module.name, "weight"
+            if task.curve is not None:
+                tensors[place], qparams[place] = task.rounded(
+                    qparams[place], task.curve, block=self.block_size, sweeps=self.sweeps
+                )
+            elif task.sums is not None:
+                notes[module.name] = NOT_FACTORISED
+        return Changes(qparams, tensors, notes=notes)
+
+    def _task(self, layer: Layer, module: ModuleSpec, cache: CurvatureCache) -> _Task:
+        spec, weight = module.tensor("weight"), layer.weight(module.name).detach()
+        assert spec is not None
+        target = weight.float()
+        # The plan has asked for a sum of products.
+        sums = cast("HessianSums | None", layer.measurements.get(module.name, "input", IMPORTANCE))
+        if sums is None or not sums.num_tokens:
+            return _Task(spec, target, None, None, weight.dtype)
+        ordered = spec.args.actorder is not None or self.actorder is not None
+        curve, correction = cache.of(sums, self.dampening_frac, ordered)
+        if sums.crosses is not None and correction is not None:
+            target = corrected(weight, *_shrunk_crosses(sums, sums.crosses[0]), correction)
+        return _Task(spec, target, sums, curve, weight.dtype)
 
     def on_float_inputs(self) -> GPTQModifier:
         """Return the same, calibrated on what a model computes as it is, if it was told nothing."""
         if "error_propagation" in self.model_fields_set:
             return self
         return self._changed({"error_propagation": "float"})
-
-    def _is_ordered(self, args: QuantizationArgs) -> bool:
-        """Whether the columns of a weight with the largest inputs are rounded first."""
-        return args.actorder is not None or self.actorder is not None
 
     def _default_choice(self, base_name: str, options: dict[str, Any]) -> ObserverChoice:
         if base_name == "weight" and not options:
@@ -319,9 +269,8 @@ class GPTQModifier(QuantizationModifier):
             return module
         can_pair = module.name.startswith(layers) and expert_of(module.name) is None
         gathered = PairedHessian() if can_pair else FullHessian()
-        tensors = tuple(_gathering(tensor, gathered) for tensor in module.tensors)
+        tensors = tuple(
+            replace(tensor, gathered=gathered) if tensor.base_name == "weight" else tensor
+            for tensor in module.tensors
+        )
         return replace(module, tensors=tensors)
-
-
-def _gathering(tensor: TensorSpec, gathered: FullHessian) -> TensorSpec:
-    return replace(tensor, gathered=gathered) if tensor.base_name == "weight" else tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -51,7 +50,12 @@ def solve_weights(layer: Layer) -> Solved:
         groups = layer.ranks.my_part(fused, lambda group: sizes[group])
         small = [group for group in groups if sizes[group] <= _SMALL]
         large = [group for group in groups if sizes[group] > _SMALL]
-        solve = partial(_solve_group, layer)
+
+        def solve(group: Group) -> Solved:
+            measured = layer.measurements
+            inputs = {each: measured.get(each.name, "input", IMPORTANCE) for each in group}
+            return solve_group(layer, {each: layer.weight(each.name) for each in group}, inputs)
+
         with in_threads(solve, small) as solutions:
             for _ in counted_groups(layer, small, "choosing scales"):
                 mine |= next(solutions)
@@ -65,13 +69,7 @@ def solve_weights(layer: Layer) -> Solved:
     return found
 
 
-def _solve_group(layer: Layer, group: Group) -> Solved:
-    weights = {module: layer.weight(module.name) for module in group}
-    inputs = {module: layer.measurements.get(module.name, "input", IMPORTANCE) for module in group}
-    return observed(layer, weights, inputs)
-
-
-def observed(
+def solve_group(
     layer: Layer,
     weights: Mapping[ModuleSpec, Tensor],
     inputs: Mapping[ModuleSpec, Statistic | None],
@@ -80,19 +78,16 @@ def observed(
 
     :param inputs: what is known of the inputs of each
     """
-    solved = observers.solve_weights(
-        [_weight(layer, module, value, inputs[module]) for module, value in weights.items()]
-    )
+    problems = []
+    for module, value in weights.items():
+        spec = module.tensor("weight")
+        assert spec is not None
+        assert spec.observer is not None
+        # Coverage tells of modules that saw nothing, once for all.
+        is_told = module.name in layer.unseen
+        problems.append(Weight(spec.observer, value, inputs[module], module.name, is_told))
     places = [(module.name, "weight") for module in weights]
-    return dict(zip(places, solved, strict=True))
-
-
-def _weight(layer: Layer, module: ModuleSpec, value: Tensor, inputs: Statistic | None) -> Weight:
-    spec = module.tensor("weight")
-    assert spec is not None
-    assert spec.observer is not None
-    # Coverage tells of modules that saw nothing, once for all.
-    return Weight(spec.observer, value, inputs, module.name, module.name in layer.unseen)
+    return dict(zip(places, observers.solve_weights(problems), strict=True))
 
 
 def fused_groups(modules: Sequence[ModuleSpec]) -> list[Group]:
