@@ -48,7 +48,7 @@ class MeanShift(Modifier):
     targets: Patterns = ("Linear",)
     fails: bool = False
 
-    def aimed_at(self) -> tuple[Any, Any]:
+    def target_patterns(self) -> tuple[Any, Any]:
         return self.targets, ()
 
     def plan(self, model: torch.nn.Module, step: str) -> StepPlan:  # noqa: ARG002

@@ -28,7 +28,7 @@ from calipers.advice.choosing import (
     front,
 )
 from calipers.advice.predicting import Prediction, predict, prepare_trials
-from calipers.engine.job import check_complete
+from calipers.engine.job import read_measurements
 from calipers.engine.quantize import skeleton_for
 from calipers.errors import ConfigurationError, Option
 from calipers.judging.losses import decibels, format_decibels
@@ -173,10 +173,7 @@ def advise(
     limit = None if budget is None else Budget.parse(budget)
     names, left_out = read_schemes(schemes, target, group_size)
     asked = None if methods is None else read_methods(methods)
-    seen = (
-        measurements if isinstance(measurements, Measurements) else Measurements.load(measurements)
-    )
-    check_complete(seen)
+    seen = read_measurements(measurements)
     has_hessians = any(
         base_name == "input" and HESSIAN in statistics
         for (_, base_name), statistics in seen.tensors().items()

@@ -72,7 +72,9 @@ def read_arguments(
     inputs = {"model": model, "recipe": recipe, "data": dataset, "measurements": measurements}
     mistakes.check(check_arguments, inputs, options)
     parsed = mistakes.check(load_changed_recipe, recipe, **options.changes.values())
-    seen = mistakes.check(_read_measurements, measurements)
+    seen = None
+    if measurements is not None:
+        seen = mistakes.check(read_measurements, measurements)
     mistakes.tell()
     return Arguments(parsed if seen is None else parsed.on_float_inputs(), seen)
 
@@ -150,22 +152,17 @@ def _check_beside_measurements(dataset: Any, options: OneshotOptions) -> None:
     check_not_running(options)
 
 
-def _read_measurements(given: Measurements | str | Path | None) -> Measurements | None:
+def read_measurements(measurements: Measurements | str | Path) -> Measurements:
     """Read measurements; those of a run that has not finished are refused."""
-    seen = Measurements.load(given) if isinstance(given, (str, Path)) else given
-    if seen is not None:
-        check_complete(seen)
-    return seen
-
-
-def check_complete(seen: Measurements) -> None:
-    """Refuse measurements of a run that has not finished."""
-    if seen.info is None or not seen.info.is_complete:
+    if isinstance(measurements, (str, Path)):
+        measurements = Measurements.load(measurements)
+    if measurements.info is None or not measurements.info.is_complete:
         raise MeasurementsError(
             "are not those of a finished run",
             subject="The measurements",
             hint="Let 'calipers measure' finish: with the same arguments it goes on where it was.",
         )
+    return measurements
 
 
 def tensors_without_data(plan: Plan, model: torch.nn.Module) -> list[str]:

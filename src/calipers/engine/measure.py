@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,19 +109,24 @@ def measure(
     :param keywords: the options of all groups, one by one
     """
     options = MeasureOptions.merged(keywords, data=data, compute=compute, calibration=calibration)
-    _check(options)
+    check_options(options)
+    if options.calibration.gives("on_unseen"):
+        raise no_meaning("on_unseen", options.calibration.on_unseen, "measurements")
+    if options.calibration.pipeline == "datafree":
+        raise no_meaning("pipeline", "datafree", "measurements")
     check_save_every(save_every)
     collected, tolerance = check_collected(collect), check_until_stable(until_stable)
     with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
         job.read(model, dataset, collected, output_file, overwrite)
-        with (
-            job.loaded(model) as (loaded, tokenizer),
-            job.partial_file(output_file, save_every) as partial,
-        ):
+        with ExitStack() as stack:
+            loaded, tokenizer = stack.enter_context(job.loaded(model))
+            partial = None
             if output_file is not None and ranks.rank == 0:
-                check_measurements_file(output_file, overwrite)  # a writer was waited for
+                place = stack.enter_context(place_of(Path(output_file).resolve()))
+                partial = PartialFile(place, save_every)
+                check_measurements_file(output_file, overwrite)  # another writer was waited for
             with left_as_found(loaded):
                 found = job.measure(loaded, dataset, tokenizer, collected, partial)
             with ranks.step("writing the measurements"):
@@ -134,15 +140,6 @@ def check_save_every(seconds: object) -> None:
     """Refuse what is no time between two files."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise not_allowed("save_every", seconds, "a number of seconds, 0 or more")
-
-
-def _check(options: MeasureOptions) -> None:
-    check_options(options)
-    calibration = options.calibration
-    if calibration.gives("on_unseen"):
-        raise no_meaning("on_unseen", calibration.on_unseen, "measurements")
-    if calibration.pipeline == "datafree":
-        raise no_meaning("pipeline", "datafree", "measurements")
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ class _MeasureJob(Job):
             if output_file is not None and self.ranks.rank == 0:
                 start = model if isinstance(model, (str, Path)) else source_folder(model)
                 inputs = {"model": start, "data": dataset, "tokenizer": options.data.tokenizer}
-                remove_superfluous(check_measurements_file(output_file, True, inputs))
+                remove_superfluous(Path(os.path.realpath(output_file)))
                 check_measurements_file(output_file, overwrite, inputs)
         self.ranks.agree(
             {
@@ -180,17 +177,6 @@ class _MeasureJob(Job):
                 **options.data.sampling(),
             }
         )
-
-    @contextmanager
-    def partial_file(
-        self, output: str | Path | None, seconds: float
-    ) -> Iterator[PartialFile | None]:
-        """Own the place of the output, if there is one; the first process writes it."""
-        if output is None or self.ranks.rank > 0:
-            yield None
-            return
-        with place_of(Path(output).resolve()) as place:
-            yield PartialFile(place, seconds)
 
     def measure(
         self,
@@ -222,7 +208,18 @@ class _MeasureJob(Job):
         seen = _Seen(about, batches)
         done = 0
         if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
-            done = partial.begin(self._arguments(seen, dtype, collected))
+            done = partial.begin(
+                {
+                    "model": about.fingerprint,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "collect": list(collected),
+                    "halves": "digest",
+                    "until_stable": self.tolerance,
+                    "calibrate_all_experts": options.calibration.calibrate_all_experts,
+                    **options.data.sampling(),
+                    "data": seen.digest(),
+                }
+            )
         known = None if partial is None else partial.earlier()
         run = _DataRun(self, model, plan, chosen, device, dtype, seen, partial, known or {})
         last = len(batches.ends) - 1
@@ -232,33 +229,17 @@ class _MeasureJob(Job):
                 done = end
             if end < done and number < last:
                 continue  # an earlier run has gone on here
-            found = Measurements.of_tensors(self._info(seen, end), unified(run.known))
-            if number == last or self._is_stable(found):
-                return found
-            del found  # sums that go on are not kept as they were
+            measured = Measurements.of_tensors(self._info(seen, end), unified(run.known))
+            if number == last:
+                return measured
+            assert self.tolerance is not None
+            with self.progress.waiting("comparing halves of the data"):
+                first = self.ranks.rank == 0  # one process decides for all
+                suffices = first and measured.sufficiency(self.tolerance).is_sufficient
+            if self.ranks.share(suffices)[0]:
+                return measured
+            del measured  # sums that go on are not kept as they were
         raise AssertionError("the last of the data is the end of it")
-
-    def _is_stable(self, found: Measurements) -> bool:
-        """Whether a run can stop; one process decides for all."""
-        assert self.tolerance is not None
-        with self.progress.waiting("comparing halves of the data"):
-            mine = self.ranks.rank == 0 and found.sufficiency(self.tolerance).is_sufficient
-        return self.ranks.share(mine)[0]
-
-    def _arguments(
-        self, seen: _Seen, dtype: torch.dtype, collected: tuple[str, ...]
-    ) -> dict[str, Any]:
-        """Return what a run that goes on has in common with the one before it."""
-        return {
-            "model": seen.about.fingerprint,
-            "dtype": str(dtype).removeprefix("torch."),
-            "collect": list(collected),
-            "halves": "digest",
-            "until_stable": self.tolerance,
-            "calibrate_all_experts": self.options.calibration.calibrate_all_experts,
-            **self.options.data.sampling(),
-            "data": seen.digest(),
-        }
 
     def _plan(self, model: PreTrainedModel, collected: Collection[str]) -> Plan:
         """Plan for a model whose fused experts become modules, where they can be told apart."""
@@ -273,10 +254,10 @@ class _MeasureJob(Job):
 
     def _info(self, seen: _Seen, count: int) -> MeasurementsInfo:
         """Return what all processes have seen when this one has run so many batches."""
-        mine = seen.info(count)
-        everywhere = self.ranks.share((list(mine.samples), mine.tokens))
+        own = seen.info(count)
+        everywhere = self.ranks.share((list(own.samples), own.tokens))
         samples = sorted(each for samples, _ in everywhere for each in samples)
-        return replace(mine, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
+        return replace(own, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
 
 
 @dataclass

@@ -255,7 +255,7 @@ def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedM
         return load_skeleton(name, trust_remote_code=trusted)
     refuse_quantized(unknown.config, str(name))
     for modifier in recipe.modifiers:
-        unknown.check_patterns([pattern for part in modifier.aimed_at() for pattern in part])
+        unknown.check_patterns([pattern for part in modifier.target_patterns() for pattern in part])
     return unknown
 
 

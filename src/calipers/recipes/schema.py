@@ -141,7 +141,9 @@ class Recipe(NotebookView):
         """Whether a modifier means Linear layers that these experts would have, if unfused."""
         layer = torch.nn.Linear(1, 1, device="meta")
         names = [f"{experts}.0.{part}" for part in EXPERT_PROJECTIONS]
-        return any(modifier.aims_at(name, layer) for modifier in self.modifiers for name in names)
+        return any(
+            modifier.targets_module(name, layer) for modifier in self.modifiers for name in names
+        )
 
     def __repr__(self) -> str:
         parts = [
@@ -170,7 +172,7 @@ def _round_by(modifiers: Modifiers, method: str) -> Modifiers:
     steps = steps_by_method()
     if method not in steps:
         raise not_allowed("method", method, steps)
-    changed = [modifier.remade_as(steps[method]) for modifier in modifiers]
+    changed = [modifier.converted_to(steps[method]) for modifier in modifiers]
     if not any(changed):
         raise RecipeError(
             "has no meaning here: the recipe quantizes no weights",
@@ -202,7 +204,7 @@ def _observe(modifiers: Modifiers, key: str, given: Any) -> Modifiers:
         choice = read_choice(given)
     except ConfigurationError as error:
         raise RecipeError.of(error, Option(key)) from None
-    changed = [modifier.observed_by(key, choice) for modifier in modifiers]
+    changed = [modifier.with_observer(key, choice) for modifier in modifiers]
     if not any(changed):
         warning = CalipersWarning(
             "has no effect: what it would watch is not quantized, or is dynamic (its scale is "

@@ -93,19 +93,15 @@ def read_patterns(value: Any) -> tuple[str, ...]:
             "must be a name, a class, a 're:' pattern or a list", got=repr(value)
         )
     for index, pattern in enumerate(patterns):
-        _check_pattern(pattern, (index,))
+        if not isinstance(pattern, str):
+            must = "a name, a class or a 're:' pattern must be text"
+            raise RecipeError(must, got=repr(pattern), path=(index,))
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            problem = f"'{pattern}' is not a regular expression: {error}"
+            raise RecipeError(problem, path=(index,)) from None
     return tuple(patterns)
-
-
-def _check_pattern(pattern: Any, path: Path) -> None:
-    if not isinstance(pattern, str):
-        must = "a name, a class or a 're:' pattern must be text"
-        raise RecipeError(must, got=repr(pattern), path=path)
-    try:
-        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-    except re.error as error:
-        problem = f"'{pattern}' is not a regular expression: {error}"
-        raise RecipeError(problem, path=path) from None
 
 
 Patterns = Annotated[tuple[str, ...], PlainValidator(read_patterns)]
@@ -133,13 +129,13 @@ class Modifier(BaseModel):
         """Return the keys allowed at a path inside the modifier."""
         return [] if path else list(cls.model_fields)
 
-    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+    def target_patterns(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the patterns of what is meant, and of what is not."""
         raise NotImplementedError
 
-    def aims_at(self, name: str, module: torch.nn.Module) -> bool:
+    def targets_module(self, name: str, module: torch.nn.Module) -> bool:
         """Whether a module of this name is meant."""
-        targets, ignore = self.aimed_at()
+        targets, ignore = self.target_patterns()
         return bool(is_match(name, module, targets)) and not is_match(name, module, ignore)
 
     def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
@@ -157,7 +153,7 @@ class Modifier(BaseModel):
         """Return the same with weights in groups of a size; None where none can have it."""
         return None
 
-    def observed_by(self, key: str, choice: Any) -> Modifier | None:  # noqa: ARG002
+    def with_observer(self, key: str, choice: Any) -> Modifier | None:  # noqa: ARG002
         """Return the same with another observer; None where it would watch nothing.
 
         :param key: ``weight_observer`` or ``activation_observer``
@@ -168,7 +164,7 @@ class Modifier(BaseModel):
         """Return the same, calibrated on what a model computes as it is, if it was told nothing."""
         return self
 
-    def remade_as(self, kind: type[Modifier]) -> Modifier | None:  # noqa: ARG002
+    def converted_to(self, kind: type[Modifier]) -> Modifier | None:  # noqa: ARG002
         """Return one of another kind that says the same; None where it quantizes no weights."""
         return None
 
@@ -186,44 +182,29 @@ class Modifier(BaseModel):
 
     @classmethod
     def _explain(cls, error: ValidationError) -> RecipeError:
-        """Put the first problem that pydantic found into the words of the user."""
+        """Return the first problem that pydantic found, as an error of the recipe."""
         problems = error.errors()
         unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
         problem = (unknown or problems)[0]
-        return cls._error(problem["loc"], problem)
-
-    @classmethod
-    def _error(cls, path: Path, problem: Mapping[str, Any]) -> RecipeError:
-        where = cls._key(path)
-        if problem["type"] == "extra_forbidden":
-            return cls._unknown_key(path)
-        if problem["type"] == "value_error":
-            return _at(problem["ctx"]["error"], where, path)
-        demand = problem["msg"].replace("Input should", "must")
-        return RecipeError(demand, subject=where, got=repr(problem["input"]), path=path)
-
-    @classmethod
-    def _unknown_key(cls, path: Path) -> RecipeError:
-        word, known = str(path[-1]), list(cls.known_keys(path[:-1]))
-        return RecipeError(
-            f"unknown key '{word}' in {cls._key(path[:-1])}",
-            meant=nearest(word, known),
-            allowed=known,
-            path=path,
-        )
-
-    @classmethod
-    def _key(cls, path: Path) -> str:
-        return ".".join(map(str, (cls.__name__, *path)))
-
-
-def _at(cause: Exception, where: str, path: Path) -> RecipeError:
-    """Return what a validator raised, as an error of a recipe at a place inside a modifier."""
-    if isinstance(cause, RecipeError):  # one about the modifier as a whole names it itself
-        return RecipeError.of(cause, where if path else "", (*path, *cause.path))
-    if isinstance(cause, CalipersError):
-        return RecipeError.of(cause, where, path)
-    return RecipeError(first_line(str(cause)), where=where, path=path)
+        path = problem["loc"]
+        where = ".".join(map(str, (cls.__name__, *path)))
+        if unknown:
+            key, known = str(path[-1]), list(cls.known_keys(path[:-1]))
+            return RecipeError(
+                f"unknown key '{key}' in {'.'.join(map(str, (cls.__name__, *path[:-1])))}",
+                meant=nearest(key, known),
+                allowed=known,
+                path=path,
+            )
+        if problem["type"] != "value_error":
+            demand = problem["msg"].replace("Input should", "must")
+            return RecipeError(demand, subject=where, got=repr(problem["input"]), path=path)
+        cause = problem["ctx"]["error"]
+        if isinstance(cause, RecipeError):  # one about the modifier as a whole names it itself
+            return RecipeError.of(cause, where if path else "", (*path, *cause.path))
+        if isinstance(cause, CalipersError):
+            return RecipeError.of(cause, where, path)
+        return RecipeError(first_line(str(cause)), where=where, path=path)
 
 
 def plain_fields(model: BaseModel) -> dict[str, Any]:

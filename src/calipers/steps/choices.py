@@ -76,7 +76,15 @@ def read_choice(value: Any) -> ObserverChoice:
     if isinstance(value, ObserverChoice):
         return value
     if isinstance(value, str):
-        value = _read_words(value)
+        name, *parts = (part.strip() for part in value.split(","))
+        chosen: dict[str, Any] = {}
+        for part in parts:
+            key, equals, option = part.partition("=")
+            if not (key and equals):
+                problem = f"'{part}' in '{value}' is no option of an observer"
+                raise ConfigurationError(problem, hint="Give NAME=VALUE")
+            chosen[key.strip()] = yaml.safe_load(option)
+        value = {"name": name, **chosen}
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ConfigurationError(
             "an observer is given by its name, such as mse, or as a mapping with the key 'name', "
@@ -88,24 +96,21 @@ def read_choice(value: Any) -> ObserverChoice:
     return ObserverChoice(name=value["name"], options=options)
 
 
-def _read_words(text: str) -> dict[str, Any]:
-    name, *rest = (part.strip() for part in text.split(","))
-    options: dict[str, Any] = {}
-    for part in rest:
-        key, equals, value = part.partition("=")
-        if not (key and equals):
-            problem = f"'{part}' in '{text}' is no option of an observer"
-            raise ConfigurationError(problem, hint="Give NAME=VALUE")
-        options[key.strip()] = yaml.safe_load(value)
-    return {"name": name, **options}
-
-
 def read_args(value: Any) -> QuantizationArgs:
     """Read the arguments of one tensor into a copy of their own."""
     if isinstance(value, QuantizationArgs):
         args = value.model_copy(deep=True)
     elif isinstance(value, Mapping):
-        _check_words(value)
+        # Words and numbers of which compressed-tensors would not say what is allowed:
+        for key, words in _WORDS.items():
+            word, known = value.get(key), [str(each.value) for each in words]
+            if isinstance(word, str) and word.lower() not in known:
+                problem, meant = f"unknown {key} '{word}'", nearest(word, known)
+                raise RecipeError(problem, meant=meant, allowed=known, path=(key,))
+        size = value.get("group_size")
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            must = "group_size must be an integer"
+            raise RecipeError(must, got=repr(size), path=("group_size",))
         args = _parse(QuantizationArgs, dict(value))
     else:
         raise ConfigurationError("must be a mapping such as {num_bits: 8}", got=repr(value))
@@ -288,19 +293,6 @@ def check_observer(
     except ConfigurationError as error:
         unknown = [name for name in options if name not in known.model_fields]
         raise RecipeError.of(error, path=unknown[:1]) from None
-
-
-def _check_words(given: Mapping[str, Any]) -> None:
-    """Refuse words and numbers of which compressed-tensors would not say what is allowed."""
-    for key, words in _WORDS.items():
-        value = given.get(key)
-        known = [str(word.value) for word in words]
-        if isinstance(value, str) and value.lower() not in known:
-            unknown, meant = f"unknown {key} '{value}'", nearest(value, known)
-            raise RecipeError(unknown, meant=meant, allowed=known, path=(key,))
-    size = given.get("group_size")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-        raise RecipeError("group_size must be an integer", got=repr(size), path=("group_size",))
 
 
 def _parse(model: type[Any], given: dict[str, Any]) -> Any:

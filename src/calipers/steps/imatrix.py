@@ -32,7 +32,7 @@ class IMatrixGatherer(Modifier):
     ignore: Patterns = ()
     unmatched: Unmatched = "error"
 
-    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+    def target_patterns(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the patterns of what is meant, and of what is not."""
         return self.targets, self.ignore
 

@@ -57,8 +57,23 @@ _OBSERVER_KEYS = (
 _PASSED_OVER = ("bypass_divisibility_checks", "requires_calibration_data")
 
 
-class QuantizationSettings(Modifier):
-    """What is quantized how, and by which observers, as a recipe says it."""
+class QuantizationModifier(Modifier):
+    """Quantizes the targets of a model that are not ignored.
+
+    What is quantized how is said once: by ``scheme`` (a preset's name, presets with their targets,
+    or an explicit scheme), by ``config_groups``, or by ``weights``, ``input_activations`` and
+    ``output_activations``; and beside it, or alone, ``kv_cache_scheme``.
+
+    :param targets: names of modules, names of classes, or ``re:`` patterns
+    :param ignore: the same, for what stays as it is
+    :param unmatched: what happens if one of them matches nothing
+
+    >>> modifier = QuantizationModifier(scheme="W4A16", ignore="lm_head", weight_observer="mse")
+    >>> modifier.schemes["group_0"].weights.observer
+    'mse'
+    """
+
+    method: ClassVar[str] = "rtn"
 
     targets: Patterns = _DEFAULT_TARGETS
     ignore: Patterns = ()
@@ -134,10 +149,6 @@ class QuantizationSettings(Modifier):
                 )
         if not self.targets:
             raise RecipeError(f"{self.label()}.targets is empty.", path=("targets",))
-        self._refuse_doubles()
-
-    def _refuse_doubles(self) -> None:
-        """A target stands for one scheme."""
         seen: dict[str, str] = {}
         for name, scheme in self._unobserved().items():
             for target in scheme.targets:
@@ -157,190 +168,18 @@ class QuantizationSettings(Modifier):
                     f"'{base_name}'. Keep one.",
                     path=(names[1].split(".")[0],),
                 )
-        if not isinstance(self.scheme, str | dict):
-            for scheme in self._unobserved().values():
-                self._check_one_observer(scheme)
-
-    def _check_one_observer(self, scheme: QuantizationScheme) -> None:
-        for base_name, field in SCHEME_FIELDS.items():
-            args, choice = getattr(scheme, field), self._choice(base_name)
-            if choice and args and named_observer(args) and choice.put_into(args) != args:
-                key = next(key for key, _ in self._choices(base_name))
-                raise RecipeError(
-                    f"{self.label()}.{key} chooses '{choice.name}', but '{field}' names the "
-                    f"observer '{args.observer}' itself. Keep one.",
-                    path=(key.split(".")[0],),
-                )
-
-    @property
-    def schemes(self) -> dict[str, QuantizationScheme]:
-        """The schemes by the names of their groups, with their targets and observers."""
-        return {name: self._observed(scheme) for name, scheme in self._unobserved().items()}
-
-    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return the patterns of what is meant, and of what is not."""
-        return [t for scheme in self._unobserved().values() for t in scheme.targets], self.ignore
-
-    def regrouped(self, size: int) -> Self | None:
-        """Return the same with weights in groups of a size; None where none can have it."""
-        if not any(has_free_groups(scheme.weights) for scheme in self.schemes.values()):
-            return None
-        groups = {name: regrouped(scheme, size) for name, scheme in self.schemes.items()}
-        said = ("targets", "scheme", *ARGS_FIELDS)
-        return self._changed({"config_groups": groups, **dict.fromkeys((*said, *_OBSERVER_KEYS))})
-
-    def observed_by(self, key: str, choice: ObserverChoice) -> Self | None:
-        """Return the same with another observer of weights, or of static activations."""
-        base_names = ["weight"] if key == "weight_observer" else ["input", "output"]
-        fields = [SCHEME_FIELDS[base_name] for base_name in base_names]
-        if not any(_watched(each, fields) for each in self._unobserved().values()):
-            return None
-        changes: dict[str, Any] = {f"{base_name}_observer": None for base_name in base_names}
-        changes |= {name: args_without_observer(getattr(self, name)) for name in fields}
-        if isinstance(self.scheme, QuantizationScheme):
-            changes["scheme"] = without_observers(self.scheme, fields)
-        if self.config_groups is not None:
-            groups = self.config_groups.items()
-            changes["config_groups"] = {n: without_observers(each, fields) for n, each in groups}
-        if self.observer is not None:
-            rest = dict.fromkeys("weights" if name == "weight" else name for name in base_names)
-            changes["observer"] = self.observer.model_copy(update=rest)
-        return self._changed({**changes, key: choice})
-
-    def remade_as(self, kind: type[Modifier]) -> Modifier | None:
-        """Return one of another kind that says the same; None where it quantizes no weights."""
-        if not any(scheme.weights for scheme in self._unobserved().values()):
-            return None
-        if kind is type(self):
-            return self
-        shared = self.model_fields_set & kind.model_fields.keys()
-        given = {name: getattr(self, name) for name in shared}
-        return kind(**(given if kind.orders_columns else _unordered(given)))
-
-    def weight_formats(self) -> list[str]:
-        """Say how weights are quantized, such as ``int4 per group 128``."""
-        schemes = self._unobserved().values()
-        tensors = (TensorSpec("weight", each.weights, None) for each in schemes if each.weights)
-        return [f"{tensor.format} per {tensor.strategy}" for tensor in tensors]
-
-    def _changed(self, changes: dict[str, Any]) -> Self:
-        kept = {name: getattr(self, name) for name in self.model_fields_set - changes.keys()}
-        given = {name: value for name, value in changes.items() if value is not None}
-        return type(self)(**kept, **given)
-
-    def to_data(self) -> dict[str, Any]:
-        """Return the modifier as plain data, as a recipe would give it."""
-        data: dict[str, Any] = {}
-        if not isinstance(self.scheme, dict) and self.config_groups is None:
-            data["targets"] = list(self.targets)
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            says = value not in (None, ()) or value != type(self).model_fields[name].default
-            if says and name not in ("targets", "unmatched"):
-                data[name] = _plain(value)
-        if data.get("targets") and isinstance(self.scheme, QuantizationScheme):
-            data = {k: v for k, v in data.items() if k != "targets" or not self.scheme.targets}
-        return data if self.unmatched == "error" else {**data, "unmatched": self.unmatched}
-
-    def _unobserved(self) -> dict[str, QuantizationScheme]:
-        if self.config_groups is not None:
-            return self.config_groups
-        if isinstance(self.scheme, str):
-            return {"group_0": preset(self.scheme, self.targets)}
-        if isinstance(self.scheme, dict):
-            named = enumerate(self.scheme.items())
-            return {f"group_{index}": preset(name, targets) for index, (name, targets) in named}
-        if isinstance(self.scheme, QuantizationScheme):
-            targets = self.scheme.targets or list(self.targets)
-            return {"group_0": self.scheme.model_copy(update={"targets": targets})}
-        given = {name: getattr(self, name) for name in ARGS_FIELDS}
-        if not any(given.values()):
-            return {}
-        return {"group_0": build_scheme({"targets": list(self.targets), **given})}
-
-    def _observed(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        """Return a copy in which every observer is named; dynamic arguments need none."""
-        chosen = {}
-        for base_name, field in SCHEME_FIELDS.items():
-            args: QuantizationArgs | None = getattr(scheme, field)
-            if args is None or args.dynamic is True:
-                continue
-            choice = self._choice(base_name)
-            if choice is None and named_observer(args) is None:
-                choice = self._default_choice(base_name, args.observer_kwargs or {})
-            if choice is not None:
-                chosen[field] = choice.put_into(args)
-        copy: QuantizationScheme = scheme.model_copy(deep=True).model_copy(update=chosen)
-        return copy
-
-    def _default_choice(self, base_name: str, options: dict[str, Any]) -> ObserverChoice:
-        """Return the observer of what nobody has chosen one for."""
-        return ObserverChoice(name=default_observer(base_name), options=options)
-
-    def _choices(self, base_name: str) -> Iterator[tuple[str, ObserverChoice]]:
-        """Go through the keys that choose the observer of weight, input or output."""
-        alone = getattr(self, f"{base_name}_observer")
-        if alone is not None:
-            yield f"{base_name}_observer", alone
-        if base_name != "weight" and self.activation_observer is not None:
-            yield "activation_observer", self.activation_observer
-        key = "weights" if base_name == "weight" else base_name
-        together = None if self.observer is None else getattr(self.observer, key)
-        if together is not None:
-            yield f"observer.{key}", together
-
-    def _choice(self, base_name: str) -> ObserverChoice | None:
-        return next((choice for _, choice in self._choices(base_name)), None)
-
-
-def _watched(scheme: QuantizationScheme, fields: Iterable[str]) -> bool:
-    """Whether an observer watches any of these."""
-    given = (getattr(scheme, field) for field in fields)
-    return any(args is not None and args.dynamic is not True for args in given)
-
-
-def _unordered(value: Any) -> Any:
-    """Return fields whose schemes have no order of columns."""
-    if isinstance(value, dict):
-        return {name: _unordered(each) for name, each in value.items()}
-    if isinstance(value, QuantizationScheme):
-        return value.model_copy(update={"weights": _unordered(value.weights)})
-    if isinstance(value, QuantizationArgs):
-        return value.model_copy(update={"actorder": None})
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, QuantizationArgs):
-        return args_to_data(value)
-    if isinstance(value, QuantizationScheme):
-        return scheme_to_data(value)
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return to_plain(value)
-
-
-def _both(names: list[str]) -> str:
-    return " and ".join(f"'{name}'" for name in names)
-
-
-class QuantizationModifier(QuantizationSettings):
-    """Quantizes the targets of a model that are not ignored.
-
-    What is quantized how is said once: by ``scheme`` (a preset's name, presets with their targets,
-    or an explicit scheme), by ``config_groups``, or by ``weights``, ``input_activations`` and
-    ``output_activations``; and beside it, or alone, ``kv_cache_scheme``.
-
-    :param targets: names of modules, names of classes, or ``re:`` patterns
-    :param ignore: the same, for what stays as it is
-    :param unmatched: what happens if one of them matches nothing
-
-    >>> modifier = QuantizationModifier(scheme="W4A16", ignore="lm_head", weight_observer="mse")
-    >>> modifier.schemes["group_0"].weights.observer
-    'mse'
-    """
-
-    method: ClassVar[str] = "rtn"
+        if isinstance(self.scheme, str | dict):
+            return
+        for scheme in self._unobserved().values():
+            for base_name, field in SCHEME_FIELDS.items():
+                args, choice = getattr(scheme, field), self._choice(base_name)
+                if choice and args and named_observer(args) and choice.put_into(args) != args:
+                    key = next(key for key, _ in self._choices(base_name))
+                    raise RecipeError(
+                        f"{self.label()}.{key} chooses '{choice.name}', but '{field}' names the "
+                        f"observer '{args.observer}' itself. Keep one.",
+                        path=(key.split(".")[0],),
+                    )
 
     def plan(self, model: torch.nn.Module, step: str) -> StepPlan:
         """Say which modules of a model this modifier quantizes, and how."""
@@ -354,7 +193,7 @@ class QuantizationModifier(QuantizationSettings):
         for name, module in matched.items():
             scheme = by_target[match_targets(name, module, by_target)[0]]
             kind = _kind(model, name, module, scheme.targets)
-            if kind is not None and _quantizes(scheme):
+            if kind is not None and any(getattr(scheme, field) for field in ARGS_FIELDS):
                 planned.append(resolved.spec(name, module, scheme, kind))
         self._check_useful(model, by_target, matched)
         return StepPlan((*planned, *self._cached(model, resolved)))
@@ -416,6 +255,150 @@ class QuantizationModifier(QuantizationSettings):
         for name, module in found.items():
             yield resolved.spec(name, module, scheme, "kv_cache")
 
+    @property
+    def schemes(self) -> dict[str, QuantizationScheme]:
+        """The schemes by the names of their groups, with their targets and observers."""
+        schemes = {}
+        for name, scheme in self._unobserved().items():
+            observed = {}
+            for base_name, field in SCHEME_FIELDS.items():
+                args: QuantizationArgs | None = getattr(scheme, field)
+                if args is None or args.dynamic is True:  # dynamic ones need no observer
+                    continue
+                choice = self._choice(base_name)
+                if choice is None and named_observer(args) is None:
+                    choice = self._default_choice(base_name, args.observer_kwargs or {})
+                if choice is not None:
+                    observed[field] = choice.put_into(args)
+            schemes[name] = scheme.model_copy(deep=True).model_copy(update=observed)
+        return schemes
+
+    def target_patterns(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the patterns of what is meant, and of what is not."""
+        return [t for scheme in self._unobserved().values() for t in scheme.targets], self.ignore
+
+    def regrouped(self, size: int) -> Self | None:
+        """Return the same with weights in groups of a size; None where none can have it."""
+        if not any(has_free_groups(scheme.weights) for scheme in self.schemes.values()):
+            return None
+        groups = {name: regrouped(scheme, size) for name, scheme in self.schemes.items()}
+        said = ("targets", "scheme", *ARGS_FIELDS)
+        return self._changed({"config_groups": groups, **dict.fromkeys((*said, *_OBSERVER_KEYS))})
+
+    def with_observer(self, key: str, choice: ObserverChoice) -> Self | None:
+        """Return the same with another observer of weights, or of static activations."""
+        base_names = ["weight"] if key == "weight_observer" else ["input", "output"]
+        fields = [SCHEME_FIELDS[base_name] for base_name in base_names]
+        watched = [getattr(each, field) for each in self._unobserved().values() for field in fields]
+        if all(args is None or args.dynamic is True for args in watched):
+            return None
+        changes: dict[str, Any] = {f"{base_name}_observer": None for base_name in base_names}
+        changes |= {name: args_without_observer(getattr(self, name)) for name in fields}
+        if isinstance(self.scheme, QuantizationScheme):
+            changes["scheme"] = without_observers(self.scheme, fields)
+        if self.config_groups is not None:
+            groups = self.config_groups.items()
+            changes["config_groups"] = {n: without_observers(each, fields) for n, each in groups}
+        if self.observer is not None:
+            rest = dict.fromkeys("weights" if name == "weight" else name for name in base_names)
+            changes["observer"] = self.observer.model_copy(update=rest)
+        return self._changed({**changes, key: choice})
+
+    def converted_to(self, kind: type[Modifier]) -> Modifier | None:
+        """Return one of another kind that says the same; None where it quantizes no weights."""
+        if not any(scheme.weights for scheme in self._unobserved().values()):
+            return None
+        if kind is type(self):
+            return self
+        shared = self.model_fields_set & kind.model_fields.keys()
+        given = {name: getattr(self, name) for name in shared}
+        return kind(**(given if kind.orders_columns else _unordered(given)))
+
+    def weight_formats(self) -> list[str]:
+        """Say how weights are quantized, such as ``int4 per group 128``."""
+        schemes = self._unobserved().values()
+        tensors = (TensorSpec("weight", each.weights, None) for each in schemes if each.weights)
+        return [f"{tensor.format} per {tensor.strategy}" for tensor in tensors]
+
+    def _changed(self, changes: dict[str, Any]) -> Self:
+        kept = {name: getattr(self, name) for name in self.model_fields_set - changes.keys()}
+        given = {name: value for name, value in changes.items() if value is not None}
+        return type(self)(**kept, **given)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the modifier as plain data, as a recipe would give it."""
+        data: dict[str, Any] = {}
+        if not isinstance(self.scheme, dict) and self.config_groups is None:
+            data["targets"] = list(self.targets)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            says = value not in (None, ()) or value != type(self).model_fields[name].default
+            if says and name not in ("targets", "unmatched"):
+                data[name] = _plain(value)
+        if data.get("targets") and isinstance(self.scheme, QuantizationScheme):
+            data = {k: v for k, v in data.items() if k != "targets" or not self.scheme.targets}
+        return data if self.unmatched == "error" else {**data, "unmatched": self.unmatched}
+
+    def _unobserved(self) -> dict[str, QuantizationScheme]:
+        if self.config_groups is not None:
+            return self.config_groups
+        if isinstance(self.scheme, str):
+            return {"group_0": preset(self.scheme, self.targets)}
+        if isinstance(self.scheme, dict):
+            named = enumerate(self.scheme.items())
+            return {f"group_{index}": preset(name, targets) for index, (name, targets) in named}
+        if isinstance(self.scheme, QuantizationScheme):
+            targets = self.scheme.targets or list(self.targets)
+            return {"group_0": self.scheme.model_copy(update={"targets": targets})}
+        given = {name: getattr(self, name) for name in ARGS_FIELDS}
+        if not any(given.values()):
+            return {}
+        return {"group_0": build_scheme({"targets": list(self.targets), **given})}
+
+    def _default_choice(self, base_name: str, options: dict[str, Any]) -> ObserverChoice:
+        """Return the observer of what nobody has chosen one for."""
+        return ObserverChoice(name=default_observer(base_name), options=options)
+
+    def _choices(self, base_name: str) -> Iterator[tuple[str, ObserverChoice]]:
+        """Go through the keys that choose the observer of weight, input or output."""
+        alone = getattr(self, f"{base_name}_observer")
+        if alone is not None:
+            yield f"{base_name}_observer", alone
+        if base_name != "weight" and self.activation_observer is not None:
+            yield "activation_observer", self.activation_observer
+        key = "weights" if base_name == "weight" else base_name
+        together = None if self.observer is None else getattr(self.observer, key)
+        if together is not None:
+            yield f"observer.{key}", together
+
+    def _choice(self, base_name: str) -> ObserverChoice | None:
+        return next((choice for _, choice in self._choices(base_name)), None)
+
+
+def _unordered(value: Any) -> Any:
+    """Return fields whose schemes have no order of columns."""
+    if isinstance(value, dict):
+        return {name: _unordered(each) for name, each in value.items()}
+    if isinstance(value, QuantizationScheme):
+        return value.model_copy(update={"weights": _unordered(value.weights)})
+    if isinstance(value, QuantizationArgs):
+        return value.model_copy(update={"actorder": None})
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, QuantizationArgs):
+        return args_to_data(value)
+    if isinstance(value, QuantizationScheme):
+        return scheme_to_data(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return to_plain(value)
+
+
+def _both(names: list[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)
+
 
 class _Schemes:
     """Schemes as specs, each resolved once for all modules that have it."""
@@ -430,24 +413,18 @@ class _Schemes:
         """Return the spec of a module; a scheme that does not suit it is refused by its name."""
         key = (id(scheme), kind)
         if key not in self._resolved:
-            _check_scheme(name, kind, scheme, self._orders_columns)
+            if kind == "attention" and (scheme.weights or scheme.output_activations):
+                raise RecipeError(
+                    f"'{name}' is an attention module: a scheme for it has input_activations only, "
+                    "which quantize q, k and v. To quantize weights, target its Linear modules."
+                )
+            is_ordered = scheme.weights is not None and scheme.weights.actorder is not None
+            if is_ordered and not self._orders_columns:
+                problem = "'actorder' is for GPTQ, which orders columns; observers do not"
+                raise unfit(name, "weight", problem, hint="Leave it out")
             self._resolved[key] = tensor_specs(scheme, kind, self._step, name)
         columns = getattr(module, "in_features", None) if kind == "linear" else None
         return ModuleSpec(name, scheme, self._resolved[key], kind, columns)
-
-
-def _check_scheme(
-    name: str, kind: ModuleKind, scheme: QuantizationScheme, orders_columns: bool
-) -> None:
-    if kind == "attention" and (scheme.weights or scheme.output_activations):
-        raise RecipeError(
-            f"'{name}' is an attention module: a scheme for it has input_activations only, "
-            "which quantize q, k and v. To quantize weights, target its Linear modules."
-        )
-    is_ordered = scheme.weights is not None and scheme.weights.actorder is not None
-    if is_ordered and not orders_columns:
-        problem = "'actorder' is for GPTQ, which orders columns; observers do not"
-        raise unfit(name, "weight", problem, hint="Leave it out")
 
 
 def _kind(
@@ -458,7 +435,3 @@ def _kind(
     if is_cached_attention_module(module) and is_aimed_at(model, targets, name, module):
         return "attention"
     return None
-
-
-def _quantizes(scheme: QuantizationScheme) -> bool:
-    return any(getattr(scheme, field) is not None for field in ARGS_FIELDS)

@@ -24,7 +24,7 @@ class ClipWeights(Modifier):
     targets: Patterns
     share: Annotated[float, Field(gt=0, le=1)] = 0.999
 
-    def aimed_at(self) -> tuple[Iterable[str], Iterable[str]]:
+    def target_patterns(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the patterns of what is meant, and of what is not."""
         return self.targets, ()
 
@@ -36,7 +36,7 @@ class ClipWeights(Modifier):
     def solve(self, layer: Layer) -> Changes:
         """Return the clipped weights."""
         named = dict(layer.model.named_modules())
-        names = [name for name in layer.names if self.aims_at(name, named[name])]
+        names = [name for name in layer.names if self.targets_module(name, named[name])]
         return Changes(
             tensors={(name, "weight"): self._clipped(layer.weight(name)) for name in names}
         )
