@@ -48,7 +48,21 @@ def check_changes(layer: Layer, step: str, changes: Changes) -> None:
         )
     with disable_onloading():
         for (name, tensor), value in changes.tensors.items():
-            _check_tensor(layer.module(name), step, name, tensor, value)
+            what = f"{step} changes '{join(name, tensor)}'"
+            module = layer.module(name)
+            known = _tensors_of(module)
+            if tensor not in known:
+                problem = f"{what}, but {type(module).__name__} has no such tensor"
+                raise ConfigurationError(problem, allowed=list(known))
+            forms = [
+                f"{each.dtype} of shape ({listing(map(str, each.shape))})"
+                for each in (value, known[tensor])
+            ]
+            if forms[0] != forms[1]:
+                raise ConfigurationError(
+                    f"{what} to a value of another form: {forms[0]}",
+                    hint=f"It must be {forms[1]}",
+                )
     for name, attributes in changes.published.items():
         own = _tensors_of(layer.module(name)).keys() & attributes.keys()
         if own:
@@ -70,20 +84,6 @@ def _check_module(layer: Layer, what: str, name: str) -> None:
         )
 
 
-def _check_tensor(
-    module: torch.nn.Module, step: str, name: str, tensor: str, value: Tensor
-) -> None:
-    known, what = _tensors_of(module), f"{step} changes '{join(name, tensor)}'"
-    old = known.get(tensor)
-    if old is None:
-        problem = f"{what}, but {type(module).__name__} has no such tensor"
-        raise ConfigurationError(problem, allowed=list(known))
-    if (value.shape, value.dtype) != (old.shape, old.dtype):
-        raise ConfigurationError(
-            f"{what} to a value of another form: {_form(value)}", hint=f"It must be {_form(old)}"
-        )
-
-
 def _tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
     both: Iterable[tuple[str, Tensor | None]] = (
         (name, tensors[name])
@@ -91,10 +91,6 @@ def _tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
         for name in tensors
     )
     return {name: tensor for name, tensor in both if tensor is not None}
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape ({listing(map(str, tensor.shape))})"
 
 
 # What becomes of a model
@@ -128,11 +124,20 @@ def apply_changes(
     :param modules: those that are quantized, of the ones that are changed
     :param ties: each tied copy, with the tensor that is stored in its place; both become the same
     """
-    tied, codes = _tied_together(ties), dict(changes.codes)
+    tied = {
+        source: (source, *(copy for copy in ties if ties[copy] == source))
+        for source in ties.values()
+    }
+    codes = dict(changes.codes)
     for (name, local), value in changes.tensors.items():
-        new = _new_tensor(model.get_submodule(name), local, value)
-        for place in tied.get(join(name, local), (join(name, local),)):
-            owner, _, own = place.rpartition(".")
+        module, place = model.get_submodule(name), join(name, local)
+        old = module._parameters.get(local)
+        if old is None:
+            new = value.to(module.get_buffer(local).device)
+        else:
+            new = torch.nn.Parameter(value.to(old.device), requires_grad=old.requires_grad)
+        for one in tied.get(ties.get(place, place), (place,)):
+            owner, _, own = one.rpartition(".")
             setattr(model.get_submodule(owner), own, new)
             if own == "weight" and owner != name:
                 codes.pop(owner, None)
@@ -147,23 +152,6 @@ def apply_changes(
     for name, attributes in changes.published.items():
         vars(model.get_submodule(name)).update(attributes)
     return codes
-
-
-def _tied_together(ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return for each tied tensor all that are one with it."""
-    groups = {
-        source: (source, *(copy for copy in ties if ties[copy] == source))
-        for source in ties.values()
-    }
-    return {name: group for group in groups.values() for name in group}
-
-
-def _new_tensor(module: torch.nn.Module, local: str, value: Tensor) -> Tensor:
-    """Return what replaces a tensor of a module, which is not touched."""
-    old = module._parameters.get(local) if local in module._parameters else None
-    if old is None:
-        return value.to(module.get_buffer(local).device)
-    return torch.nn.Parameter(value.to(old.device), requires_grad=old.requires_grad)
 
 
 def _load_once(module: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,6 @@ from calipers.errors import (
     Option,
     counted,
 )
-from calipers.files.safetensors_header import StoredTensor
 from calipers.measurements import Measurements
 from calipers.options import (
     CalibrationOptions,
@@ -137,11 +136,8 @@ def quantize_files(
         if given is not None or source_folder(loaded) is None:
             tokenizer = load_tokenizer(given, loaded, trust_remote_code=trusted)
     prepared.device = usable_device(options.compute.device) or prepared.device
-    sink, solution, seen = (
-        CheckpointSink(prepared, progress),
-        prepared.driver.solution,
-        arguments.measurements,
-    )
+    sink, solution = CheckpointSink(prepared, progress), prepared.driver.solution
+    seen = arguments.measurements
     common = {
         "calipers": version("calipers"),
         "model": prepared.fingerprint,
@@ -190,7 +186,12 @@ def prepare_model(
     if output_dir is not None:
         check_apart(output_dir, skeleton)
     keep_codes = output_dir is not None
-    stored, ties = _stored(name, skeleton), tied_names(skeleton)
+    stored, ties = {}, tied_names(skeleton)
+    folder = source_folder(skeleton)
+    if folder is not None:
+        # Of a name on the hub, whatever is missing is downloaded.
+        with nullcontext() if Path(name).is_dir() else suppress(ModelLoadError):
+            stored = stored_tensors(folder)
     own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
     if own is not None:
         fingerprint = own.fingerprint()
@@ -257,18 +258,6 @@ def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedM
     for modifier in recipe.modifiers:
         unknown.check_patterns([pattern for part in modifier.target_patterns() for pattern in part])
     return unknown
-
-
-def _stored(name: str | Path, model: PreTrainedModel) -> dict[str, StoredTensor]:
-    """Return the tensors in the files of a model; none where they are not all at hand."""
-    folder = source_folder(model)
-    if folder is None:
-        return {}
-    if Path(name).is_dir():
-        return stored_tensors(folder)
-    with suppress(ModelLoadError):  # of a name on the hub, whatever is missing is downloaded
-        return stored_tensors(folder)
-    return {}
 
 
 def check_same_model(fingerprint: str, seen: Measurements | None) -> None:
