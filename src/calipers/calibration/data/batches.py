@@ -67,20 +67,15 @@ class Sampling:
     """Which samples are taken, and how they become batches.
 
     :param num_samples: how many samples to take, over all ranks
-    :param max_seq_length: the longest sample, in tokens
-    :param batch_size: samples per batch
     :param batch_tokens: where it is not 0, samples of like length share batches of at most so many
         tokens, padding included, instead of ``batch_size`` samples
     :param packing: join documents, with the end-of-text token between them, and cut the whole
         into samples of exactly ``max_seq_length``; a shorter rest is dropped unless it is all
         there is. Without it a document is a sample, cut off at ``max_seq_length``. None packs
         text files, which are one document, and nothing else
-    :param padding_side: where shorter samples of a batch are filled up
     :param shuffle: whether to take samples from everywhere, or from the beginning
-    :param seed: of the shuffling
     :param text_column: the column of the text, where records have several
     :param rank: which process this is; it gets the samples ``rank::world_size``
-    :param world_size: how many processes there are
     :param vocab_size: how many tokens the model knows; ids beyond are refused
     :param use: what the data is for, which decides when it is too little
     :param skip: how many samples to pass over before the first is taken: with the same seed,

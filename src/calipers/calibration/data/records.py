@@ -36,7 +36,6 @@ from calipers.errors import (
 class Sample:
     """Token ids of one sample, or of a document that samples are cut from.
 
-    :param ids: the token ids, (tokens,) int64
     :param counted: which of them count, (tokens,) bool; None where all do
     """
 
@@ -113,9 +112,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class RecordTokenizer:
     """Turns records into token ids.
 
-    :param tokenizer: for text and chats; token ids need none
     :param columns: which columns of a record to read, where records have columns
-    :param vocab_size: how many tokens the model knows, if that is known
     :param notes: what the user should know about how records are read
     :param mask: which tokens count: ``assistant``, those that are marked, or None, all
     """

@@ -46,7 +46,6 @@ _JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\{\s*"|\[\s*([\[{"]|\d+\s*,))')
 class Rows:
     """Records that can be read in any order.
 
-    :param records: the records
     :param label: what a record is called in messages, before its number
     :param numbers: the number of each record, where it is not its position
     :param one_document: whether the only record is one long text, of which samples are pieces
@@ -67,10 +66,12 @@ class Rows:
 def open_file(path: Path, text_column: str | None) -> Rows:
     """Return the records of a file, by the ending of its name."""
     # os.path.exists says no to names that are too long, as a text in place of a path is.
+    name = str(path)
+    subject = f"The data file '{name if len(name) <= 200 else f'{name[:200]}…'}'"
     if not os.path.exists(path):
         raise DataError(
             "does not exist",
-            subject=f"The data file '{_shortened(str(path))}'",
+            subject=subject,
             hint="A text itself is given in a list: [text]. A data set of the hub is named "
             "ORG/NAME[@CONFIG][:SPLIT].",
         )
@@ -78,7 +79,7 @@ def open_file(path: Path, text_column: str | None) -> Rows:
     if kind is not None:
         raise DataError(
             f"is {kind}, and only regular files are opened",
-            subject=f"The data file '{_shortened(str(path))}'",
+            subject=subject,
             hint="What another program writes can come through standard input, whose name as data "
             "is '-', or be saved to a file first.",
         )
@@ -98,12 +99,11 @@ def text_file(path: Path) -> Rows:
         data = file.read(LARGEST_TEXT)
     notes: tuple[str, ...] = ()
     if (size := path.stat().st_size) > LARGEST_TEXT:
-        data = _whole_characters(data)
         notes = (
             f"Only the first {LARGEST_TEXT >> 20} MiB of '{path}' ({size >> 20} MiB) are read; "
             "of a .jsonl file, samples are taken from everywhere.",
         )
-    text = _decoded(data, f"The data file '{path}'", 0)
+    text = _decoded(data, f"The data file '{path}'", is_whole=not notes)
     return Rows([text], f"'{path}', document", one_document=True, notes=notes)
 
 
@@ -115,12 +115,12 @@ def stream(source: io.BufferedIOBase, name: str) -> Rows:
     data = source.read(LARGEST_TEXT)
     if not data.strip():
         raise empty_data(name)
-    whole = len(data) < LARGEST_TEXT or not source.read(1)
-    notes = () if whole else (f"{name}: only the first {LARGEST_TEXT >> 20} MiB are read.",)
+    is_whole = len(data) < LARGEST_TEXT or not source.read(1)
+    notes = () if is_whole else (f"{name}: only the first {LARGEST_TEXT >> 20} MiB are read.",)
     if not _JSON.match(data):
-        text = _decoded(data if whole else _whole_characters(data), name, 0)
+        text = _decoded(data, name, is_whole=is_whole)
         return Rows([text], f"{name}, document", one_document=True, notes=notes)
-    if whole:
+    if is_whole:
         return _json_rows(data, name, name, lambda: io.BytesIO(data))
     complete = data[: data.rfind(b"\n") + 1]
     return replace(_line_rows(name, lambda: io.BytesIO(complete)), notes=notes)
@@ -186,7 +186,7 @@ def json_file(path: Path) -> Rows:
 
 
 def _json_rows(data: bytes, name: str, subject: str, opened: Callable[[], IO[bytes]]) -> Rows:
-    text = _decoded(data, subject, 0)
+    text = _decoded(data, subject)
     try:
         value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError) as error:
@@ -241,10 +241,15 @@ class _TableRows(Sequence[Any]):
         return self._table.slice(index, 1).to_pylist()[0]
 
 
-def _decoded(data: bytes, where: str, offset: int) -> str:
-    """Return bytes as text; ``offset`` is where they begin in their file."""
+def _decoded(data: bytes, where: str, offset: int = 0, *, is_whole: bool = True) -> str:
+    """Return bytes as text.
+
+    :param offset: where they begin in their file
+    :param is_whole: whether they end with a character; if not, what is cut off there is left out
+    """
     try:
-        text, wrong = data.decode("utf-8"), data.find(b"\0")
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=is_whole)
+        wrong = data.find(b"\0")
     except UnicodeDecodeError as error:
         wrong = error.start
     if wrong >= 0:
@@ -262,18 +267,6 @@ def _invalid_json(subject: str, error: Exception) -> DataError:
         problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
     hint = "Correct or remove it."
     return DataError(f"is not valid JSON: {problem}", subject=subject, hint=hint)
-
-
-def _whole_characters(data: bytes) -> bytes:
-    """Return bytes without a character that was cut off at their end."""
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    decoder.decode(data)
-    pending = len(decoder.getstate()[0])
-    return data[: len(data) - pending]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 @dataclass(frozen=True)
