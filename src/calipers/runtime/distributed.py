@@ -185,7 +185,19 @@ class DistributedRanks(Ranks):
     def __enter__(self) -> Self:
         try:
             self._termination.install()
-            self._connect()
+            world: Any = dist.group.WORLD
+            self._store = PrefixStore(f"calipers/{next(_jobs)}", world.get_group_store())
+            self._heartbeat = Heartbeat(self._store, self.rank, self.world_size, self._interval)
+            self._heartbeat.start()
+            with self.step("starting"):
+                pass
+            # Whoever hangs because another is gone has noticed before anybody else stops waiting.
+            patience = self.timeout / 2
+            with self.step("connecting", together=True):
+                self._groups.append(dist.new_group(backend="gloo", timeout=patience))
+                if dist.get_backend() != "gloo":
+                    self._groups.append(dist.new_group(timeout=patience))
+            self._termination.others = self.share(my_address())
         except BaseException as error:
             self._leave(error)
             raise
@@ -234,21 +246,6 @@ class DistributedRanks(Ranks):
             hint = "Look at its output"
         hint += ". Nothing half-written is left"
         raise RankError(told, subject=f"Rank {self.rank}", hint=hint) from error
-
-    def _connect(self) -> None:
-        world: Any = dist.group.WORLD
-        self._store = PrefixStore(f"calipers/{next(_jobs)}", world.get_group_store())
-        self._heartbeat = Heartbeat(self._store, self.rank, self.world_size, self._interval)
-        self._heartbeat.start()
-        with self.step("starting"):
-            pass
-        # Whoever hangs because another is gone has noticed before anybody else stops waiting.
-        patience = self.timeout / 2
-        with self.step("connecting", together=True):
-            self._groups.append(dist.new_group(backend="gloo", timeout=patience))
-            if dist.get_backend() != "gloo":
-                self._groups.append(dist.new_group(timeout=patience))
-        self._termination.others = self.share(my_address())
 
     def _destroy_groups(self) -> None:
         while self._groups:

@@ -124,7 +124,7 @@ class Progress:
         speaks = shown is None and is_first_process()
         self._draws = bool(shown) or (speaks and can_draw_bars())
         every = INTERVAL if interval is None else interval
-        self._lines = _Lines(write or _print, every) if speaks and not self._draws else None
+        self._lines = _Lines(write, every) if speaks and not self._draws else None
         self._bars: Bars | None = None
 
     @classmethod
@@ -194,7 +194,7 @@ class _Lines:
     Time runs on from one phase to the next: a job of many short phases is heard of, too.
     """
 
-    def __init__(self, write: Write, interval: float) -> None:
+    def __init__(self, write: Write | None, interval: float) -> None:
         self._write, self._interval = write, interval
         self._phases: list[Phase] = []
         self._due = time.monotonic() + interval
@@ -219,8 +219,13 @@ class _Lines:
     def _repeat(self, over: threading.Event) -> None:
         while not over.wait(max(0.0, self._due - time.monotonic())):
             self._due = time.monotonic() + self._interval
+            phases = tuple(self._phases)
             with suppress(OSError, ValueError):  # nobody reads any more: the job goes on
-                self._write(tuple(self._phases))
+                if self._write is None:
+                    line = printable("; ".join(map(str, phases)))
+                    print(line, file=sys.stderr, flush=True)
+                else:
+                    self._write(phases)
 
 
 def can_draw_bars() -> bool:
@@ -231,10 +236,6 @@ def can_draw_bars() -> bool:
 def is_plain() -> bool:
     """Whether the terminal wants text and nothing else."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-
-
-def _print(phases: Sequence[Phase]) -> None:
-    print(printable("; ".join(map(str, phases))), file=sys.stderr, flush=True)
 
 
 def in_short(number: float) -> str:
