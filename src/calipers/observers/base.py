@@ -39,7 +39,7 @@ from calipers.observers.definition import (
     QParamsDict,
     check_countable,
     usual_global_scale,
-    weights_or_none,
+    weights_or_unweighted,
 )
 from calipers.observers.inputs import InputHook, published
 from calipers.observers.options import ObserverOptions, parse_options
@@ -189,21 +189,21 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
 
         :param allow_code: whether such a file may run; pass False for a name that comes from data
         """
-        found: type[Self]
+        kind: type[Self]
         if isinstance(name, str) and is_file_of_code(name):
-            found = class_in_file(name, cls.registry.base or object, allow_code)
+            kind = class_in_file(name, cls.registry.base or object, allow_code)
         else:
-            found = cls.registry.get(name)
-        return found
+            kind = cls.registry.get(name)
+        return kind
 
     @classmethod
     def load_from_registry(
         cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
     ) -> Self:
         """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
-        found = cls.get_value_from_registry(name, allow_code=allow_code)
-        built: Self = construct(found, constructor_kwargs)
-        return built
+        kind = cls.get_value_from_registry(name, allow_code=allow_code)
+        observer: Self = construct(kind, constructor_kwargs)
+        return observer
 
     @classmethod
     def registered_names(cls) -> list[str]:
@@ -387,12 +387,12 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         Within ``update_statistics_from_observed`` they are already at hand.
         """
         if self._observation is not None and observed is self._observation.observed:
-            found = self._observation.extrema
+            result = self._observation.extrema
         else:
-            found = extrema(observed.unsqueeze(-2))
-            if found.nonfinite:
-                raise not_finite(self.label(), found.nonfinite, observed.numel(), observed.shape)
-        return found.min_vals, found.max_vals
+            result = extrema(observed.unsqueeze(-2))
+            if result.nonfinite:
+                raise not_finite(self.label(), result.nonfinite, observed.numel(), observed.shape)
+        return result.min_vals, result.max_vals
 
     def pieces(self, observed: Tensor) -> Tensor:
         """Return what kernels take: the tensor being observed, or a canonical view, in pieces."""
@@ -523,11 +523,6 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             observer._fused_observers = group - {observer}
             observer.share_lock(lock)
 
-    @property
-    def fused_with(self) -> frozenset[Observer]:
-        """The others that share its global scale."""
-        return frozenset(self._fused_observers)
-
     # Inputs and importance
 
     def weigh_by(self, weighing: Importance) -> None:
@@ -595,10 +590,10 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         Where that cannot be, all errors count alike and one warning says so; or it is an error, if
         the options say ``strict``.
         """
-        weights, self._has_warned = weights_or_none(
+        weights, self._has_warned = weights_or_unweighted(
             partial(self.possible_weights, pieces),
             is_strict=getattr(self.options, "strict", False),
-            is_told=self._has_warned,
+            has_warned=self._has_warned,
         )
         return weights
 

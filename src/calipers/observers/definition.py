@@ -155,8 +155,8 @@ def check_countable(
     )
 
 
-def weights_or_none(
-    weigh: Callable[[], Weights], *, is_strict: bool, is_told: bool
+def weights_or_unweighted(
+    weigh: Callable[[], Weights], *, is_strict: bool, has_warned: bool
 ) -> tuple[Weights, bool]:
     """Return what errors are weighed by, and whether a warning has been given.
 
@@ -164,12 +164,12 @@ def weights_or_none(
     if the options are strict.
     """
     try:
-        return weigh(), is_told
+        return weigh(), has_warned
     except ImportanceError as error:
         if is_strict:
             error.add_hint("With strict=False it would fall back to plain error")
             raise
-        if not is_told:
+        if not has_warned:
             error.add_hint("Falls back to plain error")
             warnings.warn(CalipersWarning(text_of(error)), stacklevel=4)
         return Weights(), True

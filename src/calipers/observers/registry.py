@@ -58,11 +58,11 @@ def class_in_file(name: str, base: type, allow_code: bool) -> Any:
         raise ConfigurationError(f"There is no file '{path}' to load '{class_name}' from")
     if not allow_code and _module_name(Path(path)) not in sys.modules:
         raise code_not_allowed(name)
-    found = getattr(_module_of(Path(path)), class_name, None)
-    if not isinstance(found, type) or not issubclass(found, base):
+    kind = getattr(_module_of(Path(path)), class_name, None)
+    if not isinstance(kind, type) or not issubclass(kind, base):
         problem = f"'{path}' has no class '{class_name}' derived from {base.__name__}"
         raise ConfigurationError(problem)
-    return found
+    return kind
 
 
 def _module_name(path: Path) -> str:

@@ -25,7 +25,7 @@ from calipers.observers.definition import (
     SolvedTensor,
     check_countable,
     usual_global_scale,
-    weights_or_none,
+    weights_or_unweighted,
 )
 from calipers.observers.histogram import covered_range
 from calipers.observers.options import ObserverOptions
@@ -177,13 +177,13 @@ class ObserverSpec:
 
         :param seen: the statistics, by their keys
         """
-        found = self._from_statistics(seen, module_name)
-        if found is None or isinstance(found, dict):
-            return found
+        result = self._from_statistics(seen, module_name)
+        if result is None or isinstance(result, dict):
+            return result
         with full_precision():
             args, label = self.args, self.label(module_name)
-            global_scale = usual_global_scale([found], label) if has_global_scale(args) else None
-            scale, zero_point = qparams_of(*found, args, global_scale, label)
+            global_scale = usual_global_scale([result], label) if has_global_scale(args) else None
+            scale, zero_point = qparams_of(*result, args, global_scale, label)
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
     @torch.no_grad()
@@ -191,12 +191,12 @@ class ObserverSpec:
         self, seen: Mapping[str, Statistic | None], module_name: str = ""
     ) -> Range | None:
         """Return the range that the parameters of a tensor are made from; None without data."""
-        found = self._from_statistics(seen, module_name)
-        if found is None or not isinstance(found, dict):
-            return found
+        result = self._from_statistics(seen, module_name)
+        if result is None or not isinstance(result, dict):
+            return result
         extrema = seen[RANGE]
         assert isinstance(extrema, LastRange)
-        return covered_range(found, self.args, extrema.min_vals.shape)
+        return covered_range(result, self.args, extrema.min_vals.shape)
 
     def _from_statistics(
         self, seen: Mapping[str, Statistic | None], module_name: str
@@ -264,7 +264,7 @@ class AdaptedSpec(ObserverSpec):
         if len(observers) > 1:
             Observer.fuse(observers)
         for weight, observer in zip(weights, observers, strict=True):
-            if weight.is_told:
+            if weight.has_warned:
                 observer.fall_back_silently()
             observer.inputs = weight.inputs
             observer(weight.value)
@@ -274,14 +274,14 @@ class AdaptedSpec(ObserverSpec):
 class Weight(NamedTuple):
     """A weight, and what is known of the inputs of its module.
 
-    :param is_told: whether somebody has told already that importance cannot be used
+    :param has_warned: whether a warning has said already that importance cannot be used
     """
 
     spec: ObserverSpec
     value: Tensor
     inputs: Statistic | None
     module_name: str
-    is_told: bool = False
+    has_warned: bool = False
 
     def solve(self) -> SolvedTensor:
         """Find the range or the scales of the weight."""
@@ -298,7 +298,7 @@ class Weight(NamedTuple):
             return definition.weights(importance, self.inputs, pieces, layout, label)
 
         is_strict = getattr(options, "strict", False)
-        weights, _ = weights_or_none(weigh, is_strict=is_strict, is_told=self.is_told)
+        weights, _ = weights_or_unweighted(weigh, is_strict=is_strict, has_warned=self.has_warned)
         low, high, solutions = definition.solve(
             seen.extrema, seen.pieces, spec.args, options, weights
         )

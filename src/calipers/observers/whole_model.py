@@ -15,21 +15,19 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
     """Link the weight observers of such siblings, where all of them are TENSOR_GROUP."""
     for name, module in model.named_modules():
         for siblings in FUSED_LAYER_NAMES:
-            observers = [_weight_observer(module, sibling) for sibling in siblings]
-            found = [observer for observer in observers if observer is not None]
-            if len(found) < len(siblings):
+            modules = [getattr(module, sibling, None) for sibling in siblings]
+            observers = [getattr(each, "weight_observer", None) for each in modules]
+            sharing = [
+                observer
+                for observer in observers
+                if isinstance(observer, Observer) and has_global_scale(observer.args)
+            ]
+            if len(sharing) < len(siblings):
                 continue
-            for sibling, observer in zip(siblings, found, strict=True):
+            for sibling, observer in zip(siblings, sharing, strict=True):
                 observer._fused_observers = set()  # links to observers that were replaced
                 observer.module_name = observer.module_name or f"{name}.{sibling}".lstrip(".")
-            Observer.fuse(found)
-
-
-def _weight_observer(module: torch.nn.Module, name: str) -> Observer | None:
-    observer = getattr(getattr(module, name, None), "weight_observer", None)
-    if not isinstance(observer, Observer):
-        return None
-    return observer if has_global_scale(observer.args) else None
+            Observer.fuse(sharing)
 
 
 def get_observer_token_count(model: torch.nn.Module) -> Counter[str]:

@@ -58,13 +58,13 @@ class Observation(NamedTuple):
 
     def without_missing(self, low: Tensor, high: Tensor) -> Observation:
         """Let pieces without any finite value have the range they had before."""
-        missing, found = self.extrema.missing, self.extrema
-        if missing is None or low.shape != found.min_vals.shape:
+        missing, extrema = self.extrema.missing, self.extrema
+        if missing is None or low.shape != extrema.min_vals.shape:
             return self
-        low, high = low.to(found.min_vals), high.to(found.max_vals)
-        kept = found._replace(
-            min_vals=torch.where(missing, low, found.min_vals),
-            max_vals=torch.where(missing, high, found.max_vals),
+        low, high = low.to(extrema.min_vals), high.to(extrema.max_vals)
+        kept = extrema._replace(
+            min_vals=torch.where(missing, low, extrema.min_vals),
+            max_vals=torch.where(missing, high, extrema.max_vals),
         )
         return self._replace(extrema=kept)
 
