@@ -1,10 +1,11 @@
-"""Files of tensors: what safetensors reads is what was given, and nothing stays in memory."""
+"""Files of tensors hold what was given; tensors are made in the background, not too far ahead."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from calipers.checkpoint.writer import ShardWriter, header_room
+from calipers.checkpoint.writer import ShardWriter, header_room, in_background
 
 TENSORS = {
     "byte": torch.tensor([3], dtype=torch.uint8),
@@ -119,3 +120,36 @@ def test_no_tensor_is_kept(tmp_path: Path) -> None:
 
     ShardWriter(tmp_path, 10**9).write(tensors())
     assert len(alive) == 10
+
+
+def test_it_is_at_most_so_many_ahead() -> None:
+    begun: list[int] = []
+
+    def work() -> Generator[int, None, None]:
+        for number in range(100):
+            begun.append(number)
+            yield number
+
+    for number in in_background(work(), ahead=2):
+        # Two are ready, one waits for room, and one is just being taken.
+        assert begun[-1] <= number + 4
+    assert begun == list(range(100))
+
+
+def test_what_is_raised_comes_behind_what_was_made() -> None:
+    def work() -> Generator[int, None, None]:
+        yield 1
+        raise KeyError("gone")
+
+    found = in_background(work())
+    assert next(found) == 1
+    with pytest.raises(KeyError, match="gone"):
+        next(found)
+
+
+def test_whoever_stops_asking_ends_it() -> None:
+    before = threading.active_count()
+    found = in_background(number for number in range(10**9))
+    assert next(found) == 0
+    found.close()
+    assert threading.active_count() == before

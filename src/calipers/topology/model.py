@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class Topology:
         """Return the decoder layer that a module is in; None outside of layers."""
         parts = name.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        return next((prefix for prefix in prefixes if prefix in self._layers), None)
+        return next((prefix for prefix in prefixes if prefix in self.layers), None)
 
     def shared_inputs(self, names: Iterable[str]) -> list[tuple[str, ...]]:
         """Group modules that read the same tensor; each expert has tokens of its own."""
@@ -100,10 +99,6 @@ class Topology:
             return fused_projections(name) if norm is None else norm
 
         return grouped(names, key)
-
-    @cached_property
-    def _layers(self) -> frozenset[str]:
-        return frozenset(self.layers)
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
