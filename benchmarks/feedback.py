@@ -99,12 +99,12 @@ def parse_arguments() -> argparse.Namespace:
 def measure(layer: Layer, quick: bool) -> list[Row]:
     """Time every operation in both versions, and the peer."""
     factor = layer.factor()
-    given = layer.scales, None, layer.groups, FORMAT
-    values = feed_back(layer.weight, factor, *given)
+    rounding = Rounding(layer.scales, None, layer.groups, FORMAT)
+    values = feed_back(layer.weight, factor, rounding)
     operations: dict[str, Callable[[], Callable[[], object]]] = {
-        "error feedback": lambda: lambda: feed_back(layer.weight, factor, *given),
+        "error feedback": lambda: lambda: feed_back(layer.weight, factor, rounding),
         f"descent, {SWEEPS} sweeps": lambda: (
-            lambda: descend(values, layer.weight, layer.hessian, *given, sweeps=SWEEPS)
+            lambda: descend(values, layer.weight, layer.hessian, rounding, sweeps=SWEEPS)
         ),
         "optimal, hessian, bf16": lambda: observing(layer, torch.bfloat16),
         "optimal, hessian, fp32": lambda: observing(layer, torch.float32),

@@ -11,7 +11,7 @@ from data import FORMATS
 from engines import NATIVE_ENGINES, threads_in_use, with_engines
 from torch import Tensor
 
-from calipers.kernels.hessian import descend, feed_back
+from calipers.kernels.hessian import Rounding, descend, feed_back
 from calipers.numerics.formats import Format
 
 KINDS = ["int3", "int4", "int4_asym", "int8", "int8_asym", "fp8", "fp8_asym", "fp4"]
@@ -36,8 +36,8 @@ class Layer(NamedTuple):
         return root / root.diagonal()
 
     @property
-    def given(self) -> tuple[Tensor, Tensor | None, Tensor, Format]:
-        return self.scales, self.zeros, self.groups, self.fmt
+    def rounding(self) -> Rounding:
+        return Rounding(self.scales, self.zeros, self.groups, self.fmt)
 
     def error(self, values: Tensor) -> float:
         difference = values.double() - self.weight.double()
@@ -97,7 +97,7 @@ def textbook(of: Layer) -> tuple[Tensor, Tensor]:
 def test_same_codes_as_the_textbook(kind: str, shape: tuple[int, int], cut: str) -> None:
     of = layer(kind, shape, cut)
     expected, before = textbook(of)
-    found = feed_back(of.weight, of.factor, *of.given, block=48)
+    found = feed_back(of.weight, of.factor, of.rounding, block=48)
     assert found.dtype == torch.float32
     split = 0
     for row in range(shape[0]):
@@ -115,8 +115,8 @@ def test_same_codes_as_the_textbook(kind: str, shape: tuple[int, int], cut: str)
 @pytest.mark.parametrize("block", [1, 7, 128, 1000])
 def test_blocks_do_not_matter(block: int) -> None:
     of = layer("int4", (20, 150), "of 32")
-    expected = feed_back(of.weight.double(), of.factor, *of.given, block=33)
-    found = feed_back(of.weight.double(), of.factor, *of.given, block=block)
+    expected = feed_back(of.weight.double(), of.factor, of.rounding, block=33)
+    found = feed_back(of.weight.double(), of.factor, of.rounding, block=block)
     torch.testing.assert_close(found, expected)
 
 
@@ -125,13 +125,14 @@ def test_any_memory_and_dtype(dtype: torch.dtype) -> None:
     of = layer("int4_asym", (20, 70), "of 32")
     assert of.zeros is not None
     plain = of._replace(weight=of.weight.to(dtype).to(torch.promote_types(dtype, torch.float32)))
-    expected = feed_back(plain.weight, of.factor, *of.given)
-    others = of.scales.T.contiguous().T, of.zeros.T.contiguous().T, of.groups.repeat(2)[:70]
+    expected = feed_back(plain.weight, of.factor, of.rounding)
+    scales, zeros = of.scales.T.contiguous().T, of.zeros.T.contiguous().T
+    strided_rounding = Rounding(scales, zeros, of.groups.repeat(2)[:70], of.fmt)
     strided = of.weight.to(dtype).T.contiguous().T
-    found = feed_back(strided, of.factor.T.contiguous().T, *others, of.fmt)
+    found = feed_back(strided, of.factor.T.contiguous().T, strided_rounding)
     assert torch.equal(found, expected)
-    moved = descend(found.T.contiguous().T, strided, of.hessian, *others, of.fmt, 2)
-    again = descend(expected, plain.weight, of.hessian, *of.given, 2)
+    moved = descend(found.T.contiguous().T, strided, of.hessian, strided_rounding, 2)
+    again = descend(expected, plain.weight, of.hessian, of.rounding, 2)
     assert torch.equal(moved[0], again[0])
     assert moved[1] == again[1] > 0
 
@@ -152,9 +153,9 @@ def test_any_memory_and_dtype(dtype: torch.dtype) -> None:
 def test_what_does_not_fit_is_refused(change: dict[str, Tensor], match: str) -> None:
     of = layer("int4_asym", (3, 40), "of 32")._replace(**change)
     with pytest.raises(ValueError, match=match):
-        feed_back(of.weight, of.hessian, *of.given)
+        feed_back(of.weight, of.hessian, of.rounding)
     with pytest.raises(ValueError, match=match):
-        descend(of.weight, of.weight, of.hessian, *of.given, 1)
+        descend(of.weight, of.weight, of.hessian, of.rounding, 1)
 
 
 # Descent
@@ -174,10 +175,10 @@ def sweep(values: Tensor, of: Layer) -> Tensor:
 @with_engines("kind, shape, cut", KINDS, SHAPES, GROUPS)
 def test_descends_to_where_nothing_is_better(kind: str, shape: tuple[int, int], cut: str) -> None:
     of = layer(kind, shape, cut)
-    values = feed_back(of.weight, of.factor, *of.given)
+    values = feed_back(of.weight, of.factor, of.rounding)
     errors, plain, changes = [of.error(values)], values.double(), []
     for _ in range(60):
-        values, changed = descend(values, of.weight, of.hessian, *of.given, sweeps=1, block=48)
+        values, changed = descend(values, of.weight, of.hessian, of.rounding, sweeps=1, block=48)
         plain = sweep(plain, of)
         errors.append(of.error(values))
         changes.append(changed)
@@ -198,12 +199,12 @@ def test_descends_to_where_nothing_is_better(kind: str, shape: tuple[int, int], 
 @with_engines("kind", ["int3", "fp4"])
 def test_pulls_that_are_known_are_used_and_kept_up_to_date(kind: str) -> None:
     of = layer(kind, (90, 200), "of 32")
-    start = feed_back(of.weight, of.factor, *of.given)
-    expected, count = descend(start, of.weight, of.hessian, *of.given, sweeps=3, block=64)
+    start = feed_back(of.weight, of.factor, of.rounding)
+    expected, count = descend(start, of.weight, of.hessian, of.rounding, sweeps=3, block=64)
     hessian = of.hessian.float()
     pulls = (start - of.weight) @ hessian
     values, changed = descend(
-        start, of.weight, of.hessian, *of.given, sweeps=3, block=64, pulls=pulls
+        start, of.weight, of.hessian, of.rounding, sweeps=3, block=64, pulls=pulls
     )
     assert changed == count > 0
     assert torch.equal(values, expected)
@@ -213,11 +214,11 @@ def test_pulls_that_are_known_are_used_and_kept_up_to_date(kind: str) -> None:
 
 def test_many_sweeps_are_one_after_the_other() -> None:
     of = layer("int3", (90, 200), "of 32")
-    values = feed_back(of.weight, of.factor, *of.given)
-    whole, total = descend(values, of.weight, of.hessian, *of.given, sweeps=5, block=64)
+    values = feed_back(of.weight, of.factor, of.rounding)
+    whole, total = descend(values, of.weight, of.hessian, of.rounding, sweeps=5, block=64)
     sum_of_changes = 0
     for _ in range(5):
-        values, changed = descend(values, of.weight, of.hessian, *of.given, sweeps=1, block=64)
+        values, changed = descend(values, of.weight, of.hessian, of.rounding, sweeps=1, block=64)
         sum_of_changes += changed
     # Pulls are then computed anew, and ties fall to either side.
     assert of.error(whole) == pytest.approx(of.error(values), rel=1e-3)
@@ -230,7 +231,7 @@ def test_what_is_no_gain_is_no_change(start: float) -> None:
     """Half of a step: both neighbours err alike."""
     of = layer("int4", (1, 1), "one")._replace(scales=torch.ones(1, 1))
     values = torch.full((1, 1), start)
-    found, changed = descend(values, torch.full((1, 1), 0.5), of.hessian, *of.given, sweeps=2)
+    found, changed = descend(values, torch.full((1, 1), 0.5), of.hessian, of.rounding, sweeps=2)
     assert torch.equal(found, values)
     assert not changed
 
@@ -245,7 +246,7 @@ def test_dead_columns_stay(diagonal: float | None) -> None:
     else:  # which no data has, but rounding may
         of.hessian[dead, dead] = diagonal
     start = torch.zeros(9, 60)
-    values, changed = descend(start, of.weight, of.hessian, *of.given, sweeps=9)
+    values, changed = descend(start, of.weight, of.hessian, of.rounding, sweeps=9)
     assert changed
     assert not values[:, dead].any()
     assert of.error(values) < of.error(start)
@@ -253,12 +254,12 @@ def test_dead_columns_stay(diagonal: float | None) -> None:
 
 def test_nothing_to_do_is_done_at_once() -> None:
     of = layer("int4", (9, 60), "one")
-    values, changed = descend(of.weight, of.weight, of.hessian, *of.given, sweeps=0)
+    values, changed = descend(of.weight, of.weight, of.hessian, of.rounding, sweeps=0)
     assert torch.equal(values, of.weight)
     assert not changed
     assert values.data_ptr() != of.weight.data_ptr()
-    optimum, _ = descend(values, of.weight, of.hessian, *of.given, sweeps=99)
-    assert descend(optimum, of.weight, of.hessian, *of.given, sweeps=3)[1] == 0
+    optimum, _ = descend(values, of.weight, of.hessian, of.rounding, sweeps=99)
+    assert descend(optimum, of.weight, of.hessian, of.rounding, sweeps=3)[1] == 0
 
 
 @with_engines("kind", ["int4", "fp4"], engines=NATIVE_ENGINES)
@@ -267,8 +268,8 @@ def test_threads_do_not_matter(kind: str) -> None:
     found = []
     for threads in (1, 2, 5):
         with threads_in_use(threads):
-            values = feed_back(of.weight, of.factor, *of.given)
-            found.append((values, *descend(values, of.weight, of.hessian, *of.given, sweeps=3)))
+            values = feed_back(of.weight, of.factor, of.rounding)
+            found.append((values, *descend(values, of.weight, of.hessian, of.rounding, sweeps=3)))
     for values, moved, changed in found[1:]:
         assert torch.equal(values, found[0][0])
         assert torch.equal(moved, found[0][1])

@@ -13,7 +13,7 @@ from engines import backends_in_use
 from pairwise import pairwise
 from torch import Tensor
 
-from calipers.kernels.hessian import choose_together, descend, feed_back
+from calipers.kernels.hessian import Rounding, choose_candidates, descend, feed_back
 from calipers.kernels.operations import operations
 from calipers.kernels.optimum import best_scales
 from calipers.kernels.reductions import (
@@ -115,16 +115,16 @@ def _rounding(x: Given) -> Any:
 
 
 def _feed_back(x: Given) -> Any:
-    return feed_back(x.target, x.hessian, x.scales, x.zeros, x.groups, FMT, block=3)
+    return feed_back(x.target, x.hessian, Rounding(x.scales, x.zeros, x.groups, FMT), block=3)
 
 
 def _descend(x: Given) -> Any:
-    rounding = x.scales, x.zeros, x.groups, FMT
+    rounding = Rounding(x.scales, x.zeros, x.groups, FMT)
     values, target = (each.float().resolve_neg().contiguous() for each in (x.values, x.target))
     pulls = (values - target) @ x.hessian.resolve_neg().contiguous()
     known = torch._neg_view(-pulls.T).T
     found = [
-        descend(x.values, x.target, x.hessian, *rounding, 2, block=3, pulls=given)
+        descend(x.values, x.target, x.hessian, rounding, 2, block=3, pulls=given)
         for given in (None, pulls, known)
     ]
     return *found, pulls, known
@@ -136,7 +136,7 @@ def _choose(x: Given) -> Any:
     shape = (*pieces.shape[1:3], -1)
     scales = torch.cat([x.scales, x.scales * 0.9], 1)[:, None].expand(*shape)
     zeros = x.zeros[:, None].expand_as(scales)
-    return choose_together(pieces, scales, zeros, x.hessian[None], INT4)
+    return choose_candidates(pieces, scales, zeros, x.hessian[None], INT4)
 
 
 def _pack(x: Given) -> Any:

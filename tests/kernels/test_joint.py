@@ -10,7 +10,7 @@ from engines import NATIVE_ENGINES, engine_in_use, threads_in_use, with_engines
 from geometries import MEMORIES, pieces
 from torch import Tensor
 
-from calipers.kernels.hessian import choose_together, quadratic_error
+from calipers.kernels.hessian import choose_candidates, quadratic_error
 
 # (grid rows, blocks, pieces of a block, columns)
 SHAPES = [(1, 1, 2, 1), (3, 2, 3, 7), (70, 2, 4, 16), (33, 1, 3, 40), (40, 3, 2, 128)]
@@ -50,9 +50,9 @@ def test_as_good_as_in_torch(
 ) -> None:
     given = problem(shape, kind, memory, dtype)
     args = QuantizationArgs(**FORMATS[kind])
-    found = choose_together(*given, args)
+    found = choose_candidates(*given, args)
     with engine_in_use("torch"):
-        expected = choose_together(*given, args)
+        expected = choose_candidates(*given, args)
     ours, theirs = (error(given, at, args) for at in (found, expected))
     assert ours <= theirs * (1 + 1e-5)
     assert (found == expected).float().mean() >= 0.98  # ties fall to either side
@@ -71,5 +71,5 @@ def test_threads_do_not_matter() -> None:
     found = []
     for threads in (1, 2, 5):
         with threads_in_use(threads):
-            found.append(choose_together(*given, args))
+            found.append(choose_candidates(*given, args))
     assert all(torch.equal(found[0], other) for other in found[1:])

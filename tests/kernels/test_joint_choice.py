@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.kernels.hessian import choose_together, quadratic_error
+from calipers.kernels.hessian import choose_candidates, quadratic_error
 
 ARGS = QuantizationArgs(num_bits=3, strategy="group", group_size=4)
 
@@ -36,7 +36,7 @@ def test_nothing_single_can_be_improved(blocks: int, width: int, rows: int) -> N
     pieces = torch.randn(1, 2, blocks * width // 4, rows, 4)
     scales = torch.rand(*pieces.shape[1:3], 5) + 0.1
     hessian = hessian_of(blocks, width)
-    chosen = choose_together(pieces, scales, torch.zeros_like(scales), hessian, ARGS)
+    chosen = choose_candidates(pieces, scales, torch.zeros_like(scales), hessian, ARGS)
     assert chosen.shape == pieces.shape[1:3]
     taken = scales.gather(-1, chosen[..., None])[..., 0]
     found = error(pieces, taken, hessian)
@@ -52,7 +52,7 @@ def test_without_neighbours_it_is_the_best_of_all(blocks: int, width: int) -> No
     pieces = torch.randn(1, 1, 3, 1, 4)
     scales = torch.rand(1, 3, 4) + 0.1
     hessian = hessian_of(blocks, width)
-    chosen = choose_together(pieces, scales, torch.zeros_like(scales), hessian, ARGS)
+    chosen = choose_candidates(pieces, scales, torch.zeros_like(scales), hessian, ARGS)
     found = error(pieces, scales.gather(-1, chosen[..., None])[..., 0], hessian)
     for combination in itertools.product(range(4), repeat=3):
         at = torch.tensor(combination).reshape(1, 3, 1)
@@ -73,5 +73,5 @@ def test_begins_with_the_last_of_all_where_that_is_better() -> None:
     scales = torch.tensor([[[6.0, 5.1], [4.0, 5.1]]])  # q−x: (1, −1) or (0.1, 0.1)
     hessian = torch.tensor([[[1.0, 0.95], [0.95, 1.0]]])
     args = QuantizationArgs(num_bits=4)
-    chosen = choose_together(pieces, scales, torch.zeros_like(scales), hessian, args)
+    chosen = choose_candidates(pieces, scales, torch.zeros_like(scales), hessian, args)
     assert chosen.tolist() == [[1, 1]]

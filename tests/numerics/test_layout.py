@@ -89,19 +89,19 @@ def test_every_other_combination_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name", "columns", "few", "cuts_rows"),
+    ("strategy", "name", "columns", "few"),
     [
-        ("tensor", "tensor", None, True, False),
-        ("channel", "channel", None, False, True),
-        ("group", "group 16", 16, False, True),
-        ("tensor_group", "tensor_group 16", 16, False, True),
-        ("block", "block 4x16", 16, False, False),
-        ("token", "token", None, False, False),
-        ("attn_head", "attn_head", None, True, False),
+        ("tensor", "tensor", None, True),
+        ("channel", "channel", None, False),
+        ("group", "group 16", 16, False),
+        ("tensor_group", "tensor_group 16", 16, False),
+        ("block", "block 4x16", 16, False),
+        ("token", "token", None, False),
+        ("attn_head", "attn_head", None, True),
     ],
 )
 def test_what_is_asked_of_a_granularity(
-    strategy: str, name: str, columns: int | None, few: bool, cuts_rows: bool
+    strategy: str, name: str, columns: int | None, few: bool
 ) -> None:
     args = args_for(strategy)
     assert granularity_name(args) == name
@@ -110,11 +110,6 @@ def test_what_is_asked_of_a_granularity(
     assert indivisible_by(40, args) == columns
     assert has_few_scales(args) == few
     assert has_global_scale(args) == (strategy == "tensor_group")
-    for base_name, strategies in STRATEGIES.items():
-        if strategy in strategies:
-            layout = Layout.of(base_name, args)
-            assert layout.cuts_rows == (cuts_rows and base_name == "weight")
-            assert (layout.columns(torch.ones(64)) is not None) == layout.cuts_rows
 
 
 def test_unknown_base_name() -> None:

@@ -15,7 +15,13 @@ from calipers.errors import ImportanceError
 from calipers.numerics.layout import Layout
 from calipers.observers import MemorylessMSEObserver, Observer
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
-from calipers.solvers.importance import IMPORTANCES, Importance, Weighed, Weights, importance_named
+from calipers.solvers.importance import (
+    IMPORTANCES,
+    Importance,
+    ImportanceTarget,
+    Weights,
+    importance_named,
+)
 from calipers.statistics.base import Reduction, Statistic
 
 ARGS = QuantizationArgs(num_bits=3, group_size=8)
@@ -48,7 +54,7 @@ class PeakImportance(Importance):
     def statistic(self, *_: object) -> Statistic | None:
         return Peaks()
 
-    def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
+    def weights(self, inputs: Statistic | None, of: ImportanceTarget) -> Weights:
         if inputs is None or not inputs.num_tokens:
             raise ImportanceError("no peaks were seen", where=of.label)
         return Weights(of.layout.over_columns(inputs.fields()["peaks"].square()))
@@ -121,7 +127,7 @@ def test_each_owns_its_statistic(name: str) -> None:
     assert found.fields == (() if statistic is None else tuple(statistic.declared()))
     weight = torch.randn(4, 16)
     layout = Layout.of("weight", ARGS)
-    of = Weighed(layout.pieces(weight), layout, "up_proj")
+    of = ImportanceTarget(layout.pieces(weight), layout, "up_proj")
     if statistic is None:
         assert found.weights(None, of) == Weights()
         return

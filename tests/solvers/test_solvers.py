@@ -17,9 +17,9 @@ from calipers.observers import Observer
 from calipers.solvers.distribution import entropy, percentile
 from calipers.solvers.importance import Weights
 from calipers.solvers.scales import (
-    Counted,
+    CountedValues,
     Problem,
-    SearchedParts,
+    RangeGrid,
     Solution,
     Solutions,
     common_global_scale,
@@ -28,6 +28,7 @@ from calipers.solvers.scales import (
     grid_search,
     least_error,
     minmax,
+    of_range,
 )
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
@@ -38,7 +39,7 @@ FORMATS = {
     "fp8 channel": QuantizationArgs(num_bits=8, type="float", strategy="channel"),
     "nvfp4": nvfp4(16),
 }
-PARTS = SearchedParts([1 - i / 50 for i in range(25)])
+PARTS = RangeGrid([1 - i / 50 for i in range(25)])
 
 
 def problem_of(weight: Tensor, args: QuantizationArgs, weights: Weights = Weights()) -> Problem:  # noqa: B008
@@ -58,7 +59,11 @@ def test_who_tries_more_errs_less(fmt: str, weighed: bool) -> None:
     weights = Weights(Layout.of("weight", args).over_columns(torch.rand(64) + 0.1))
     problem = problem_of(weight, args, weights if weighed else Weights())
     usual = usual_of(weight, args)
-    found = [minmax(problem, usual), grid_search(problem, PARTS, usual), exact(problem, usual)]
+    found = [
+        minmax(problem, usual),
+        of_range(problem, *grid_search(problem, PARTS), usual),
+        exact(problem, usual),
+    ]
     errors = [solution.error for solution in found]
     assert errors == sorted(errors, reverse=True)
     assert len(set(errors)) > 1
@@ -78,7 +83,9 @@ def test_min_max_is_what_an_observer_finds(fmt: str) -> None:
     assert torch.equal(found.zero_point.float(), expected["zero_point"].float())
 
 
-@pytest.mark.parametrize("solve", [minmax, exact, lambda problem: grid_search(problem, PARTS)])
+@pytest.mark.parametrize(
+    "solve", [minmax, exact, lambda problem: of_range(problem, *grid_search(problem, PARTS))]
+)
 def test_a_problem_stays_as_it_is(solve: object) -> None:
     weight = torch.randn(8, 64)
     problem = problem_of(weight, FORMATS["int4"], Weights(torch.rand(4, 1, 16)))
@@ -91,11 +98,11 @@ def test_a_problem_stays_as_it_is(solve: object) -> None:
 
 
 class TestCounts:
-    def counted(self, x: Tensor, args: QuantizationArgs) -> Counted:
+    def counted(self, x: Tensor, args: QuantizationArgs) -> CountedValues:
         counts, ends = ValueCounts(), Extrema()
         counts.update(x)
         ends.update(x)
-        return Counted(counts.distributions(), ends.min_vals, ends.max_vals, args)
+        return CountedValues(counts.distributions(), ends.min_vals, ends.max_vals, args)
 
     def test_counts_are_values_that_occur_often(self) -> None:
         x = (torch.randn(20, 50) * 4).round().bfloat16()

@@ -33,7 +33,7 @@ from calipers.checkpoint.state import (
     tied_names,
 )
 from calipers.errors import CheckpointError, listing
-from calipers.kernels.resources import Freed
+from calipers.kernels.resources import FreedMemory
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS, PACKED, pack_weight
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import strategy_name
@@ -187,7 +187,7 @@ def checkpoint_tensors(
     :param codes: module → its packed weight; others are quantized here
     """
     waiting: dict[str, torch.Tensor] = {}
-    freed = Freed(most=1 << 20)  # of what is stored, which took several times as much to make
+    freed = FreedMemory(most=1 << 20)  # of what is stored, which took several times as much to make
     for prefix, module in own_modules(model):
         size = 0
         for local, tensor in compressed_state(module, (codes or {}).get(prefix)).items():

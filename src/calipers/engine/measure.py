@@ -35,7 +35,7 @@ from calipers.errors import (
     shortened,
 )
 from calipers.files.writing import output_file as place_of
-from calipers.kernels.resources import Freed
+from calipers.kernels.resources import FreedMemory
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.info import half_of, sample_digests
 from calipers.measurements.partial import PartialFile, remove_superfluous
@@ -282,7 +282,7 @@ class _DataRun:
         job, batches = self.job, self.seen.batches
         is_alone = job.ranks.world_size == 1
         before, self.known = self.known, {}
-        freed = Freed()
+        freed = FreedMemory()
         with Calibration(
             self.model,
             self.plan,

@@ -22,7 +22,7 @@ from calipers.engine.applying import apply_changes
 from calipers.engine.loop import StepDriver, run_parts
 from calipers.errors import ConfigurationError, shortened
 from calipers.judging.costs import ModuleCosts
-from calipers.kernels.resources import Freed, kernels_only
+from calipers.kernels.resources import FreedMemory, kernels_only
 from calipers.planning.plan import Changes
 from calipers.planning.specs import ModuleSpec
 from calipers.runtime.progress import Progress
@@ -153,7 +153,7 @@ class ErrorSink:
 
     def __init__(self, prepared: PreparedModel) -> None:
         self.seconds: dict[str, float] = {}
-        self._prepared, self._freed = prepared, Freed()
+        self._prepared, self._freed = prepared, FreedMemory()
 
     def take(self, part: Part) -> NewValues:
         """Solve a part."""
@@ -191,7 +191,7 @@ class CheckpointSink:
         self._next = 0  # the module whose tensors come next
         self._compressed: dict[str, dict[str, Tensor]] = {}
         self._numbers: dict[str, int] = {}
-        self._freed = Freed()
+        self._freed = FreedMemory()
 
     def tensors(self, state: Mapping[str, Any]) -> Generator[tuple[str, Tensor], None, None]:
         """Give the tensors with their names on disk.

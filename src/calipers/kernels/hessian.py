@@ -1,9 +1,13 @@
-"""Codes that make up for each other's errors under a Hessian: error feedback, and descent from it.
+"""Codes and scales whose errors make up for each other under a Hessian: Δ H Δᵀ, Δ = q − w, per row.
 
-The error of a row is Δ H Δᵀ, Δ = q − w. With H = M D Mᵀ, M unit upper triangular, it is the sum of
-D_j (Δ M)_j², whose j-th term knows the columns up to j only. Error feedback, known as GPTQ, makes
-these terms as small as it can, column after column. Descent then goes over the columns again and
-gives each the best value that all others leave it.
+**Error feedback and descent.** With H = M D Mᵀ, M unit upper triangular, the error of a row is the
+sum of D_j (Δ M)_j², whose j-th term knows the columns up to j only. Error feedback, known as GPTQ,
+makes these terms as small as it can, column after column. Descent then goes over the columns again
+and gives each the best value that all others leave it.
+
+**Joint choice** among candidates for scales. The scales of all pieces in one block of H are chosen
+together: piece after piece takes its best candidate given the others, until nothing changes. Each
+choice lowers the error, so that this ends.
 """
 
 from __future__ import annotations
@@ -17,21 +21,24 @@ from torch import Tensor
 
 from calipers.kernels.operations import Workload, operation
 from calipers.kernels.reductions import extrema
-from calipers.kernels.resources import TILE
+from calipers.kernels.resources import runs
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import as_grid
 from calipers.numerics.qparams import quantize_dequantize
 
 LEAST_GAIN = 2.0**-14
 """Of what a step costs by itself. A gain that is less can be one of rounding alone."""
+ROUNDS = 4
+"""Turns of every piece in a joint choice; hardly anything changes after the second."""
+_SAFE_EXPONENT = 32  # of values: float32 holds the squares of errors, times a Hessian near one
 
 
 class Rounding(NamedTuple):
-    """What the values of a matrix are rounded to.
+    """What the values of a matrix (rows, columns) are rounded to.
 
-    :param scales: what codes are multiplied by, of either sign, (rows or 1, groups)
-    :param zeros: zero points of the same shape; None for symmetric formats
-    :param groups: the group of each column
+    :param scales: what codes are multiplied by, of either sign, not zero, (rows or 1, groups)
+    :param zeros: zero points of the same shape; None, and of no use, for symmetric formats
+    :param groups: the group of each column, int64, in any order
     """
 
     scales: Tensor
@@ -48,37 +55,43 @@ class Rounding(NamedTuple):
         """Return the same for columns in another order."""
         return self._replace(groups=self.groups[order])
 
+    def checked(self, target: Tensor) -> Rounding:
+        """Return the same in the dtype and on the device of a target; refuse what does not fit."""
+        (rows, columns), (scales, zeros, groups, fmt) = target.shape, self
+        zeros = None if fmt.symmetric else zeros
+        for name, part in (("scales", scales), ("zeros", zeros)):
+            if part is not None and (part.shape[:-1] not in ((rows,), (1,)) or part.dim() != 2):
+                raise ValueError(f"The {name} have shape {tuple(part.shape)} for {rows} rows.")
+        if zeros is not None and zeros.shape != scales.shape:
+            raise ValueError("Scales and zeros must have the same shape.")
+        if groups.shape != (columns,) or groups.dtype != torch.int64:
+            raise ValueError(f"Groups must be int64, one for each of {columns} columns.")
+        if columns and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+            raise ValueError(f"Groups must number the {scales.shape[1]} columns of scales.")
+        scales = scales.detach().to(target).contiguous()
+        zeros = None if zeros is None else zeros.detach().to(target).contiguous()
+        return Rounding(scales, zeros, groups.to(target.device).contiguous(), fmt)
+
 
 @torch.no_grad()
-def feed_back(
-    target: Tensor,
-    factor: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    groups: Tensor,
-    fmt: Format,
-    block: int = 128,
-) -> Tensor:
+def feed_back(target: Tensor, factor: Tensor, rounding: Rounding, block: int = 128) -> Tensor:
     """Quantize column after column, each with the errors of those before it: q_j = Q(w_j − Σ Δ M).
 
     Returns the values after quantization, (rows, columns), in the working precision: float64 for a
-    float64 target, else float32. All numbers must be finite, and scales not zero.
+    float64 target, else float32. All numbers must be finite.
 
     :param target: what is quantized, (rows, columns)
     :param factor: M of H = M D Mᵀ, (columns, columns); only what is above its diagonal is read
-    :param scales: what codes are multiplied by, of either sign, (rows or 1, groups)
-    :param zeros: zero points of the same shape; None, and of no use, for symmetric formats
-    :param groups: the group of each column, in any order
     :param block: columns that are worked on at a time
 
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> w, m = torch.tensor([[0.4, 0.4, 0.4]]), torch.tensor([[1.0, 1, 1], [0, 1, 1], [0, 0, 1]])
-    >>> fmt = Format.of(QuantizationArgs(num_bits=4))
-    >>> feed_back(w, m, torch.ones(1, 1), None, torch.zeros(3, dtype=torch.int64), fmt)
+    >>> groups, fmt = torch.zeros(3, dtype=torch.int64), Format.of(QuantizationArgs(num_bits=4))
+    >>> feed_back(w, m, Rounding(torch.ones(1, 1), None, groups, fmt))
     tensor([[0., 1., 0.]])
     """
     target = _working(target)
-    rounding = _rounding(target, scales, zeros, groups, fmt)
+    rounding = rounding.checked(target)
     factor = _square(factor, target, "factor")
     result, errors = torch.empty_like(target), torch.zeros_like(target)
     for columns in _blocks(target, block):
@@ -94,10 +107,7 @@ def descend(
     values: Tensor,
     target: Tensor,
     hessian: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    groups: Tensor,
-    fmt: Format,
+    rounding: Rounding,
     sweeps: int,
     block: int = 128,
     pulls: Tensor | None = None,
@@ -112,34 +122,20 @@ def descend(
 
     :param pulls: (values − target) @ hessian where it is known, in the working precision; it is
         changed in place, to what it is for the values that come back
-
-    >>> from compressed_tensors.quantization import QuantizationArgs
-    >>> w, h = torch.tensor([[0.4, 0.4]]), torch.tensor([[1.0, 0.9], [0.9, 1.0]])
-    >>> fmt, groups = Format.of(QuantizationArgs(num_bits=4)), torch.zeros(2, dtype=torch.int64)
-    >>> descend(torch.zeros(1, 2), w, h, torch.ones(1, 1), None, groups, fmt, sweeps=4)
-    (tensor([[1., 0.]]), 1)
     """
     target = _working(target)
     if values.shape != target.shape:
         raise ValueError(f"Values of shape {tuple(values.shape)} for {tuple(target.shape)}.")
-    values = _copied(values.detach().to(target))
-    rounding = _rounding(target, scales, zeros, groups, fmt)
-    hessian = _square(hessian, target, "hessian")
+    values = values.detach().to(target).clone(memory_format=torch.contiguous_format)
+    hessian, rounding = _square(hessian, target, "hessian"), rounding.checked(target)
     count = descend_in_place(values, target, hessian, rounding, sweeps, block, pulls)
     return values, count
-
-
-# What comes in
 
 
 def _working(target: Tensor) -> Tensor:
     if target.dim() != 2 or not target.is_floating_point():
         raise ValueError("The target must be a matrix of floats.")
     return target.detach().to(torch.promote_types(target.dtype, torch.float32)).contiguous()
-
-
-def _copied(matrix: Tensor) -> Tensor:
-    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _square(matrix: Tensor, target: Tensor, name: str) -> Tensor:
@@ -149,36 +145,10 @@ def _square(matrix: Tensor, target: Tensor, name: str) -> Tensor:
     return matrix.detach().to(target).contiguous()
 
 
-def _rounding(
-    target: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor, fmt: Format
-) -> Rounding:
-    rows, columns = target.shape
-    zeros = None if fmt.symmetric else zeros
-    for name, part in (("scales", scales), ("zeros", zeros)):
-        if part is not None and (part.shape[:-1] not in ((rows,), (1,)) or part.dim() != 2):
-            raise ValueError(f"The {name} have shape {tuple(part.shape)} for {rows} rows.")
-    if zeros is not None and zeros.shape != scales.shape:
-        raise ValueError("Scales and zeros must have the same shape.")
-    if groups.shape != (columns,) or groups.dtype != torch.int64:
-        raise ValueError(f"Groups must be int64, one for each of {columns} columns.")
-    if columns and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
-        raise ValueError(f"Groups must number the {scales.shape[1]} columns of scales.")
-    return Rounding(
-        scales.detach().to(target).contiguous(),
-        None if zeros is None else zeros.detach().to(target).contiguous(),
-        groups.to(target.device).contiguous(),
-        fmt,
-    )
-
-
-def _blocks(target: Tensor, block: int) -> list[slice]:
+def _blocks(target: Tensor, block: int) -> Iterator[slice]:
     if block < 1:
         raise ValueError("A block has at least one column.")
-    columns = target.shape[1]
-    return [slice(start, min(start + block, columns)) for start in range(0, columns, block)]
-
-
-# One block, and all sweeps
+    return runs(target.shape[1], tile=block)
 
 
 def _rounded(values: Tensor, rounding: Rounding, group: int, rows: Tensor | None = None) -> Tensor:
@@ -212,7 +182,8 @@ def feed_back_block(
     """
     # One column after the other: they are to lie together. Both are written to, and contiguous()
     # would be a view of a target with one row or column.
-    left, wanted = adjusted.T.contiguous(), _copied(target[:, columns].T)
+    left = adjusted.T.contiguous()
+    wanted = target[:, columns].T.clone(memory_format=torch.contiguous_format)
     groups, within = rounding.groups[columns].tolist(), factor[columns, columns]
     for i, group in enumerate(groups):
         left[i] = _rounded(left[i], rounding, group)
@@ -269,15 +240,7 @@ def _best(
     return torch.where(gains, best, now)
 
 
-# Joint: Choosing among candidates by Δᵀ H Δ: the error of a layer's output, not of its weight.
-
-
-ROUNDS = 4
-"""Turns of every piece; hardly anything changes after the second."""
-_SAFE_EXPONENT = 32  # of values: float32 holds the squares of errors, times a Hessian near one
-
-
-def choose_together(
+def choose_candidates(
     pieces: Tensor, scales: Tensor, zeros: Tensor, hessian: Tensor, args: QuantizationArgs
 ) -> Tensor:
     """Return which candidate each piece takes.
@@ -289,7 +252,7 @@ def choose_together(
     grid = as_grid(pieces, ordered=True)[0]
     hessian = hessian.to(grid.device, torch.float32)
     scales, zeros = (part.reshape(*grid.shape[:2], -1) for part in (scales, zeros))
-    grid, scales, _ = in_units(grid, scales)
+    grid, scales, _ = _in_units(grid, scales)
     chosen = choose_in_blocks(grid, scales, zeros.float(), hessian, args)
     return chosen.reshape(pieces.shape[1:-2])
 
@@ -305,22 +268,21 @@ def choose_in_blocks(
     """
     chosen = torch.empty(grid.shape[:2], dtype=torch.int64, device=grid.device)
     count = scales.shape[-1]
-    step = max(1, TILE // (grid[0].numel() * count))
-    for start in range(0, len(grid), step):
-        these = slice(start, start + step)
+    for these in runs(len(grid), each=grid[0].numel() * count):
         whole = grid[these].unsqueeze(2).expand(-1, -1, count, -1, -1)
         if hessian.shape[-1] > grid.shape[-1]:
-            candidates = differences(whole.float(), scales[these], zeros[these], args)
-            chosen[these] = _descend(candidates, hessian)
+            candidates = _differences(whole.float(), scales[these], zeros[these], args)
+            chosen[these] = _take_turns(candidates, hessian)
             continue
         errors = torch.zeros(scales[these].shape, dtype=torch.float64, device=grid.device)
-        for x in by_rows(whole):
-            errors += _forms(differences(x.float(), scales[these], zeros[these], args), hessian)
+        for rows in runs(whole.shape[-2], each=whole[..., :1, :].numel()):
+            x = whole[..., rows, :].float()
+            errors += _forms(_differences(x, scales[these], zeros[these], args), hessian)
         chosen[these] = errors.argmin(-1)
     return chosen
 
 
-def in_units(grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _in_units(grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Divide rows of pieces and their scales, returned in float32, by a power of two for each row.
 
     It is near the largest value, so that squares of errors stay within float32. Dividing by it is
@@ -329,8 +291,8 @@ def in_units(grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
     :param grid: (grid rows, grid columns, rows, columns)
     :param scales: (grid rows, grid columns, candidates)
     """
-    found = extrema(grid[None])
-    _, exponents = torch.frexp(torch.maximum(-found.min_vals, found.max_vals).amax(1).double())
+    low, high = extrema(grid[None])[:2]
+    _, exponents = torch.frexp(torch.maximum(-low, high).amax(1).double())
     if bool((exponents.abs() <= _SAFE_EXPONENT).all()):
         return grid, scales.float(), None
     units = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents - 1)
@@ -339,13 +301,7 @@ def in_units(grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
     return grid, (scales / units[:, None, None]).float(), units
 
 
-def by_rows(x: Tensor) -> Iterator[Tensor]:
-    """Cut the rows of pieces, the dimension before the last, into tiles."""
-    step = max(1, TILE // max(1, x[..., :1, :].numel()))
-    return iter(torch.split(x, step, dim=-2))
-
-
-def differences(x: Tensor, scales: Tensor, zeros: Tensor, args: QuantizationArgs) -> Tensor:
+def _differences(x: Tensor, scales: Tensor, zeros: Tensor, args: QuantizationArgs) -> Tensor:
     """Return q−x of values whose last two dimensions are the rows and columns of a piece.
 
     NaN and Inf count as zero, which quantizes without error.
@@ -366,7 +322,7 @@ def _forms(candidates: Tensor, hessian: Tensor) -> Tensor:
     return forms.reshape(grid_columns, -1, grid_rows, count, rows).sum((1, 4)).transpose(0, 1)
 
 
-def _descend(candidates: Tensor, hessian: Tensor) -> Tensor:
+def _take_turns(candidates: Tensor, hessian: Tensor) -> Tensor:
     """Let the pieces of each block take turns."""
     grid_rows, _, count, rows, columns = candidates.shape
     blocks = len(hessian)
@@ -413,24 +369,21 @@ def _times(vectors: Tensor, matrices: Tensor) -> Tensor:
     return products.reshape(*vectors.shape[:-1], matrices.shape[-1])
 
 
-# Hessian: Δᵀ H Δ: the error of a layer's output, not of its weight.
-
-
 def quadratic_error(
     pieces: Tensor, scales: Tensor, zeros: Tensor, hessian: Tensor, args: QuantizationArgs
 ) -> float:
     """Return Σ Δᵀ H Δ over all rows."""
     grid = as_grid(pieces, ordered=True)[0]
     hessian = hessian.to(grid.device, torch.float32)
-    grid, scales, units = in_units(grid, scales.reshape(*grid.shape[:2], 1))
+    grid, scales, units = _in_units(grid, scales.reshape(*grid.shape[:2], 1))
     scales, zeros = scales.squeeze(-1), zeros.reshape(grid.shape[:2]).float()
-    total, step = 0.0, max(1, TILE // grid[0].numel())
-    for start in range(0, len(grid), step):
-        these = slice(start, start + step)
-        for x in by_rows(grid[these]):
-            rows = differences(x.float(), scales[these], zeros[these], args)
-            rows = rows.transpose(1, 2).flatten(0, 1)
-            blocks = rows.reshape(len(rows), len(hessian), -1).transpose(0, 1)
+    total = 0.0
+    for these in runs(len(grid), each=grid[0].numel()):
+        for rows in runs(grid.shape[-2], each=grid[these, :, :1].numel()):
+            x = grid[these, :, rows]
+            errors = _differences(x.float(), scales[these], zeros[these], args)
+            errors = errors.transpose(1, 2).flatten(0, 1)
+            blocks = errors.reshape(len(errors), len(hessian), -1).transpose(0, 1)
             forms = torch.bmm(blocks, hessian) * blocks
             if units is not None:
                 of_rows = forms.sum((0, 2), dtype=torch.float64).clamp_(min=0)

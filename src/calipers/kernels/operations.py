@@ -258,7 +258,9 @@ def remove_backend(name: str) -> None:
 @cache
 def chosen_backends() -> tuple[Backend, ...]:
     """Return the backends that may run, the first choice first; the reference is behind them."""
-    known: dict[str, Backend | EntryPoint] = {**_entry_points(), **_added}
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    ours = {name: EntryPoint(name, f"{__package__}.{name}:BACKEND", GROUP) for name in _BUILT_IN}
+    known: dict[str, Backend | EntryPoint] = {**installed, **ours, **_added}
     order = (*_added, *(name for name in known if name not in _added))
     value = os.environ.get(SWITCH, "")
     names = [name.strip().lower() for name in value.split(",") if name.strip()]
@@ -278,12 +280,6 @@ def chosen_backends() -> tuple[Backend, ...]:
             )
         chosen.append(backend)
     return tuple(chosen)
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
-    ours = {name: f"{__package__}.{name}:BACKEND" for name in _BUILT_IN}
-    return installed | {name: EntryPoint(name, value, GROUP) for name, value in ours.items()}
 
 
 def _loaded(entry: Backend | EntryPoint) -> Backend:
@@ -312,7 +308,7 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, CalipersWarning, stacklevel=4)
 
 
-# Report: Which backends run which operations, and why.
+# Which backends run which operations, and why
 
 
 @dataclass(frozen=True)
@@ -329,10 +325,8 @@ class BackendReport:
     def __str__(self) -> str:
         if not self.is_usable:
             return f"{self.name}: not used, {self.reason}"
-        dtypes, devices = (
-            ", ".join(self.dtypes) or "all dtypes",
-            ", ".join(self.devices) or "any device",
-        )
+        dtypes = ", ".join(self.dtypes) or "all dtypes"
+        devices = ", ".join(self.devices) or "any device"
         isa = self.details.get("instruction_set")
         reason = f"instruction set: {isa} ({self.reason})" if isa else self.reason
         return f"{self.name}: {dtypes} on {devices}; {reason}"

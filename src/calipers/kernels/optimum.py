@@ -1,4 +1,10 @@
-"""The best of all scales that can be stored: each is tried, or all are swept over."""
+"""The best of all scales that can be stored: each is tried, or all are swept over.
+
+Every storable scale is tried, from the largest that can matter, until clipped values alone err too
+much. Among all floats the error is a parabola between two scales at which a code changes: a sweep
+over those changes looks at the lowest point of each. Where that is too much work, scales of few
+digits are tried, and the best ones moved to where their codes err least.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,14 @@ from calipers.kernels.reductions import are_worth_counting, distinct_values
 from calipers.kernels.resources import runs
 from calipers.numerics.formats import Format, Window, halvable_from, magnitudes_of, storable_scales
 from calipers.numerics.layout import by_piece, length_of
+
+_MOST_SWEPT = 1 << 18  # values of a piece
+_MOST_SORTED = 1 << 25  # scales at which codes of one piece change, in torch
+_TOGETHER = 32  # candidates tried at once
+_RESCORED = 8  # candidates of a sweep whose errors are summed anew
+_ROUNDING = 1 + 1e-5  # more than sums in float32 are off
+_POLISHED = 4  # candidates of a piece that are moved to where their codes err least
+_POLISHINGS = 20  # moves at most
 
 
 class Optimum(NamedTuple):
@@ -45,31 +59,16 @@ class ScaleSearch(NamedTuple):
     most: float = torch.inf
 
 
-def overflows(
-    search: ScaleSearch,
-    scales: Tensor,
-    zero: Tensor | float,
-    lowest: Tensor | float,
-    highest: Tensor | float,
-) -> Tensor:
-    """Whether an extremum, hence any value, becomes too large: scales are (pieces, candidates)."""
+def overflows(search: ScaleSearch, scales: Tensor, *window: Tensor | float) -> Tensor:
+    """Whether an extremum, hence any value, becomes too large: scales are (pieces, candidates).
+
+    :param window: its zero point, its lowest and its highest code
+    """
+    zero, lowest, highest = (torch.as_tensor(end, device=scales.device) for end in window)
     ends = torch.stack([search.low, search.high]).to(scales).unsqueeze(-1)
-    codes = (ends / scales.masked_fill(scales == 0, 1) + zero).clamp(
-        torch.as_tensor(lowest, device=scales.device),
-        torch.as_tensor(highest, device=scales.device),
-    )
+    codes = (ends / scales.masked_fill(scales == 0, 1) + zero).clamp(lowest, highest)
     largest = (search.fmt.round_(codes) - zero).mul_(scales).abs_().amax(0)
     return ~(largest <= search.most)
-
-
-# Optimum: The best of all scales that can be stored.
-
-
-_MOST_SWEPT = 1 << 18  # values of a piece
-_MOST_SORTED = 1 << 25  # scales at which codes of one piece change, in torch
-_POLISHED = 4  # candidates of a piece that are moved to where their codes err least
-
-__all__ = ["Optimum", "best_scales"]
 
 
 @torch.no_grad()
@@ -96,8 +95,7 @@ def best_scales(
     NaN and Inf count as zero, which quantizes without error. No scale is taken under which a value
     becomes one beyond ``most``.
 
-    >>> from calipers.numerics.formats import Integers
-    >>> from calipers.numerics.formats import windows_of
+    >>> from calipers.numerics.formats import Integers, windows_of
     >>> fmt = Format(Integers(2))
     >>> x = torch.tensor([[[[-2.0, 1.0, 0.9]]]])
     >>> low, high = x.amin((0, 2, 3)), x.amax((0, 2, 3))
@@ -146,15 +144,15 @@ def _polished(search: ScaleSearch) -> Optimum:
     """Try scales of 8 significant bits, and move the best ones to where their codes err least."""
     eight_bits = storable_scales(search.fmt, torch.bfloat16)
     more = search._replace(storable=eight_bits, keep=max(search.keep, _POLISHED))
-    return Optimum(*(part[:, : search.keep] for part in polished(more, try_scales(more))))
-
-
-# Optimum in torch: The best of all scales, in torch: each is tried, or all are swept over.
-
-
-_TOGETHER = 32  # candidates tried at once
-_RESCORED = 8  # candidates of a sweep whose errors are summed anew
-_ROUNDING = 1 + 1e-5  # more than sums in float32 are off
+    found, values = try_scales(more), by_piece(search.pieces)
+    weights = None if search.weights is None else by_piece(search.weights)
+    parts = []
+    for these in runs(len(values), each=values.shape[1] * more.keep):
+        w = None if weights is None else weights[these]
+        few = Optimum(*(part[these] for part in found))
+        part = more._replace(low=search.low[these], high=search.high[these])
+        parts.append(_moved(part, values[these], w, few))
+    return Optimum(*(torch.cat(part)[:, : search.keep] for part in zip(*parts, strict=True)))
 
 
 def optimum_in_torch(search: ScaleSearch) -> Optimum:
@@ -208,7 +206,11 @@ def _enumerate(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
     storable = search.storable.to(x)
     halvable = halvable_from(search.storable)
     kept = _Kept(x, search.keep)
-    unit = _unit(torch.maximum(-search.low, search.high))[:, None]
+    # Values are measured in a power of two near the largest, so that no power of them leaves their
+    # type; dividing by it is exact.
+    _, exponent = torch.frexp(torch.maximum(-search.low, search.high))
+    most = 126 if x.dtype == torch.float32 else 1020
+    unit = torch.ldexp(torch.ones_like(search.low), exponent.clamp(-most, most))[:, None]
     x = x / unit
     for number, window in enumerate(search.windows):
         dominated = torch.maximum(search.high * window.above, -search.low * window.below) * 1.0001
@@ -217,7 +219,9 @@ def _enumerate(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
             at = top[:, None] - 1 - torch.arange(begin, begin + _TOGETHER, device=x.device)
             scales = storable[at.clamp(min=0)]
             measured = (scales / unit).unsqueeze(-1)
-            if begin and bool((_clip(search, x, w, window, measured[:, :1]) >= _limit(kept)).all()):
+            # Smaller scales clip more: they cannot become better than what is kept.
+            clipped = _clip(search, x, w, window, measured[:, :1]) if begin else None
+            if clipped is not None and bool((clipped >= kept.errors[:, -1] * _ROUNDING).all()):
                 break
             errors = _powers(_errors(search, x, window, measured), search.norm)
             errors = (errors * w.unsqueeze(1)).sum(-1, dtype=torch.float64)
@@ -225,17 +229,6 @@ def _enumerate(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
             kept.take(scales, number, errors.masked_fill_(leave, torch.inf))
     found = kept.result((search.low == 0) & (search.high == 0))
     return found._replace(errors=found.errors * unit.double() ** search.norm)
-
-
-def _limit(kept: _Kept) -> Tensor:
-    return kept.errors[:, -1] * _ROUNDING
-
-
-def _unit(largest: Tensor) -> Tensor:
-    """Return a power of two near each number, so that no power of a quotient leaves its type."""
-    _, exponent = torch.frexp(largest)
-    most = 126 if largest.dtype == torch.float32 else 1020
-    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-most, most))
 
 
 def _errors(search: ScaleSearch, x: Tensor, window: Window, scales: Tensor) -> Tensor:
@@ -251,8 +244,7 @@ def _errors(search: ScaleSearch, x: Tensor, window: Window, scales: Tensor) -> T
 
 def _clip(search: ScaleSearch, x: Tensor, w: Tensor, window: Window, scales: Tensor) -> Tensor:
     """Sum what values beyond the ends of the window err by at least."""
-    ends = (scales[..., 0] * (end - window.zero) for end in (window.lowest, window.highest))
-    low, high = ends
+    low, high = (scales[..., 0] * (end - window.zero) for end in window[1:3])
     beyond = torch.maximum(x - high, low - x).clamp_(min=0)
     return (_powers(beyond, search.norm) * w).sum(-1, dtype=torch.float64)
 
@@ -268,8 +260,7 @@ def _sweep(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
     keep = max(search.keep, _RESCORED)
     kept = _Kept(magnitude, keep)
     for number, window in enumerate(search.windows):
-        for_positive, for_negative = (_steps(search.fmt, end) for end in window[1:3][::-1])
-        changes, linear, quadratic = _changes(x, magnitude, w, for_positive, for_negative)
+        changes, linear, quadratic = _changes(search.fmt, window, x, magnitude, w)
         linear, quadratic = linear.cumsum(1), quadratic.cumsum(1)
         ends = torch.cat([changes[:, 1:], torch.zeros_like(changes[:, :1])], 1)
         lowest = torch.where(quadratic > 0, linear / quadratic, changes)
@@ -284,20 +275,14 @@ def _sweep(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
     return _rescored(search, x.double(), w, found)
 
 
-def _steps(fmt: Format, end: float) -> tuple[Tensor, Tensor]:
-    """Return the codes up to an end, and the middles between them."""
-    grid = magnitudes_of(fmt).double()
-    grid = grid[grid <= abs(end)]
-    return grid, (grid[1:] + grid[:-1]) / 2
-
-
 def _changes(
-    x: Tensor, magnitude: Tensor, w: Tensor, *sides: tuple[Tensor, Tensor]
+    fmt: Format, window: Window, x: Tensor, magnitude: Tensor, w: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return where codes change, the largest scale first, and what changes in Σwxg and Σwg²."""
-    parts = []
-    for (grid, middles), mine in zip(sides, (x >= 0, x < 0), strict=True):
-        grid, middles = grid.to(x.device), middles.to(x.device)
+    parts, magnitudes = [], magnitudes_of(fmt).double()
+    for end, mine in ((window.highest, x >= 0), (window.lowest, x < 0)):
+        grid = magnitudes[magnitudes <= abs(end)].to(x.device)
+        middles = (grid[1:] + grid[:-1]) / 2
         here = torch.where(mine, magnitude, 0)[..., None]
         weights = torch.where(mine, w, 0)[..., None]
         linear = weights * here * grid.diff()
@@ -321,28 +306,8 @@ def _rescored(search: ScaleSearch, x: Tensor, w: Tensor, found: Optimum) -> Opti
     return Optimum(scales, found.windows.gather(1, at), errors[:, : search.keep])
 
 
-# Polishing: Scales of few digits, moved to where their codes err least.
-
-
-_POLISHINGS = 20
-
-
-def polished(search: ScaleSearch, found: Optimum) -> Optimum:
+def _moved(search: ScaleSearch, values: Tensor, weights: Tensor | None, found: Optimum) -> Optimum:
     """Move each scale to the lowest point of its parabola, as long as that lowers the error."""
-    values = by_piece(search.pieces)
-    weights = None if search.weights is None else by_piece(search.weights)
-    parts = []
-    for these in runs(len(values), each=values.shape[1] * search.keep):
-        w = None if weights is None else weights[these]
-        few = Optimum(*(part[these] for part in found))
-        part = search._replace(low=search.low[these], high=search.high[these])
-        parts.append(_polished_part(part, values[these], w, few))
-    return Optimum(*(torch.cat(part) for part in zip(*parts, strict=True)))
-
-
-def _polished_part(
-    search: ScaleSearch, values: Tensor, weights: Tensor | None, found: Optimum
-) -> Optimum:
     scales, windows, _ = found
     zero, low, high = _ends(search, windows)
     lowest, errors = _lowest_points(search, values, weights, scales, windows)

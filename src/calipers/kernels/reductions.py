@@ -10,6 +10,12 @@ from torch import Tensor
 from calipers.kernels.operations import Workload, operation
 from calipers.kernels.resources import runs
 
+BINS = 1 << 16  # codes of 16 bits
+NAN_BIN = 0x7FC0
+_MOST_COUNTED = 64  # pieces; the counts of one take half a megabyte
+_TOKENS = 256  # added up in float32, as the native kernel does; more in wide products
+_STRIP = 192  # rows of a symmetric product that are computed together, up to the diagonal
+
 
 class Extrema(NamedTuple):
     """The range of the finite values of each piece, and how many values were not finite.
@@ -43,31 +49,19 @@ def extrema(pieces: Tensor) -> Extrema:
     return Extrema(low, high, finite.numel() - int(finite.sum()), missing)
 
 
-# Moments: Σx² of each channel.
-
-
 @operation(lambda tokens, *_, **__: Workload((tokens,)))
 def sum_of_squares(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Sum the squares of a (tokens, channels) matrix over the tokens that count, in float64.
 
-    >>> sum_of_squares(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
-    tensor([10., 20.], dtype=torch.float64)
     >>> sum_of_squares(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([True, False]))
     tensor([1., 4.], dtype=torch.float64)
     """
     if mask is not None:
         tokens = tokens[mask.to(tokens.device, torch.bool)]
     total = tokens.new_zeros(tokens.shape[-1], dtype=torch.float64)
-    for some in runs(len(tokens), each=tokens.shape[-1]):
-        total += tokens[some].double().square().sum(0)
+    for rows in runs(len(tokens), each=tokens.shape[-1]):
+        total += tokens[rows].double().square().sum(0)
     return total
-
-
-# Products: Σ x yᵀ over tokens: products of channels.
-
-
-_TOKENS = 256  # added up in float32, as the native kernel does; more in wide products
-_STRIP = 192  # rows of a symmetric product that are computed together, up to the diagonal
 
 
 @operation(lambda left, right=None: Workload((left,) if right is None else (left, right)))
@@ -93,26 +87,13 @@ def sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor:
         if right is not None:
             total += x.T @ y.to(working)
             continue
-        for rows in _strips(total):
+        for rows in runs(len(total), tile=_STRIP):
             total[rows, : rows.stop] += x[:, rows].T @ x[:, : rows.stop]
     if right is None:
-        for rows in _strips(total):
+        for rows in runs(len(total), tile=_STRIP):
             total[: rows.start, rows] = total[rows, : rows.start].T
             total[rows, rows] = total[rows, rows].tril() + total[rows, rows].tril(-1).T
     return total
-
-
-def _strips(total: Tensor) -> list[slice]:
-    starts = range(0, len(total), _STRIP)
-    return [slice(start, min(start + _STRIP, len(total))) for start in starts]
-
-
-# Counts: How often each of the 65,536 values of a 16-bit float occurs.
-
-
-BINS = 1 << 16
-NAN_BIN = 0x7FC0
-_MOST_COUNTED = 64  # pieces; the counts of one take half a megabyte
 
 
 def count_values(pieces: Tensor, into: Tensor | None = None) -> Tensor:
@@ -125,8 +106,6 @@ def count_values(pieces: Tensor, into: Tensor | None = None) -> Tensor:
     >>> counts = count_values(torch.tensor([[[[1.0, 1.0, -2.0]]]]))
     >>> counts[0, 0x3F80].item(), counts[0, 0xC000].item(), counts.sum().item()
     (2, 1, 3)
-    >>> count_values(torch.tensor([[[[1.0, 5.0]]]]), into=counts)[0, 0x3F80].item()
-    3
     """
     shape = (*pieces.shape[1:-2], BINS)
     if into is None:
@@ -161,18 +140,13 @@ def distinct_values(pieces: Tensor) -> tuple[Tensor, Tensor]:
 def add_counts(pieces: Tensor, table: Tensor) -> None:
     """Add the counts of each piece to its row of a table, (pieces, 65536)."""
     by_piece = pieces.movedim(0, -3).reshape(len(table), -1)
+    has_own_codes = pieces.dtype in (torch.float16, torch.bfloat16)
     for row, values in zip(table, by_piece, strict=True):
-        row += torch.bincount(_codes(values), minlength=BINS)
-
-
-def _codes(values: Tensor) -> Tensor:
-    if values.dtype in (torch.float16, torch.bfloat16):
-        return values.resolve_neg().view(torch.int16).long() & 0xFFFF
-    codes = values.to(torch.bfloat16).view(torch.int16).long() & 0xFFFF
-    return codes.masked_fill_(values.isnan(), NAN_BIN)
-
-
-# Counts of values, extrema and Σx² of the channels of a tensor, found in one pass over it.
+        small = values.resolve_neg() if has_own_codes else values.to(torch.bfloat16)
+        codes = small.view(torch.int16).long() & 0xFFFF
+        if not has_own_codes:
+            codes.masked_fill_(values.isnan(), NAN_BIN)
+        row += torch.bincount(codes, minlength=BINS)
 
 
 class ChannelSummary(NamedTuple):
@@ -190,22 +164,22 @@ class ChannelSummary(NamedTuple):
 def summarize_channels(
     tokens: Tensor, mask: Tensor | None = None, *, counts: Tensor | None = None
 ) -> ChannelSummary | None:
-    """Look once at a (tokens, channels) matrix, of which at least one token counts.
+    """Reduce a (tokens, channels) matrix, of which at least one token counts, in one pass.
 
     None if a value is not finite. Values are counted in any case.
 
     :param mask: which tokens count, bool; None for all
     :param counts: what :func:`count_values` returns for the whole matrix; it is added to
 
-    >>> found = summarize_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
-    >>> found.extrema.tolist(), found.square_sums.tolist()
+    >>> summary = summarize_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+    >>> summary.extrema.tolist(), summary.square_sums.tolist()
     ([[1.0, -2.0], [3.0, 4.0]], [10.0, 20.0])
     """
     kept = tokens if mask is None else tokens[mask]
     if counts is not None:
         count_values(kept[:, None, None], into=counts)
-    found = extrema(kept[:, :, None, None])
-    if found.nonfinite:
+    ends = extrema(kept[:, :, None, None])
+    if ends.nonfinite:
         return None
-    ranges = torch.stack([found.min_vals, found.max_vals])
+    ranges = torch.stack([ends.min_vals, ends.max_vals])
     return ChannelSummary(ranges, sum_of_squares(tokens, mask))

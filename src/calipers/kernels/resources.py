@@ -7,15 +7,20 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 TILE = 1 << 22  # numbers, where temporaries are what has to stay small
 _CACHED = 1 << 20  # what the caches of a CPU hold
 _PARALLEL = 1 << 24  # what keeps the cores of other devices busy
+_TRIMMED = 1 << 27  # bytes freed before they are given back to the operating system
+
+_of_thread = threading.local()
 
 
 def tile_for(device: torch.device) -> int:
@@ -33,23 +38,14 @@ def runs(count: int, each: int = 1, tile: int = TILE) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-# Threads: How many threads kernels use, and who else may run meanwhile.
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-_told = threading.local()
-
-
 def num_threads() -> int:
-    """Return how many threads a kernel uses: as many as torch, if nobody has told otherwise.
+    """Return how many threads a kernel uses: as many as torch, unless :func:`kernels_only` runs.
 
     Processes of one job on one machine share its processors, also where torch was not told so.
     """
-    told: int | None = getattr(_told, "threads", None)
-    if told is not None:
-        return told
+    reserved: int | None = getattr(_of_thread, "threads", None)
+    if reserved is not None:
+        return reserved
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")
     threads = torch.get_num_threads()
     if not processes.isdecimal() or int(processes) < 2:
@@ -69,15 +65,14 @@ def kernels_only() -> Iterator[None]:
     For work that is done by kernels: threads of torch that have nothing to do spin for a while, and
     take the processors from those that have.
     """
-    before = torch.get_num_threads()
-    told = getattr(_told, "threads", None)
-    _told.threads = num_threads()
+    before, reserved = torch.get_num_threads(), getattr(_of_thread, "threads", None)
+    _of_thread.threads = num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        _told.threads = told
+        _of_thread.threads = reserved
 
 
 @contextmanager
@@ -108,20 +103,17 @@ def in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[Iterator[
             pool.shutdown(cancel_futures=True)
 
 
-# Memory: Memory that was freed, and that the process still has.
-
-
-class Freed:
+class FreedMemory:
     """Gives freed memory back to the operating system, where the C library keeps it.
 
     Tensors of one layer after another leave holes between small things that stay; without this a
     process that holds one layer at a time grows by a part of each.
 
-    >>> freed = Freed()
+    >>> freed = FreedMemory()
     >>> freed.count(12_582_912)
     """
 
-    def __init__(self, most: int = 1 << 27) -> None:
+    def __init__(self, most: int = _TRIMMED) -> None:
         self._most, self._size = most, 0
 
     def count(self, size: int) -> None:
@@ -129,13 +121,6 @@ class Freed:
         self._size += size
         if self._size > self._most:
             self._size = 0
-            _trim()(0)
-
-
-@cache
-def _trim() -> Callable[[int], int]:
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, TypeError, AttributeError):  # not glibc
-        return lambda _: 0
-    return found
+            # Without an answer it is not glibc, or it is no C library at all.
+            with suppress(OSError, TypeError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)

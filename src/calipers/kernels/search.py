@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -87,11 +88,6 @@ def best_range(
     search: Search, factors: Sequence[float], patience: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return both ends of the best range of each piece, as they would be stored."""
-    best = _best(search, factors, patience)
-    return search.range_of(torch.tensor(factors, dtype=search.low.dtype, device=best.device)[best])
-
-
-def _best(search: Search, factors: Sequence[float], patience: int | None) -> Tensor:
     low, device = search.low, search.low.device
     view = search.pieces.flatten(-2)
     view = view.reshape(view.shape[0], -1, view.shape[-1])
@@ -112,7 +108,15 @@ def _best(search: Search, factors: Sequence[float], patience: int | None) -> Ten
         stalled = torch.where(improved, 0, stalled + 1)
         if patience is not None and _asks_freely(device) and stalled >= max(patience, 1):
             break
-    return best
+    return search.range_of(torch.tensor(factors, dtype=low.dtype, device=device)[best])
+
+
+def _asks_freely(device: torch.device) -> bool:
+    """Whether a value can be looked at without stopping the device.
+
+    Where it cannot, the search runs on; candidates after the end of patience have no effect.
+    """
+    return device.type == "cpu"
 
 
 def _error(
@@ -126,9 +130,17 @@ def _error(
     )
     if unit is not None:
         scale = scale / unit[these].unsqueeze(-1)
-    weights = None if search.weights is None else _rows(search.weights, these).to(working)
-    total = torch.zeros(view.shape[1], dtype=torch.float64, device=view.device)
-    for rows, columns in _tiles(view):
+    weights = search.weights
+    if weights is not None:
+        index = torch.arange(these.start, these.stop, device=weights.device)
+        weights = weights[index % weights.shape[0]].to(working)
+    # Tiles lie along the observations and, if need be, the values of a piece.
+    observations, count, group = view.shape
+    tile = tile_for(view.device)
+    width = min(group, max(1, tile // count))
+    tiles = product(runs(observations, count * width, tile), list(runs(group, count, tile)))
+    total = torch.zeros(count, dtype=torch.float64, device=view.device)
+    for rows, columns in tiles:
         x = view[rows, :, columns].to(working).nan_to_num(0.0, 0.0, 0.0)
         if unit is not None:
             x.div_(unit[these].unsqueeze(-1))
@@ -138,29 +150,6 @@ def _error(
             error.mul_(weights[:, columns])
         total += error.sum((0, -1))
     return total
-
-
-def _tiles(view: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut a run of pieces into tiles along its observations and, if need be, its groups."""
-    observations, count, group = view.shape
-    tile = tile_for(view.device)
-    columns = min(group, max(1, tile // count))
-    for rows in runs(observations, count * columns, tile):
-        for part in runs(group, count, tile):
-            yield rows, part
-
-
-def _asks_freely(device: torch.device) -> bool:
-    """Whether a value can be looked at without stopping the device.
-
-    Where it cannot, the search runs on; candidates after the end of patience have no effect.
-    """
-    return device.type == "cpu"
-
-
-def _rows(weights: Tensor, these: slice) -> Tensor:
-    index = torch.arange(these.start, these.stop, device=weights.device)
-    return weights[index % weights.shape[0]]
 
 
 def _unit(low: Tensor, high: Tensor, norm: float) -> Tensor | None:

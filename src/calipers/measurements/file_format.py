@@ -28,7 +28,7 @@ from calipers.errors import (
 from calipers.files.reading import open_regular, parse_json_object
 from calipers.files.safetensors_header import StoredTensor, read_header
 from calipers.kernels.reductions import BINS
-from calipers.kernels.resources import Freed
+from calipers.kernels.resources import FreedMemory
 from calipers.measurements.info import MeasurementsInfo
 from calipers.measurements.tensors import (
     Place,
@@ -326,7 +326,7 @@ class _FileReader:
     ) -> None:
         self._file, self._stored, self._fields = file, stored, fields
         self._used: set[str] = set()
-        self._freed = Freed()
+        self._freed = FreedMemory()
 
     def read(self) -> Decoded:
         with safe_open(self._file, "pt") as opened:

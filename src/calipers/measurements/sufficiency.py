@@ -19,7 +19,7 @@ from torch import Tensor
 from calipers.errors import MeasurementsError, counted, not_allowed
 from calipers.measurements.tensors import Halves, Statistics
 from calipers.notebook import NotebookView
-from calipers.solvers.scales import Counted, least_error
+from calipers.solvers.scales import CountedValues, least_error
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.sums import SquareSums
 from calipers.statistics.value_counts import ValueCounts
@@ -295,5 +295,5 @@ def least_error_scale(counts: Any) -> float:
     distributions = list(counts.distributions())
     values = torch.cat([each.values for each in distributions])
     low, high = values.min().reshape(1), values.max().reshape(1)
-    scale, _ = least_error(Counted(distributions[:1], low, high, _INT8))
+    scale, _ = least_error(CountedValues(distributions[:1], low, high, _INT8))
     return float(scale)

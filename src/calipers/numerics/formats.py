@@ -1,4 +1,4 @@
-"""Number formats: which values a code can stand for, and which scales can be stored.
+"""Number formats: which values a code can stand for, and which scales can be stored under it.
 
 A format is a row of ``GRIDS``. What it means to round to its numbers, which they are and where they
 end is read from the row; the native kernels have a row of the same name (``native/cpp/jobs.h``).
@@ -163,7 +163,17 @@ class Format:
             raise unsupported_format(f"{kind} with {args.num_bits} bits")
         if not (args.symmetric or grid.has_zero_points):
             raise unsupported_format(f"Asymmetric fp{args.num_bits}")
-        return cls(grid, args.symmetric, _scale_kind(args, grid))
+        if args.scale_dtype == FP8_DTYPE and args.strategy == QuantizationStrategy.TENSOR_GROUP:
+            return cls(grid, args.symmetric, ScaleKind.E4M3_GLOBAL)
+        if args.scale_dtype != torch.uint8:
+            return cls(grid, args.symmetric, ScaleKind.FLOAT)
+        grouped = args.strategy == QuantizationStrategy.GROUP and args.group_size == MX_GROUP_SIZE
+        if grid.takes_powers_of_two and args.symmetric and grouped:
+            return cls(grid, args.symmetric, ScaleKind.POWER_OF_TWO)
+        raise unsupported_format(
+            f"{kind} with {args.num_bits} bits, group_size {args.group_size} and uint8 scales "
+            f"(MX scales: symmetric float, strategy group, group_size {MX_GROUP_SIZE})"
+        )
 
     @property
     def name(self) -> str:
@@ -200,20 +210,6 @@ class Format:
         return self.grid.round_(x)
 
 
-def _scale_kind(args: QuantizationArgs, grid: Grid) -> ScaleKind:
-    if args.scale_dtype == FP8_DTYPE and args.strategy == QuantizationStrategy.TENSOR_GROUP:
-        return ScaleKind.E4M3_GLOBAL
-    if args.scale_dtype != torch.uint8:
-        return ScaleKind.FLOAT
-    grouped = args.strategy == QuantizationStrategy.GROUP and args.group_size == MX_GROUP_SIZE
-    if grid.takes_powers_of_two and args.symmetric and grouped:
-        return ScaleKind.POWER_OF_TWO
-    raise unsupported_format(
-        f"{grid.kind} with {args.num_bits} bits, group_size {args.group_size} and uint8 scales "
-        f"(MX scales: symmetric float, strategy group, group_size {MX_GROUP_SIZE})"
-    )
-
-
 @cache
 def _exponent_bits(dtype: torch.dtype) -> tuple[torch.dtype, int]:
     """Return the integers of the same size, and the bits that an exponent has: those of infinity.
@@ -225,7 +221,7 @@ def _exponent_bits(dtype: torch.dtype) -> tuple[torch.dtype, int]:
     return integers, int(torch.tensor(torch.inf, dtype=dtype, device="cpu").view(integers))
 
 
-# Scales: Which scales a checkpoint can store, and which codes there are under each.
+# Scales that can be stored, and the codes under them
 
 
 class Window(NamedTuple):
@@ -249,7 +245,6 @@ def windows_of(fmt: Format, signed: bool = False) -> tuple[Window, ...]:
 
     ``signed`` adds the window of negative scales, which is the mirror image.
 
-    >>> from calipers.numerics.formats import Integers
     >>> [window[1:3] for window in windows_of(Format(Integers(4)), signed=True)]
     [(-8.0, 7.0), (-7.0, 8.0)]
     """
@@ -266,7 +261,6 @@ def windows_of(fmt: Format, signed: bool = False) -> tuple[Window, ...]:
 def magnitudes_of(fmt: Format) -> Tensor:
     """Return every number of the grid without its sign, ascending from zero.
 
-    >>> from calipers.numerics.formats import Integers
     >>> magnitudes_of(Format(Integers(3)))
     tensor([0., 1., 2., 3., 4.])
     """
@@ -276,18 +270,16 @@ def magnitudes_of(fmt: Format) -> Tensor:
     return fmt.values()[fmt.values() >= 0]
 
 
-@cache
-def _halving_scale(fmt: Format, end: float) -> float:
-    """Return the largest magnitude that is rounded to a code whose double is within ``end``."""
-    grid = magnitudes_of(fmt)
-    inside = grid[grid <= abs(end) / 2]
-    return float(grid[len(inside) - 1] + grid[len(inside)]) / 2
-
-
 def _window(fmt: Format, lowest: float, highest: float) -> Window:
-    # Where a side has no codes but zero, it asks for nothing.
-    above, below = (1 / _halving_scale(fmt, end) if end else 0.0 for end in (highest, lowest))
-    return Window(0.0, lowest, highest, above, below)
+    """Return the window without a zero point of floats."""
+    grid = magnitudes_of(fmt)
+    reaches = []
+    for end in (highest, lowest):
+        # The largest magnitude that is rounded to a code whose double is within the end. A side
+        # that has no codes but zero asks for nothing.
+        inside = len(grid[grid <= abs(end) / 2])
+        reaches.append(2 / float(grid[inside - 1] + grid[inside]) if end else 0.0)
+    return Window(0.0, lowest, highest, *reaches)
 
 
 def _shifted_window(fmt: Format, zero: float) -> Window:
@@ -317,7 +309,6 @@ def storable_scales(
     A plain scale is stored in ``dtype``, that of the weight; what was asked for as ``scale_dtype``
     it is rounded to before. Under a global scale the scales are what is left after dividing by it.
 
-    >>> from calipers.numerics.formats import Integers
     >>> len(storable_scales(Format(Integers(4)), torch.bfloat16))
     32639
     """
@@ -337,7 +328,6 @@ def stored_scales(
 ) -> Tensor | None:
     """Return the positive numbers that stand in a checkpoint for scales that are no exponents.
 
-    >>> from calipers.numerics.formats import Integers
     >>> float(stored_scales(Format(Integers(4)), torch.bfloat16, torch.float16)[-1])
     65280.0
     """

@@ -32,8 +32,6 @@ STRATEGIES = {
 """The strategies that each kind of tensor can be cut by."""
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
-_RUNS = (QuantizationStrategy.CHANNEL, *_GROUPED)
-_FEW = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
 
 def granularity_name(args: QuantizationArgs) -> str:
@@ -71,7 +69,7 @@ def indivisible_by(size: int, args: QuantizationArgs) -> int | None:
 
 def has_few_scales(args: QuantizationArgs) -> bool:
     """Whether a tensor has so few scales, however large it is, that values are counted for each."""
-    return args.strategy in _FEW
+    return args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
 
 def has_global_scale(args: QuantizationArgs) -> bool:
@@ -89,16 +87,6 @@ def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArg
     return Layout.of(base_name, args).view(value)
 
 
-def column_order(g_idx: Tensor | None) -> Tensor | None:
-    """Return the permutation that puts the columns of each group side by side.
-
-    ``None`` stands for the order the columns already have: no ``g_idx``, or one with ``-1`` in it.
-    """
-    if g_idx is None or bool((g_idx == -1).any()):
-        return None
-    return torch.argsort(g_idx, stable=True)
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The cut of one kind of tensor by one strategy; ``order`` permutes a weight's columns."""
@@ -109,17 +97,30 @@ class Layout:
 
     @classmethod
     def of(cls, base_name: str, args: QuantizationArgs, g_idx: Tensor | None = None) -> Layout:
-        """Check that the strategy suits the tensor, and how ``g_idx`` maps columns to groups."""
+        """Check that the strategy suits the tensor, and how ``g_idx`` maps columns to groups.
+
+        A ``g_idx`` with ``-1`` in it stands for the order that the columns already have.
+        """
         check_base_name(base_name)
         if args.strategy not in STRATEGIES[base_name]:
             raise LayoutError(
                 f"Strategy '{strategy_name(args)}' cannot be applied to '{base_name}'",
                 allowed=STRATEGIES[base_name],
             )
-        order = column_order(g_idx)
-        if order is not None:
-            _check_g_idx(g_idx, base_name, args)
-        return cls(base_name, args, order)
+        if g_idx is None or bool((g_idx == -1).any()):
+            return cls(base_name, args)
+        if base_name != "weight" or args.strategy not in _GROUPED:
+            raise LayoutError(
+                "g_idx maps a weight's columns to groups: it has no meaning for "
+                f"'{base_name}' with strategy '{strategy_name(args)}'"
+            )
+        sizes = torch.unique(g_idx, return_counts=True)[1]
+        if bool((sizes != args.group_size).any()):
+            raise LayoutError(
+                f"g_idx must name each group {args.group_size} times (group_size); its groups have "
+                f"from {int(sizes.min())} to {int(sizes.max())} columns"
+            )
+        return cls(base_name, args, torch.argsort(g_idx, stable=True))
 
     def view(self, value: Tensor) -> Tensor:
         """Bring ``value`` into the canonical view, without a copy where strides allow it."""
@@ -140,21 +141,6 @@ class Layout:
         if self.base_name in ("input", "output"):
             return self._activation(value).unsqueeze(-2)
         return self._attention(value).unsqueeze(-2)
-
-    @property
-    def cuts_rows(self) -> bool:
-        """Whether each piece is a run of columns of one row of a weight."""
-        return self.base_name == "weight" and self.args.strategy in _RUNS
-
-    def columns(self, value: Tensor) -> Tensor | None:
-        """Cut one value per input column as a row of a weight is cut: (pieces of a row, group).
-
-        ``None`` where a piece is not a run of columns of one row.
-        """
-        if not self.cuts_rows:
-            return None
-        grouped = self.args.strategy in _GROUPED
-        return self._grouped(self._ordered(value)) if grouped else value.reshape(1, -1)
 
     def over_columns(self, value: Tensor) -> Tensor:
         """Lay one value per input column over the pieces of a weight; it broadcasts with them."""
@@ -246,7 +232,14 @@ class Layout:
             ordered = self._ordered(value)
             groups, width = self._groups(ordered.shape[-1])
             return ordered.reshape(1, *ordered.shape[:-1], groups, 1, width)
-        return self._blocked(value)
+        height, width = self.args.block_structure
+        rows, columns = value.shape
+        below, beside = -rows % height, -columns % width
+        if below or beside:
+            value = torch.constant_pad_nd(value, (0, beside, 0, below))
+            rows, columns = value.shape
+        blocks = value.reshape(1, rows // height, height, columns // width, width)
+        return blocks.transpose(2, 3)
 
     def _activation(self, value: Tensor) -> Tensor:
         if self.args.strategy == QuantizationStrategy.TOKEN:
@@ -291,16 +284,6 @@ class Layout:
             )
         return size // group_size, group_size
 
-    def _blocked(self, value: Tensor) -> Tensor:
-        height, width = self.args.block_structure
-        rows, columns = value.shape
-        below, beside = -rows % height, -columns % width
-        if below or beside:
-            value = torch.constant_pad_nd(value, (0, beside, 0, below))
-            rows, columns = value.shape
-        blocks = value.reshape(1, rows // height, height, columns // width, width)
-        return blocks.transpose(2, 3)
-
 
 def strategy_name(args: QuantizationArgs) -> str:
     """Return the strategy as a plain word; compressed-tensors keeps an enum or a string."""
@@ -311,24 +294,6 @@ def check_base_name(base_name: str) -> None:
     """Refuse the name of a tensor role that does not exist."""
     if base_name not in STRATEGIES:
         raise ConfigurationError(f"Unknown base_name {base_name!r}", allowed=list(STRATEGIES))
-
-
-def _check_g_idx(g_idx: Tensor | None, base_name: str, args: QuantizationArgs) -> None:
-    assert g_idx is not None
-    if base_name != "weight" or args.strategy not in _GROUPED:
-        raise LayoutError(
-            f"g_idx maps a weight's columns to groups: it has no meaning for '{base_name}' with "
-            f"strategy '{strategy_name(args)}'"
-        )
-    sizes = torch.unique(g_idx, return_counts=True)[1]
-    if bool((sizes != args.group_size).any()):
-        raise LayoutError(
-            f"g_idx must name each group {args.group_size} times (group_size); its groups have "
-            f"from {int(sizes.min())} to {int(sizes.max())} columns"
-        )
-
-
-# Pieces: Pieces, (observations, *qparam_shape, rows, columns): what shares a scale.
 
 
 def as_grid(pieces: Tensor, *, ordered: bool = False) -> Tensor:

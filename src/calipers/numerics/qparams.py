@@ -64,7 +64,9 @@ def safe_qparams(
     fmt, dtype = Format.of(args), min_vals.dtype
     if fmt.scale is ScaleKind.POWER_OF_TWO:
         return _powers_of_two(min_vals, max_vals, fmt, args)
-    if _has_wider_scales(args, dtype):
+    stored = args.scale_dtype
+    is_float = stored is not None and stored.is_floating_point
+    if is_float and torch.finfo(stored).max > torch.finfo(dtype).max:  # where the library fails
         min_vals, max_vals = min_vals.float(), max_vals.float()
     if args.symmetric:
         return _symmetric(min_vals, max_vals, fmt, args, global_scale)
@@ -216,7 +218,11 @@ def _stored(scale: Tensor, args: QuantizationArgs, global_scale: Tensor | None) 
     stored = args.scale_dtype or scale.dtype
     if args.scale_dtype is not None:
         scale = round_to_quantized_type_dtype(scale, stored)
-    return scale.masked_fill(scale == 0, _least_scale(stored)).reshape(scale.shape or (1,))
+    if stored == FP8_DTYPE:
+        least = 0.125
+    else:
+        least = torch.finfo(stored).eps if stored.is_floating_point else 1.0
+    return scale.masked_fill(scale == 0, least).reshape(scale.shape or (1,))
 
 
 def _stored_zero_point(zero_point: Tensor, args: QuantizationArgs) -> Tensor:
@@ -226,20 +232,5 @@ def _stored_zero_point(zero_point: Tensor, args: QuantizationArgs) -> Tensor:
     return rounded.reshape(rounded.shape or (1,))
 
 
-def _least_scale(stored: torch.dtype) -> float:
-    """Return what stands for a scale of zero."""
-    if stored == FP8_DTYPE:
-        return 0.125
-    return torch.finfo(stored).eps if stored.is_floating_point else 1.0
-
-
 def _widened(value: Tensor) -> Tensor:
     return value.to(torch.float32 if value.dtype == torch.float16 else torch.float64)
-
-
-def _has_wider_scales(args: QuantizationArgs, dtype: torch.dtype) -> bool:
-    """Whether scales are stored in a float type beyond ``dtype``, where the library fails."""
-    stored = args.scale_dtype
-    if stored is None or not stored.is_floating_point:
-        return False
-    return torch.finfo(stored).max > torch.finfo(dtype).max

@@ -20,7 +20,7 @@ from calipers.observers.options import (
     SearchOptions,
     Shrink,
 )
-from calipers.solvers.scales import Problem, best_range
+from calipers.solvers.scales import Problem, grid_search
 from calipers.statistics.ranges import Extrema, MovingAverage
 
 # Extrema
@@ -57,7 +57,7 @@ class MinMaxObserver(MemorylessMinMaxObserver):
 
 def searched_range(problem: Problem, options: SearchOptions) -> Range:
     """Return the best of the shrunk ranges of one tensor."""
-    return best_range(problem._replace(norm=options.norm), options.tried)
+    return grid_search(problem._replace(norm=options.norm), options.tried)
 
 
 class MemorylessMSEObserver(Observer):

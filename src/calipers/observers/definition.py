@@ -16,8 +16,8 @@ from calipers.errors import CalipersWarning, ImportanceError, TensorValueError, 
 from calipers.kernels.reductions import Extrema
 from calipers.numerics.layout import Layout
 from calipers.numerics.qparams import global_scale_of
-from calipers.solvers.importance import Importance, Weighed, Weights
-from calipers.solvers.scales import Counted, Problem, Solutions
+from calipers.solvers.importance import Importance, ImportanceTarget, Weights
+from calipers.solvers.scales import CountedValues, Problem, Solutions
 from calipers.statistics.base import Statistic
 from calipers.statistics.ranges import LastRange, Observation
 
@@ -63,8 +63,8 @@ class Definition:
     search: Callable[[Problem, Any], Range] | None = None
     is_optimal: bool = False
     counts_values: bool = False
-    range_from_counts: Callable[[Counted, Any, str], Range] | None = None
-    qparams_from_counts: Callable[[Counted, Any, str], QParamsDict] | None = None
+    range_from_counts: Callable[[CountedValues, Any, str], Range] | None = None
+    qparams_from_counts: Callable[[CountedValues, Any, str], QParamsDict] | None = None
     least_importance: float = 0.0
     check_importance: Callable[[str, QuantizationArgs, str], None] | None = None
     is_of_weights: bool = False
@@ -87,7 +87,9 @@ class Definition:
             self.check_importance(layout.base_name, layout.args, label)
         if not importance.fields:
             return Weights()
-        return importance.weights(inputs, Weighed(pieces, layout, label, self.least_importance))
+        return importance.weights(
+            inputs, ImportanceTarget(pieces, layout, label, self.least_importance)
+        )
 
     def solve(
         self, seen: Extrema, pieces: Tensor, args: QuantizationArgs, options: Any, weights: Weights

@@ -20,13 +20,15 @@ from calipers.observers.base import Observer
 from calipers.observers.definition import Definition, QParamsDict, Range
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
 from calipers.solvers.distribution import entropy, percentile
-from calipers.solvers.scales import Counted, least_error
+from calipers.solvers.scales import CountedValues, least_error
 from calipers.statistics.base import guarded
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 
 
-def least_error_qparams(seen: Counted, options: HistogramMSEOptions, label: str) -> QParamsDict:
+def least_error_qparams(
+    seen: CountedValues, options: HistogramMSEOptions, label: str
+) -> QParamsDict:
     """Return the scale and zero point with the least error over all values."""
     scale, zero_point = least_error(seen, options.norm, label)
     return {"scale": scale, "zero_point": zero_point, "global_scale": None}
@@ -42,12 +44,12 @@ def covered_range(qparams: QParamsDict, args: QuantizationArgs, shape: torch.Siz
     return lows, highs
 
 
-def percentile_range(seen: Counted, options: PercentileOptions, label: str) -> Range:  # noqa: ARG001
+def percentile_range(seen: CountedValues, options: PercentileOptions, label: str) -> Range:  # noqa: ARG001
     """Return the range that keeps the asked share of the values of each piece."""
     return percentile(seen, options.percentile)
 
 
-def entropy_range(seen: Counted, options: EntropyOptions, label: str) -> Range:  # noqa: ARG001
+def entropy_range(seen: CountedValues, options: EntropyOptions, label: str) -> Range:  # noqa: ARG001
     """Return the range of least divergence of each piece."""
     return entropy(seen, options.bins)
 
@@ -133,10 +135,10 @@ class ValueCountsObserver(Observer):
             self.synced.update(synced)
         return self
 
-    def _counted(self) -> Counted:
+    def _counted(self) -> CountedValues:
         """Return what solvers ask for."""
         low, high = super().get_range()
-        return Counted(self.counts.distributions(), low, high, self.args)
+        return CountedValues(self.counts.distributions(), low, high, self.args)
 
 
 class HistogramMSEOptions(ObserverOptions):

@@ -19,9 +19,9 @@ from calipers.observers.options import ImportanceOptions, ObserverOptions, Searc
 from calipers.solvers.importance import ImportanceName, Weights
 from calipers.solvers.scales import (
     Solutions,
-    best_range,
     common_global_scale,
     error_of,
+    grid_search,
     minmax,
     of_range,
 )
@@ -173,7 +173,7 @@ class OptimalObserver(Observer):
         global_scale = qparams["global_scale"]
         usual = None if global_scale is None else super().get_global_scale()
         classic = SearchOptions()
-        shrunk = best_range(problem._replace(norm=classic.norm, weights=Weights()), classic.tried)
+        shrunk = grid_search(problem._replace(norm=classic.norm, weights=Weights()), classic.tried)
         return ErrorReport(
             minmax(problem, usual).error,
             of_range(problem, *shrunk, usual).error,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from calipers.errors import ConfigurationError, nearest
-from calipers.solvers.scales import SearchedParts
+from calipers.solvers.scales import RangeGrid
 
 Options = TypeVar("Options", bound="ObserverOptions")
 
@@ -80,9 +80,9 @@ class SearchOptions(ObserverOptions):
         return [1 - i / self.grid for i in range(self.steps)]
 
     @property
-    def tried(self) -> SearchedParts:
+    def tried(self) -> RangeGrid:
         """What is searched."""
-        return SearchedParts(self.factors, self.expand, self.stop_after)
+        return RangeGrid(self.factors, self.expand, self.stop_after)
 
     @property
     def stop_after(self) -> int | None:

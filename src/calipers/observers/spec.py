@@ -30,7 +30,7 @@ from calipers.observers.definition import (
 from calipers.observers.histogram import covered_range
 from calipers.observers.options import ObserverOptions
 from calipers.solvers.importance import Importance, Weights
-from calipers.solvers.scales import Counted, common_global_scale
+from calipers.solvers.scales import CountedValues, common_global_scale
 from calipers.statistics.base import Statistic, full_precision
 from calipers.statistics.ranges import LastRange, observation_of
 from calipers.statistics.value_counts import ValueCounts
@@ -213,7 +213,7 @@ class ObserverSpec:
             check_countable(*ends, ends[0].dtype, label)
             if solve is None:
                 return ends
-            counted = Counted(counts.distributions(), *ends, self.args)
+            counted = CountedValues(counts.distributions(), *ends, self.args)
             return solve(counted, self.options, label)
 
     @cached_property

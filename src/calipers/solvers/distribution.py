@@ -11,11 +11,13 @@ from torch import Tensor
 
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import safe_qparams
-from calipers.solvers.scales import Counted
+from calipers.solvers.scales import CountedValues
 from calipers.statistics.value_counts import Distribution
 
+_CANDIDATES_AT_ONCE = 64  # parts of a range whose divergences are worked out together
 
-def percentile(seen: Counted, share: float) -> tuple[Tensor, Tensor]:
+
+def percentile(seen: CountedValues, share: float) -> tuple[Tensor, Tensor]:
     """Return the range that leaves out at most 100 − ``share`` percent of the values of a piece.
 
     Values that were rounded to be counted are kept by the outer edge of their bin.
@@ -32,7 +34,7 @@ def percentile(seen: Counted, share: float) -> tuple[Tensor, Tensor]:
     return _piece_by_piece(seen, ends_of)
 
 
-def entropy(seen: Counted, bins: int) -> tuple[Tensor, Tensor]:
+def entropy(seen: CountedValues, bins: int) -> tuple[Tensor, Tensor]:
     """Return the range whose quantized distribution diverges least from that of the values.
 
     The whole range is [−absmax, absmax] for symmetric formats, and from minimum to maximum, and to
@@ -52,7 +54,7 @@ def entropy(seen: Counted, bins: int) -> tuple[Tensor, Tensor]:
 
 
 def _piece_by_piece(
-    seen: Counted, ends_of: Callable[[Distribution, Tensor, Tensor], tuple[Tensor, Tensor]]
+    seen: CountedValues, ends_of: Callable[[Distribution, Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Let a function find the ends of each piece, and cut them to its extrema.
 
@@ -69,12 +71,6 @@ def _piece_by_piece(
         for side in zip(*ends, strict=True)
     )
     return torch.maximum(lows, low), torch.minimum(highs, high)
-
-
-# Entropy: The range whose quantized distribution tells most about the one it stands for.
-
-
-_CANDIDATES_AT_ONCE = 64
 
 
 def entropy_range(
@@ -94,22 +90,17 @@ def entropy_range(
     The least Σ p·log(p/q) wins, of equal ones the widest range. All sums are float64.
     """
     lossy = values != 0
-    histogram = _histogram(values[lossy], counts[lossy], low, high, bins)
+    start, width = low.double(), high.double() - low.double()
+    # Values that rounding put beyond an end belong to the last bin there.
+    places = ((values[lossy].double() - start) / width * bins).floor().clamp(0, bins - 1)
+    histogram = torch.zeros(bins, dtype=torch.float64)
+    histogram.index_add_(0, places.long(), counts[lossy].double())
     codes = len(Format.of(args).values())
     parts = torch.arange(bins, codes - 1, -1, dtype=torch.float64) / bins
-    found = [
-        _divergences(histogram, low, high, some, args)
-        for some in parts.chunk(-(-len(parts) // _CANDIDATES_AT_ONCE))
-    ]
-    best = parts[torch.cat(found).argmin()]
+    chunks = parts.chunk(-(-len(parts) // _CANDIDATES_AT_ONCE))
+    divergences = [_divergences(histogram, low, high, chunk, args) for chunk in chunks]
+    best = parts[torch.cat(divergences).argmin()]
     return (low.double() * best).to(low.dtype), (high.double() * best).to(high.dtype)
-
-
-def _histogram(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, bins: int) -> Tensor:
-    """Count in equal bins; values that rounding put beyond an end belong to the last bin there."""
-    start, width = low.double(), high.double() - low.double()
-    places = ((values.double() - start) / width * bins).floor().clamp(0, bins - 1)
-    return torch.zeros(bins, dtype=torch.float64).index_add_(0, places.long(), counts.double())
 
 
 def _divergences(
@@ -120,32 +111,26 @@ def _divergences(
     Codes ascend with the bins, so that sums over the bins of a code are differences of sums from
     the left; and q is the same for all bins of a code.
     """
+    fmt = Format.of(args)
     lows, highs = low.double() * parts[:, None], high.double() * parts[:, None]
     width = (high.double() - low.double()) / len(histogram)
     centres = low.double() + (torch.arange(len(histogram), dtype=torch.float64) + 0.5) * width
-    edges = _edges(centres, lows.to(low.dtype), highs.to(high.dtype), args)
+    qparams = safe_qparams(lows.to(low.dtype), highs.to(high.dtype), args)
+    scale, zero_point = (value.double() for value in qparams)
+    shifted = centres / scale + (0 if fmt.symmetric else zero_point)
+    rounded = fmt.round_(shifted.clamp_(*fmt.limits))
+    codes = torch.cat([fmt.values().double(), torch.tensor([torch.inf])])
+    # The first bin of each code under each candidate, and the end of the last.
+    edges = torch.searchsorted(rounded, codes.expand(len(parts), -1).contiguous())
     mass, filled = (_from_left(x)[edges].diff() for x in (histogram, (histogram > 0).double()))
     before = _from_left(torch.xlogy(histogram, histogram))[-1]
     after = torch.xlogy(mass, mass / filled.clamp(min=1)).cumsum(1)[:, -1]
     return (before - after) / histogram.sum().clamp(min=1)
 
 
-def _edges(centres: Tensor, lows: Tensor, highs: Tensor, args: QuantizationArgs) -> Tensor:
-    """Return the first bin of each code under each candidate, and the end of the last."""
-    fmt = Format.of(args)
-    scale, zero_point = (value.double() for value in safe_qparams(lows, highs, args))
-    shifted = centres / scale + (0 if fmt.symmetric else zero_point)
-    rounded = fmt.round_(shifted.clamp_(*fmt.limits))
-    codes = torch.cat([fmt.values().double(), torch.tensor([torch.inf])])
-    return torch.searchsorted(rounded, codes.expand(len(lows), -1).contiguous())
-
-
 def _from_left(values: Tensor) -> Tensor:
     """Sum all values before each place; one after the other, however many threads there are."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)])
-
-
-# Percentile: The range that leaves out no more than a share of all values, in whole numbers.
 
 
 def percentile_range(

@@ -4,6 +4,9 @@ What the output of a row loses is Δᵀ H Δ, Δ = q − w, with H = E[x xᵀ] o
 rounded one after the other, each with the errors of those before it; then every value moves to the
 best code that all others leave it, and scales to what is best for the codes, in turns. Rounding to
 nearest is the fallback of each row: no row loses more than with it.
+
+With the codes kept, the loss Δᵀ H Δ is a parabola in each scale, whose lowest point is known. A
+scale moves there, as near as a checkpoint can store, where that lowers the loss.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch import Tensor
 from calipers.kernels.hessian import LEAST_GAIN, Rounding, descend, feed_back
 
 _LEAST_DAMPING, _LARGEST_DAMPING = 1e-10, 1.0  # that are tried, of the mean of the diagonal
+_BLOCK = 128  # columns at least whose slopes are worked out together
+_COARSE = 1 << 10  # fewer storable scales than this are far apart
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ def corrected(weight: Tensor, cross: Tensor, residual: Tensor | None, curve: Cur
     :param cross: C in float64
     :param residual: D in float64; None where there is nothing to make up for
     """
-    given = weight.double()
-    wanted = given @ (cross / curve.unit) + given * curve.added
+    original = weight.double()
+    wanted = original @ (cross / curve.unit) + original * curve.added
     if residual is not None:
         wanted += residual / curve.unit
     ordered = wanted if curve.order is None else wanted[:, curve.order]
@@ -121,7 +126,7 @@ def feed_back_errors(
     values[worse] = plain[worse]
     pulls[worse] = (plain[worse] - weight[worse]) @ hessian
     sweep = partial(descend, sweeps=sweeps, block=block, pulls=pulls)
-    values, _ = sweep(values, weight, hessian, *rounding)
+    values, _ = sweep(values, weight, hessian, rounding)
     if scales is None or not sweeps:
         return values, rounding
     for _ in range(scales.turns):
@@ -129,16 +134,14 @@ def feed_back_errors(
         values, rounding = refit_scales(values, pulls, hessian, rounding, scales)
         if torch.equal(before, rounding.scales):
             break
-        values, _ = sweep(values, weight, hessian, *rounding)
+        values, _ = sweep(values, weight, hessian, rounding)
     return values, rounding
 
 
 def _fed_back(weight: Tensor, curve: Curvature, rounding: Rounding, block: int) -> Tensor:
     if curve.order is None:
-        return feed_back(weight, curve.factor, *rounding, block=block)
-    ordered = feed_back(
-        weight[:, curve.order], curve.factor, *rounding.permuted(curve.order), block=block
-    )
+        return feed_back(weight, curve.factor, rounding, block)
+    ordered = feed_back(weight[:, curve.order], curve.factor, rounding.permuted(curve.order), block)
     return torch.empty_like(ordered).index_copy_(1, curve.order, ordered)
 
 
@@ -151,13 +154,6 @@ def losses(differences: Tensor, curve: Curvature, block: int = 512) -> Tensor:
         stop = start + block
         total += (ordered[:, :stop] @ root[:stop, start:stop]).double().square().sum(1)
     return total
-
-
-# Refit: Scales of a weight that is rounded already, moved to where its codes lose least.
-
-
-_BLOCK = 128  # columns at least whose slopes are worked out together
-_COARSE = 1 << 10  # fewer storable scales than this are far apart
 
 
 class Scales(NamedTuple):

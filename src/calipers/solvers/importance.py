@@ -39,8 +39,8 @@ class Weights(NamedTuple):
     hessian: Tensor | None = None
 
 
-class Weighed(NamedTuple):
-    """The weight whose errors are weighed.
+class ImportanceTarget(NamedTuple):
+    """The weight whose errors are to count by an importance.
 
     :param label: what messages call it
     :param least: the least that a column counts, where the mean is 1
@@ -84,7 +84,7 @@ class Importance:
         """
         return None
 
-    def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:  # noqa: ARG002
+    def weights(self, inputs: Statistic | None, of: ImportanceTarget) -> Weights:  # noqa: ARG002
         """Return what errors are weighed by; raise where that cannot be."""
         return Weights()
 
@@ -108,7 +108,7 @@ class DiagonalImportance(Importance):
         """Return the diagonal."""
         return _filled(self.statistic(len(hessian), args), hessian.diagonal(), tokens)
 
-    def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
+    def weights(self, inputs: Statistic | None, of: ImportanceTarget) -> Weights:
         """Return E[x²] of each column over its mean."""
         total, count = _gathered(inputs, self.fields, of.label)
         return Weights(_diagonal(total / count, of))
@@ -136,7 +136,7 @@ class HessianImportance(Importance):
         blocks = [hessian[i : i + statistic.width, i : i + statistic.width] for i in starts]
         return _filled(statistic, torch.stack(blocks), tokens)
 
-    def weights(self, inputs: Statistic | None, of: Weighed) -> Weights:
+    def weights(self, inputs: Statistic | None, of: ImportanceTarget) -> Weights:
         """Return the diagonal of E[x xᵀ] over its mean, and its blocks over the same."""
         blocks, count = _gathered(inputs, self.fields, of.label)
         sums = blocks.diagonal(dim1=1, dim2=2).flatten()
@@ -225,7 +225,8 @@ def _gathered(inputs: Statistic | None, fields: tuple[str, ...], label: str) -> 
     return total, count
 
 
-def _diagonal(mean: Tensor, of: Weighed) -> Tensor:
+def _diagonal(mean: Tensor, of: ImportanceTarget) -> Tensor:
+    """Lay E[x²] of each column over its mean, over the pieces; refuse what cannot be one."""
     columns = of.layout.columns_of(of.pieces, mean.numel())
     if columns is None:
         raise ImportanceUnsupportedError(
@@ -233,27 +234,22 @@ def _diagonal(mean: Tensor, of: Weighed) -> Tensor:
             f"'{strategy_name(of.layout.args)}'",
             where=of.label,
         )
-    diagonal = _over_mean(mean, columns, of.label)
+    problem = None
+    if mean.numel() != columns:
+        problem = f"has {mean.numel()} channels for {columns} columns of the weight"
+    elif not bool(torch.isfinite(mean).all()):
+        problem = "has NaN or Inf in it"
+    elif bool((mean < 0).any()):
+        problem = "has negative values"
+    elif not bool(mean.any()):
+        problem = "is zero for every channel"
+    if problem is not None:
+        raise ImportanceError(f"importance {problem}", where=of.label)
+    diagonal = mean / mean.mean()
     return of.layout.over_columns(diagonal.clamp(min=of.least) if of.least else diagonal)
 
 
-def _over_mean(importance: Tensor, columns: int, label: str) -> Tensor:
-    """Return importance over its mean; refuse what cannot be one."""
-    if importance.numel() != columns:
-        raise ImportanceError(
-            f"importance has {importance.numel()} channels for {columns} columns of the weight",
-            where=label,
-        )
-    if not bool(torch.isfinite(importance).all()):
-        raise ImportanceError("importance has NaN or Inf in it", where=label)
-    if bool((importance < 0).any()):
-        raise ImportanceError("importance has negative values", where=label)
-    if not bool(importance.any()):
-        raise ImportanceError("importance is zero for every channel", where=label)
-    return importance / importance.mean()
-
-
-def _fitted(blocks: Tensor, tokens: int, of: Weighed) -> Tensor:
+def _fitted(blocks: Tensor, tokens: int, of: ImportanceTarget) -> Tensor:
     """Return blocks that fit the pieces, shrunk as far as tokens are few."""
     width, piece = blocks.shape[-1], of.pieces.shape[-1]
     if of.layout.order is not None:

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.errors import weight_gone
-from calipers.kernels.hessian import choose_together, quadratic_error
+from calipers.kernels.hessian import choose_candidates, quadratic_error
 from calipers.kernels.optimum import best_scales
 from calipers.kernels.rounding import quantization_errors
 from calipers.kernels.search import search_range
@@ -27,6 +27,9 @@ from calipers.numerics.qparams import qparams_of, quantize_dequantize, safe_qpar
 from calipers.numerics.tensors import tensor_version
 from calipers.solvers.importance import Weights
 from calipers.statistics.value_counts import Distribution
+
+_SAMPLE = 1 << 15  # pieces of a tensor by which a global scale is chosen
+_FACTORS = (0.875, 0.75, 0.625)  # of the usual global scale, that are tried
 
 
 class Problem(NamedTuple):
@@ -94,7 +97,7 @@ class Problem(NamedTuple):
         )
 
 
-class Counted(NamedTuple):
+class CountedValues(NamedTuple):
     """What is known of the values of a tensor.
 
     :param distributions: how often each value of each piece occurred, in the order of the qparams
@@ -176,9 +179,6 @@ def effective(scale: Tensor, global_scale: Tensor | None) -> Tensor:
     return wide / global_scale.to(scale.device)
 
 
-# Minmax: The range as it is.
-
-
 def minmax(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     """Let the codes cover the whole range of each piece.
 
@@ -200,11 +200,8 @@ def of_range(
     return Solution(scale, zero_point, error_of(problem, scale, zero_point, global_scale))
 
 
-# Grid search: The best of some ranges, each a part of the whole one.
-
-
-class SearchedParts(NamedTuple):
-    """Which parts of a range are tried.
+class RangeGrid(NamedTuple):
+    """The ranges that a grid search tries, as parts of the whole one.
 
     :param factors: what the range is multiplied by, one after the other
     :param expand: what it is multiplied by before
@@ -216,14 +213,7 @@ class SearchedParts(NamedTuple):
     patience: int | None = None
 
 
-def grid_search(
-    problem: Problem, parts: SearchedParts, global_scale: Tensor | None = None
-) -> Solution:
-    """Take the range with the least Σ w·|q−x|^norm of each piece."""
-    return of_range(problem, *best_range(problem, parts), global_scale)
-
-
-def best_range(problem: Problem, parts: SearchedParts) -> tuple[Tensor, Tensor]:
+def grid_search(problem: Problem, grid: RangeGrid) -> tuple[Tensor, Tensor]:
     """Return the range with the least Σ w·|q−x|^norm of each piece, as it would be stored.
 
     Weights are those of a row of a weight, or None: a piece must be a run of columns of one row.
@@ -234,18 +224,12 @@ def best_range(problem: Problem, parts: SearchedParts) -> tuple[Tensor, Tensor]:
         problem.low,
         problem.high,
         problem.args,
-        factors=parts.factors,
+        factors=grid.factors,
         norm=problem.norm,
-        expand=parts.expand,
-        patience=parts.patience,
+        expand=grid.expand,
+        patience=grid.patience,
         weights=None if weights is None else weights.reshape(-1, weights.shape[-1]),
     )
-
-
-# Exact: The best of all scales and zero points that can be stored: for a weight, or for counts.
-
-
-_SAMPLE = 1 << 15  # pieces of a tensor by which a global scale is chosen
 
 
 class _Candidates(NamedTuple):
@@ -288,7 +272,7 @@ def exact(problem: Problem, global_scale: Tensor | None = None) -> Solution:
 
 
 def least_error(
-    seen: Counted, norm: float = 2.0, where: str = "least_error"
+    seen: CountedValues, norm: float = 2.0, where: str = "least_error"
 ) -> tuple[Tensor, Tensor]:
     """Return the scale and zero point with the least Σ|q−x|^norm over all values that were seen.
 
@@ -378,11 +362,20 @@ def _searched(problem: Problem, global_scale: Tensor | None) -> _Candidates:
         keep=problem.shortlist,
         most=torch.finfo(dtype).max,
     )
-    if global_scale is not None:
-        stored = _under(global_scale, scales, stored_scales(fmt, dtype, wanted))
-        scales = torch.where(scales == 0, 0, stored)
-    mirrored = (window == 1) & fmt.symmetric
-    return _Candidates(torch.where(mirrored, -scales, scales), _zero_points(window, fmt))
+    if global_scale is not None:  # turn effective scales into those that are stored under it
+        divisor = global_scale.detach().float().to(scales.device)
+        stored = stored_scales(fmt, dtype, wanted)
+        if stored is None:
+            scales = scales * divisor
+        else:
+            stored = stored.to(scales.device)
+            index = torch.searchsorted((stored / divisor).to(scales.dtype), scales.contiguous())
+            scales = torch.where(scales == 0, 0, stored[index.clamp(max=len(stored) - 1)])
+    if fmt.symmetric:  # the second window is that of negative scales
+        zeros = torch.zeros_like(scales, dtype=torch.float32)
+        return _Candidates(torch.where(window == 1, -scales, scales), zeros)
+    # Windows are in the order of zero points.
+    return _Candidates(scales, fmt.values().to(window.device)[window.long()])
 
 
 def _with_minmax(
@@ -418,8 +411,8 @@ def _judged(
     hessian = problem.weights.hessian
     if hessian is not None:
         scales, zeros = effective(candidates.scales, global_scale), candidates.zeros
-        at = choose_together(problem.pieces, scales, zeros, hessian, problem.args)
-        chosen = candidates.at(at)
+        index = choose_candidates(problem.pieces, scales, zeros, hessian, problem.args)
+        chosen = candidates.at(index)
         return chosen, errors_of(problem, *chosen, global_scale)
     best, usual = candidates.at(0), candidates.at(-1)
     errors, of_minmax = (
@@ -433,28 +426,6 @@ def _judged(
         torch.where(keep, ours, theirs) for ours, theirs in zip(best, usual, strict=True)
     )
     return (scale, zero_point), torch.where(keep, errors, of_minmax)
-
-
-def _under(global_scale: Tensor, best: Tensor, stored: Tensor | None) -> Tensor:
-    """Turn effective scales into those that are stored under a global scale."""
-    global_scale = global_scale.detach().float().to(best.device)
-    if stored is None:
-        return best * global_scale
-    stored = stored.to(best.device)
-    storable = (stored / global_scale).to(best.dtype)
-    return stored[torch.searchsorted(storable, best.contiguous()).clamp(max=len(stored) - 1)]
-
-
-def _zero_points(window: Tensor, fmt: Format) -> Tensor:
-    """Return the zero point of each window; windows are in the order of zero points."""
-    values = torch.zeros(2) if fmt.symmetric else fmt.values()
-    return values.to(window.device)[window.long()]
-
-
-# Global scale: The scale of the scales (NVFP4): one for all weights that run as one.
-
-
-_FACTORS = (0.875, 0.75, 0.625)
 
 
 def common_global_scale(weights: Sequence[Solutions], usual: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from calipers.kernels.resources import Freed, in_threads
+from calipers.kernels.resources import FreedMemory, in_threads
 from calipers.numerics.layout import has_global_scale
 from calipers.observers import QParamsDict
 from calipers.observers import spec as observers
@@ -59,7 +59,7 @@ def solve_weights(layer: Layer) -> Solved:
         with in_threads(solve, small) as solutions:
             for _ in counted_groups(layer, small, "choosing scales"):
                 mine |= next(solutions)
-        freed = Freed()
+        freed = FreedMemory()
         for group in counted_groups(layer, large, "choosing scales"):
             mine |= solve(group)
             freed.count(sum(layer.weight(module.name).nbytes for module in group))

@@ -22,6 +22,8 @@ from calipers.kernels.operations import Declined
 from calipers.kernels.resources import num_threads
 from calipers.numerics.formats import Format
 
+_PANEL = 16  # columns of a matrix that lie together
+
 
 @feed_back_block.register(BACKEND)
 def _feed_back(
@@ -76,12 +78,6 @@ def _rounder(rounding: Rounding) -> Any:
     return library().Rounder(
         scales=scales, zeros=zeros, groups=groups, numbers=numbers_of(fmt.grid)
     )
-
-
-# Joint: Joint choice among candidates, natively.
-
-
-_PANEL = 16  # columns of a matrix that lie together
 
 
 @choose_in_blocks.register(BACKEND)

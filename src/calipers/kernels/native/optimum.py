@@ -20,14 +20,7 @@ from calipers.numerics.layout import as_grid, by_piece
 
 @try_scales.register(BACKEND)
 @sweep_scales.register(BACKEND)
-def _natively(search: ScaleSearch) -> Optimum:
-    found = _found(search)
-    # A value becomes at most twice as large.
-    may_overflow = torch.maximum(-search.low, search.high).double() > search.most / 2
-    return _without_overflow(search, found) if bool(may_overflow.any()) else found
-
-
-def _found(search: ScaleSearch) -> Optimum:
+def _best_scales(search: ScaleSearch) -> Optimum:
     kernels = library()
     values = as_grid(search.pieces, ordered=True)
     weights = None if search.weights is None else as_grid(search.weights, ordered=True)
@@ -50,19 +43,21 @@ def _found(search: ScaleSearch) -> Optimum:
     )
     if search.storable is None:
         kernels.sweep(given, magnitudes=magnitudes_of(search.fmt), threads=num_threads())
-        return found
-    storable = search.storable.float().contiguous()
-    kernels.optimum(
-        given,
-        storable=storable,
-        halvable=halvable_from(storable),
-        most=search.most,
-        grid=search.fmt.grid.native_name,
-        shifted=any(window.zero for window in search.windows),
-        norm=search.norm,
-        threads=num_threads(),
-    )
-    return found
+    else:
+        storable = search.storable.float().contiguous()
+        kernels.optimum(
+            given,
+            storable=storable,
+            halvable=halvable_from(storable),
+            most=search.most,
+            grid=search.fmt.grid.native_name,
+            shifted=any(window.zero for window in search.windows),
+            norm=search.norm,
+            threads=num_threads(),
+        )
+    # A value becomes at most twice as large.
+    may_overflow = torch.maximum(-search.low, search.high).double() > search.most / 2
+    return _without_overflow(search, found) if bool(may_overflow.any()) else found
 
 
 def _without_overflow(search: ScaleSearch, found: Optimum) -> Optimum:
@@ -75,17 +70,13 @@ def _without_overflow(search: ScaleSearch, found: Optimum) -> Optimum:
     again = overflows(search, found.scales, zero, lowest, highest).any(1).nonzero().squeeze(1)
     if not len(again):
         return found
-    pieces, weights = (
-        None if part is None else by_piece(part)[again][None, :, None]
-        for part in (search.pieces, search.weights)
-    )
-    assert pieces is not None
+    weights = search.weights
     few = search._replace(
-        pieces=pieces, weights=weights, low=search.low[again], high=search.high[again]
+        pieces=by_piece(search.pieces)[again][None, :, None],
+        weights=None if weights is None else by_piece(weights)[again][None, :, None],
+        low=search.low[again],
+        high=search.high[again],
     )
-    return Optimum(
-        *(
-            old.index_copy(0, again, new)
-            for old, new in zip(found, optimum_in_torch(few), strict=True)
-        )
-    )
+    found_again = optimum_in_torch(few)
+    parts = (old.index_copy(0, again, new) for old, new in zip(found, found_again, strict=True))
+    return Optimum(*parts)

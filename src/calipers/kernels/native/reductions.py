@@ -1,8 +1,6 @@
-"""Extrema, natively."""
+"""Reductions, natively."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,45 +25,31 @@ _ONE_TASK = 1 << 16  # so many values are never shared by threads
 
 @extrema.register(BACKEND)
 def _extrema(pieces: Tensor) -> Extrema:
-    kernels = library().module
-    values, shape, strides = _geometry(pieces)
+    """Tell the kernel the sizes and strides that ``as_grid`` would give.
+
+    No tensor is made for them, and arguments have no names, which counts where tensors are small.
+    """
+    kernels, values = library().module, pieces
+    if pieces.ndim > 5 or pieces.is_neg():  # the address of the latter's memory would be taken
+        values = as_grid(pieces.resolve_neg())
+    (observations, *sizes), (step, *steps) = values.shape, values.stride()
+    ones = (1,) * (4 - len(sizes))
+    shape, strides = (observations, *ones, *sizes), (step, *ones, *steps)
+    if shape[3] > 1 and strides[3] < strides[4]:
+        shape, strides = (*shape[:3], shape[4], shape[3]), (*strides[:3], strides[4], strides[3])
+    # Pieces that are columns of a matrix in memory are taken as observations of one row each.
+    if strides[1] == 1 and strides[4] > 1 and shape[0] == shape[2] == shape[3] == 1:
+        shape, strides = (shape[4], *shape[:4]), (strides[4], *strides[:4])
     low = values.new_empty(tuple(pieces.shape)[1:-2])  # what is not torch.Size takes less time
     high = torch.empty_like(low)
-    name, threads = _NAMES[values.dtype], num_threads() if values.numel() > _ONE_TASK else 1
-    given = values, name, *_side_by_side(shape, strides), low, high
-    nonfinite = kernels.extrema(*given, None, threads)
+    threads = num_threads() if values.numel() > _ONE_TASK else 1
+    arguments = values, _NAMES[values.dtype], shape, strides, low, high
+    nonfinite = kernels.extrema(*arguments, None, threads)
     if not nonfinite:
         return Extrema(low, high)
     missing = torch.zeros_like(low, dtype=torch.bool)
-    kernels.extrema(*given, missing, threads)
+    kernels.extrema(*arguments, missing, threads)
     return Extrema(low, high, nonfinite, missing)
-
-
-def _side_by_side(shape: Sequence[int], strides: Sequence[int]) -> tuple[Sequence[int], ...]:
-    """Turn pieces that are columns of a matrix in memory into observations of one row each."""
-    is_transposed = strides[1] == 1 and strides[4] > 1
-    if is_transposed and shape[0] == shape[2] == shape[3] == 1:
-        return (shape[4], *shape[:4]), (strides[4], *strides[:4])
-    return shape, strides
-
-
-def _geometry(pieces: Tensor) -> tuple[Tensor, Sequence[int], Sequence[int]]:
-    """Return what ``as_grid`` does as sizes and strides, and the tensor whose memory they are of.
-
-    No tensor is made for it, which counts where tensors are small.
-    """
-    if pieces.ndim > 5 or pieces.is_neg():  # the address of the latter's memory would be taken
-        grid = as_grid(pieces.resolve_neg())
-        return grid, grid.shape, grid.stride()
-    (observations, *sizes), (step, *steps) = pieces.shape, pieces.stride()
-    missing = (1,) * (4 - len(sizes))
-    shape, strides = (observations, *missing, *sizes), (step, *missing, *steps)
-    if shape[3] > 1 and strides[3] < strides[4]:
-        shape, strides = (*shape[:3], shape[4], shape[3]), (*strides[:3], strides[4], strides[3])
-    return pieces, shape, strides
-
-
-# Moments: Σx² of each channel, natively.
 
 
 @sum_of_squares.register(BACKEND)
@@ -79,14 +63,11 @@ def _sum_of_squares(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     return sums.sum(0)
 
 
-# Products: Σ x yᵀ over tokens in bfloat16, where the processor multiplies it (AVX512_BF16).
-
-
 @sum_of_products.register(BACKEND, dtypes=(torch.bfloat16,))
 def _sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor | Declined:
     kernels = library()
     if not kernels.can_add_products():
-        return Declined("this processor does not multiply bfloat16")
+        return Declined("this processor does not multiply bfloat16")  # it has no AVX512_BF16
     other = left if right is None else right
     total = left.new_zeros(left.shape[1], other.shape[1], dtype=torch.float64)
     x, y = (
@@ -98,15 +79,9 @@ def _sum_of_products(left: Tensor, right: Tensor | None = None) -> Tensor | Decl
     return total
 
 
-# Counts: Counts of values, natively.
-
-
 @add_counts.register(BACKEND)
 def _add_counts(pieces: Tensor, table: Tensor) -> None:
     library().count_values(values=as_grid(pieces), counts=table, threads=num_threads())
-
-
-# Channels: Counts, extrema and Σx² of channels, natively.
 
 
 @summarize_channels.register(BACKEND)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ _TABLE = 1 << 22  # scales handed to the kernel at once
 
 
 @best_range.register(BACKEND)
-def _natively(
+def _best_range(
     search: Search, factors: Sequence[float], patience: int | None
 ) -> tuple[Tensor, Tensor]:
     candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
@@ -32,95 +31,53 @@ def _natively(
 
 
 def _best(search: Search, factors: Tensor, patience: int | None) -> Tensor:
+    """Return which factor is the best of each piece."""
     if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
-        search = _counted(search)
+        # Only the values that occur are tried, weighted by how often they do.
+        occurring, counts = distinct_values(search.pieces)
+        pieces = occurring.expand(1, *search.pieces.shape[1:-2], 1, -1)
+        search = search._replace(pieces=pieces, weights=proportions(counts.flatten(0, -2).double()))
     values = as_grid(search.pieces, ordered=search.weights is not None)
     weights = None if search.weights is None else _like(values, search.weights)
-    stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
-    known = _Known.nothing(search.low.numel(), len(factors), stop_after)
-    source = _scale_source(search)
-    work = _NativeSearch(search, values, weights, factors, source, known)
+    fmt, source, per_row = Format.of(search.args), _scale_source(search), values.shape[2]
     parts = [slice(0, values.shape[1])]
     if source == "given":  # tables of scales are made part by part
-        parts = list(runs(values.shape[1], values.shape[2] * len(factors), _TABLE))
-    work.run(parts)
-    # A later part may have shown that patience lasts longer than an earlier one knew.
-    while len(parts) > 1 and known.is_uneven():
-        work.run(parts)
-    return known.best
-
-
-class _Known(NamedTuple):
-    """What is known of each piece: the best of the candidates that are done, and its error.
-
-    The latter two are there only if patience can end; ``improved`` says which candidates were the
-    best so far of any piece.
-    """
-
-    patience: int
-    best: Tensor
-    done: Tensor | None
-    least: Tensor | None
-    improved: Tensor
-
-    @classmethod
-    def nothing(cls, pieces: int, candidates: int, patience: int) -> _Known:
-        """Begin."""
-        return cls(
-            patience,
-            torch.zeros(pieces, dtype=torch.int32),
-            torch.zeros(pieces, dtype=torch.int32) if patience else None,
-            torch.empty(pieces, dtype=torch.float64) if patience else None,
-            torch.zeros(candidates, dtype=torch.uint8),
-        )
-
-    def of(self, these: slice) -> _Known:
-        """Return what is known of some pieces; what is learnt of them is learnt here."""
-        done, least = (None if part is None else part[these] for part in (self.done, self.least))
-        return self._replace(best=self.best[these], done=done, least=least)
-
-    def is_uneven(self) -> bool:
-        """Whether some pieces have been through more candidates than others."""
-        return self.done is not None and int(self.done.min()) < int(self.done.max())
-
-
-class _NativeSearch(NamedTuple):
-    """A search, with its pieces and weights as the native kernel takes them."""
-
-    search: Search
-    values: Tensor
-    weights: Tensor | None
-    factors: Tensor
-    source: str
-    known: _Known
-
-    def run(self, parts: Sequence[slice]) -> None:
-        """Search rows of the grid of pieces, part by part."""
-        search, fmt = self.search, Format.of(self.search.args)
+        parts = list(runs(values.shape[1], per_row * len(factors), _TABLE))
+    stop_after = 0 if patience is None or patience >= len(factors) else max(patience, 1)
+    best = torch.zeros(search.low.numel(), dtype=torch.int32)
+    # Only if patience can end: how many candidates of a piece are done, and its error so far.
+    done = torch.zeros_like(best) if stop_after else None
+    least = torch.empty_like(best, dtype=torch.float64) if stop_after else None
+    improved = torch.zeros(len(factors), dtype=torch.uint8)  # candidates, the best of any piece
+    while True:
         for rows in parts:
-            these = slice(rows.start * self.values.shape[2], rows.stop * self.values.shape[2])
-            tables = _tables(search, self.factors, these) if self.source == "given" else {}
+            these = slice(rows.start * per_row, rows.stop * per_row)
+            tables = {}
+            if source == "given":  # scales and zero points, one row per candidate
+                qparams = safe_qparams(*search.range_of(factors[:, None], these), search.args)
+                scales, zero_points = (value.float().contiguous() for value in qparams)
+                tables = {"scales": scales, "zero_points": zero_points}
             library().search(
-                values=self.values[:, rows],
-                weights=None if self.weights is None else self.weights[:, rows],
+                values=values[:, rows],
+                weights=None if weights is None else weights[:, rows],
                 ranges=library().RangeFactors(
-                    low=search.low[these], high=search.high[these], factors=self.factors
+                    low=search.low[these], high=search.high[these], factors=factors
                 ),
                 numbers=numbers_of(fmt.grid),
                 norm=search.norm,
-                scales=library().ScaleChoice(
-                    source=self.source, shifted=not fmt.symmetric, **tables
+                scales=library().ScaleChoice(source=source, shifted=not fmt.symmetric, **tables),
+                progress=library().Progress(
+                    patience=stop_after,
+                    best=best[these],
+                    done=None if done is None else done[these],
+                    least=None if least is None else least[these],
+                    improved=improved,
                 ),
-                progress=library().Progress(**self.known.of(these)._asdict()),
                 threads=num_threads(),
             )
-
-
-def _counted(search: Search) -> Search:
-    """Turn a search over values into one over those that occur, weighted by how often they do."""
-    values, counts = distinct_values(search.pieces)
-    pieces = values.expand(1, *search.pieces.shape[1:-2], 1, -1)
-    return search._replace(pieces=pieces, weights=proportions(counts.flatten(0, -2).double()))
+        # A later part may have shown that patience lasts longer than an earlier one knew.
+        if len(parts) == 1 or done is None or int(done.min()) == int(done.max()):
+            return best
 
 
 def _scale_source(search: Search) -> str:
@@ -133,13 +90,6 @@ def _scale_source(search: Search) -> str:
     if not fmt.symmetric and bool((search.high.double() - search.low > most).any()):
         return "given"
     return "plain" if search.args.scale_dtype is None else "given"
-
-
-def _tables(search: Search, factors: Tensor, these: slice) -> dict[str, Tensor]:
-    """Return scales and zero points, one row per candidate."""
-    qparams = safe_qparams(*search.range_of(factors[:, None], these), search.args)
-    scales, zero_points = (value.float().contiguous() for value in qparams)
-    return {"scales": scales, "zero_points": zero_points}
 
 
 def _like(values: Tensor, weights: Tensor) -> Tensor:
