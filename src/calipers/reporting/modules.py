@@ -248,7 +248,22 @@ def _reasons(
     row: ModuleFacts, usual: _Usual, seen: MeasuredInput | None, chosen: ChosenRange | None
 ) -> Iterable[str]:
     if (row.input_error or 0) > (row.by_weight or 0):
-        yield from _about_input(row, chosen)
+        hidden = (row.typical_input or 0) > (row.by_input or 0)
+        where = " of tokens without its few largest values" if hidden else ""
+        yield (
+            f"Its static input causes most of it: {_percent(row.input_error or 0)} of the "
+            f"output{where}, the weights {_percent(row.by_weight or 0)}."
+        )
+        if chosen is not None:
+            clipped, vanished, _ = chosen.shares
+            reach = _amount(max(abs(chosen.low), abs(chosen.high)))
+            if vanished > 0.01:
+                yield (
+                    f"One scale reaches ±{reach}, so that {_percent(vanished)} of all values "
+                    "become zero."
+                )
+            if clipped > 0.0001:
+                yield f"{_percent(clipped)} of all values lie beyond ±{reach} and are cut off."
     elif row.by_weight and row.weight_error:
         gain = row.by_weight / row.weight_error
         if usual.weight and row.weight_error > 1.15 * usual.weight:
@@ -268,26 +283,6 @@ def _reasons(
             f"more than 8 times as large as the median channel; channel {worst.index:,} is "
             f"{_amount(worst.times)} times as large."
         )
-
-
-def _about_input(row: ModuleFacts, chosen: ChosenRange | None) -> Iterable[str]:
-    hidden = (row.typical_input or 0) > (row.by_input or 0)
-    where = " of tokens without its few largest values" if hidden else ""
-    yield (
-        f"Its static input causes most of it: {_percent(row.input_error or 0)} of the "
-        f"output{where}, the weights {_percent(row.by_weight or 0)}."
-    )
-    if chosen is None:
-        return
-    clipped, vanished, _ = chosen.shares
-    reach = max(abs(chosen.low), abs(chosen.high))
-    if vanished > 0.01:
-        yield (
-            f"One scale reaches ±{_amount(reach)}, so that {_percent(vanished)} of all values "
-            "become zero."
-        )
-    if clipped > 0.0001:
-        yield f"{_percent(clipped)} of all values lie beyond ±{_amount(reach)} and are cut off."
 
 
 def _amount(value: float) -> str:
