@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from words import BOS, EOS, PAD, byte_tokenizer, ids_of
 
 from calipers.calibration.data import Batches, calibration_batches
-from calipers.errors import CalipersWarning
+from calipers.errors import CalipersWarning, ConfigurationError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
 
@@ -251,3 +251,33 @@ def test_samples_of_like_length_share_batches(documents: list[list[int]]) -> Non
     lengths = [len(row) for row in rows(batches)]
     if len(set(lengths)) == 1 and lengths[0] <= 8:  # nothing keeps them apart but the size
         assert len(batches) == -(-len(lengths) // (16 // lengths[0]))
+
+
+# Samples that were taken before can be passed over
+
+NUMBERED = [[number] * 8 for number in range(1, 51)]
+
+
+def samples_with(**options: Any) -> list[tuple[int, ...]]:
+    common: dict[str, Any] = {"max_seq_length": 8, "seed": 5, "use": "evaluation"}
+    batches = calibration_batches(NUMBERED, **common, **options)
+    return [tuple(batch["input_ids"][0].tolist()) for batch in batches]
+
+
+@pytest.mark.parametrize("packing", [None, True])
+def test_what_follows_is_what_one_call_would_have_taken_next(packing: bool | None) -> None:
+    everything = samples_with(num_samples=50, packing=packing)
+    assert samples_with(num_samples=20, packing=packing) == everything[:20]
+    assert samples_with(num_samples=20, skip=20, packing=packing) == everything[20:40]
+    assert samples_with(num_samples=50, skip=20, packing=packing) == everything[20:]
+    assert len(set(everything)) == 50
+
+
+def test_skip_of_too_many_and_what_cannot_be() -> None:
+    with pytest.raises(DataError, match="has 50 samples, and skip=50 passes over all of them"):
+        samples_with(skip=50)
+    with pytest.raises(ConfigurationError, match=r"skip=-1 is not allowed\. Allowed: a whole num"):
+        samples_with(skip=-1)
+    ready = [{"input_ids": torch.ones(1, 8, dtype=torch.int64)}] * 3
+    with pytest.raises(ConfigurationError, match="skip=1 has no meaning for batches that"):
+        calibration_batches(iter(ready), skip=1, use="evaluation")
