@@ -289,7 +289,10 @@ inline void check_pack() {
   const std::int64_t bits = job.bits = codes.bits;
   job.row_bytes = divide_up(columns * bits, 8) + 3;
   std::vector<std::uint8_t> packed(rows * job.row_bytes, 255), expected(packed.size()), nans(job.cut.tasks());
-  job.packed = packed.data(), job.nans = nans.data();
+  std::vector<double> errors(job.cut.tasks() * columns, -1), exact(columns);
+  std::vector<float> output(rows * columns);
+  job.packed = packed.data(), job.nans = nans.data(), job.errors = errors.data(), job.output = output.data();
+  job.rows_together = one_of({1, 2, 5});
   run(kernels.pack, job);
   expect_equal("whether there is a NaN", *std::max_element(nans.begin(), nans.end()), has_nan);
   if (has_nan) return;
@@ -304,6 +307,15 @@ inline void check_pack() {
                               : magnitude | sign << (bits - 1);
     for (std::int64_t bit = 0, at = column * bits; bit < bits; bit++, at++)
       expected[row * job.row_bytes + at / 8] |= (code >> bit & 1) << at % 8;
+    const double number = numbers.nearest(moved);
+    const double value = static_cast<float>((number - zeros[block * job.zero_step]) * scales[block]);
+    expect_equal("a value", output[i], value);
+    if (std::isfinite(values.at(0, i))) exact[column] += std::pow(value - values.at(0, i), 2);
+  }
+  for (std::int64_t column = 0; column < columns; column++) {
+    double error = 0;
+    for (std::int64_t task = 0; task < job.cut.tasks(); task++) error += errors[task * columns + column];
+    expect_near("the error of a column", error, exact[column], 1e-6);
   }
   for (std::size_t i = 0; i < packed.size(); i++) expect_equal("a byte", packed[i], expected[i]);
 }
