@@ -49,14 +49,33 @@ struct Coder<Grid<Floats<mantissa, smallest_exponent>, shifted>> {
   }
 };
 
+// A tile of each, and room behind it for a vector, or for eight codes that are moved together.
+struct PackScratch {
+  float *values, *rounded;
+  std::uint8_t* codes;
+  double* sums;
+  PackScratch(Arena& arena, const PackJob&)
+      : values(arena.take<float>(kPackTile + W)),
+        rounded(arena.take<float>(kPackTile + W)),
+        codes(arena.take<std::uint8_t>(kPackTile + kLanes)),
+        sums(arena.take<double>(kPackTile + W)) {}
+};
+
+inline V first_lanes(V x, std::int64_t count) {
+  for (std::int64_t i = count; i < W; i++) x[i] = 0;
+  return x;
+}
+
 // The codes of the columns [begin, begin + count), whose scales are those of a row of blocks from
-// `block` on, and the numbers they stand for. Up to a vector behind them is read and written too.
-// Returns lanes that had a NaN.
+// `block` on, and the numbers they stand for, if these go anywhere. Squares of differences are added to
+// the sums of their columns, in double, which holds every square; Inf, which stays what it is, counts as
+// no error. Up to a vector behind them is read and written too. Returns lanes that had a NaN.
 template <DType working, class Grid>
 I code_values(const PackJob& job, const float* values, std::int64_t begin, std::int64_t count,
-              std::int64_t block, std::uint8_t* codes, float* rounded) {
+              std::int64_t block, const PackScratch& scratch) {
   const Coder<Grid> code(job);
   const V lowest = all(job.lowest), highest = all(job.highest);
+  const auto [_, rounded, codes, sums] = scratch;
   I nans{};
   block += begin / job.width;
   std::int64_t end = job.width - begin % job.width;
@@ -65,11 +84,17 @@ I code_values(const PackJob& job, const float* values, std::int64_t begin, std::
     const std::int64_t stop = end < count ? end : count;
     nans |= nan_lanes(zero);
     for (; i < stop; i += W) {
-      const V quotient = load_as<V>(values + i) / scale;
+      const V x = load_as<V>(values + i), quotient = x / scale;
       nans |= nan_lanes(quotient);
       const V moved = round_in<working>(round_in<working>(quotient) + zero);
       store(codes + i, narrow_to_bytes(code(moved)));
-      store(rounded + i, (Grid::round(moved, lowest, highest) - zero) * scale);
+      const V number = (Grid::round(moved, lowest, highest) - zero) * scale;
+      if (job.output) store(rounded + i, number);
+      V error = nonfinite_lanes(x) ? V{} : number - x;
+      if (i + W > stop) error = first_lanes(error, stop - i);
+      const D lower = lower_doubles(error), upper = upper_doubles(error);
+      store(sums + i, load_as<D>(sums + i) + lower * lower);
+      store(sums + i + W / 2, load_as<D>(sums + i + W / 2) + upper * upper);
     }
   }
   return nans;
@@ -81,18 +106,6 @@ inline auto code_values_of(const PackJob& job) {
     with_grid(job.grid, false, [&](auto grid) { found = code_values<working(), decltype(grid)>; });
   });
   return found;
-}
-
-// Add the squares of differences to the sums of their columns, in double, which holds every square. Inf,
-// which stays what it is, counts as no error.
-inline void add_squares(const float* values, const float* rounded, std::int64_t count, double* sums) {
-  for (std::int64_t i = 0; i < count; i += W) {
-    const V x = load_as<V>(values + i);
-    const V error = nonfinite_lanes(x) ? V{} : load_as<V>(rounded + i) - x;
-    const D lower = lower_doubles(error), upper = upper_doubles(error);
-    store(sums + i, load_as<D>(sums + i) + lower * lower);
-    store(sums + i + W / 2, load_as<D>(sums + i + W / 2) + upper * upper);
-  }
 }
 
 // Eight codes, a byte each, moved together.
@@ -127,18 +140,6 @@ template <int... bits> auto pack_codes_of(int wanted, std::integer_sequence<int,
   return found;
 }
 
-// A tile of each, and room behind it for a vector, or for eight codes that are moved together.
-struct PackScratch {
-  float *values, *rounded;
-  std::uint8_t* codes;
-  double* sums;
-  PackScratch(Arena& arena, const PackJob&)
-      : values(arena.take<float>(kPackTile + W)),
-        rounded(arena.take<float>(kPackTile + W)),
-        codes(arena.take<std::uint8_t>(kPackTile + kLanes)),
-        sums(arena.take<double>(kPackTile + W)) {}
-};
-
 // Some rows at a time, which the cache holds, tile by tile: the sums of a tile stay near.
 inline void pack_task(const PackJob& job, std::int64_t index, PackScratch& scratch) {
   const auto code_values = code_values_of(job);
@@ -158,9 +159,8 @@ inline void pack_task(const PackJob& job, std::int64_t index, PackScratch& scrat
         load_tile(job.values, 0, 1, row * columns + begin, count, values, count);
         store(values + count, V{});  // what is read behind them must not be a NaN
         const std::int64_t block = row / job.height * job.scale_columns;
-        nans |= code_values(job, values, begin, count, block, codes, rounded);
+        nans |= code_values(job, values, begin, count, block, scratch);
         if (job.packed) pack_codes(codes, count, job.packed + row * job.row_bytes + begin * job.bits / 8);
-        add_squares(values, rounded, count, sums);
         if (job.output) std::memcpy(job.output + row * columns + begin, rounded, count * sizeof(float));
       }
       std::memcpy(totals + begin, sums, count * sizeof(double));

@@ -58,21 +58,12 @@ bool encode(const Tensor& values, const Blocks& blocks, const std::string& worki
   return std::any_of(nans.begin(), nans.end(), [](std::uint8_t one) { return one != 0; });
 }
 
-bool pack(const Tensor& values, const Blocks& blocks, const std::string& working, const Numbers& numbers,
-          float offset, int bits, Array<std::uint8_t> packed, int threads) {
-  std::vector<double> errors(values.shape(values.ndim() - 1));
-  return encode(values, blocks, working, numbers, offset, bits, packed, std::nullopt,
-                Array<double>(errors.data(), {errors.size()}), threads);
-}
-
 }  // namespace
 
 void bind_packing(nb::module_& m) {
   nb::class_<Blocks>(m, "Blocks")
       .def(nb::init<Array<const float>, Array<const float>, std::int64_t, std::int64_t>(), nb::kw_only(),
            "scales"_a.noconvert(), "zeros"_a.noconvert(), "height"_a, "width"_a);
-  m.def("pack", &pack, nb::kw_only(), "values"_a, "blocks"_a, "working"_a, "numbers"_a, "offset"_a,
-        "bits"_a, "packed"_a.noconvert(), "threads"_a);
   m.def("encode", &encode, nb::kw_only(), "values"_a, "blocks"_a, "working"_a, "numbers"_a, "offset"_a,
         "bits"_a, "packed"_a.noconvert().none(), "output"_a.noconvert().none(), "errors"_a.noconvert(), "threads"_a);
 }
