@@ -79,11 +79,11 @@ def assert_packed(
     assert (codes.dtype, codes.shape) == (expected.dtype, expected.shape)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     values, errors = values_and_errors(*given, form)
-    assert torch.equal(packed.values, values)
-    torch.testing.assert_close(packed.errors, errors, rtol=1e-9, atol=0)
+    torch.testing.assert_close(packed.values, values, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(packed.errors, errors, rtol=1e-9, atol=0, equal_nan=True)
     alone = pack_weight(*given, form)
     assert torch.equal(alone.codes.view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(alone.errors, packed.errors)
+    torch.testing.assert_close(alone.errors, packed.errors, rtol=0, atol=0, equal_nan=True)
     assert alone.values is None
 
 
