@@ -96,9 +96,7 @@ class PreparedModel:
                     names = tuple(filter(planned.__contains__, wanted))
                     yield Part(names, {each: self.read(each) for each in wanted})
 
-        with closing(in_background(read())) as parts:
-            for part in parts:
-                yield part
+        yield from in_background(read())
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Read the tensors that a module has on disk; the parameters of a scheme are not there."""
