@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,14 +47,24 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
     """
     if not any(map(hessians_of, plan.modules)):
         return None
-    layers, outside = _by_layer(model, plan)
+    topology = Topology.of(model)
+    inside: dict[str, list[ModuleSpec]] = {layer: [] for layer in topology.layers}
+    outside: list[ModuleSpec] = []
+    for module in plan.modules:
+        layer = topology.layer_of(module.name)
+        (outside if layer is None else inside[layer]).append(module)
+    layers = list(inside.values())
     if plan.propagation == "float":
         most = max(map(hessian_bytes, (*layers, outside)))
         return FeedbackNeeds(plan.propagation, 1, most, hessian_bytes(plan.modules))
-    stages = [_stages(layer) for layer in layers]
+    at_a_time, longest = [outside], 0
+    for modules in layers:
+        linears = {module.name: module for module in modules if module.kind == "linear"}
+        stages = groups_side_by_side(linears)
+        at_a_time += [[linears[name] for name in stage] for stage in stages]
+        longest = max(longest, len(stages))
     streams = 2 if plan.propagation == "both" else 1
-    passes = streams * (max(map(len, stages), default=0) + 1)  # the last one goes on to the next
-    at_a_time = (*(stage for layer in stages for stage in layer), outside)
+    passes = streams * (longest + 1)  # the last one goes on to the next layer
     return FeedbackNeeds(plan.propagation, passes, max(map(hessian_bytes, at_a_time)))
 
 
@@ -81,25 +91,6 @@ def statistics_bytes(model: PreTrainedModel, plan: Plan) -> int:
             key = reader, base_name, str(statistic.configuration())
             sizes[key] = copies * statistic.expected_bytes(channels, heads.get(base_name, 1))
     return sum(sizes.values())
-
-
-def _by_layer(
-    model: torch.nn.Module, plan: Plan
-) -> tuple[list[list[ModuleSpec]], list[ModuleSpec]]:
-    """Return the modules of each decoder layer, and those outside of them."""
-    topology = Topology.of(model)
-    layers: dict[str, list[ModuleSpec]] = {layer: [] for layer in topology.layers}
-    outside: list[ModuleSpec] = []
-    for module in plan.modules:
-        layer = topology.layer_of(module.name)
-        (outside if layer is None else layers[layer]).append(module)
-    return list(layers.values()), outside
-
-
-def _stages(modules: Iterable[ModuleSpec]) -> list[list[ModuleSpec]]:
-    """Put Linear modules together that are calibrated together, by their names."""
-    linears = {module.name: module for module in modules if module.kind == "linear"}
-    return [[linears[name] for name in group] for group in groups_side_by_side(linears)]
 
 
 @dataclass(frozen=True)
@@ -164,9 +155,18 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     change = sum(
         sum(after[example].values()) - sum(before[example].values()) for example in alike.values()
     )
-    change += _untied(model, ties.keys() - left.keys(), plan)
-    rows = tuple(_rows(plan, alike, before, after))
-    return DryRun(rows, tuple(plan.measured), plan.needs_data, total, total + change, needs, memory)
+    # Copies that were tied to a weight which is now quantized without them are stored themselves.
+    alone = [n for n in ties.keys() - left.keys() if n.rpartition(".")[0] not in plan.names]
+    tensors = offloaded_tensors(model) if alone else {}
+    change += sum(tensors[name].nbytes for name in alone)
+    rows = []
+    for (module, tensor), row in zip(plan, plan.rows(), strict=True):
+        sizes = [_stored_size(tensor.base_name, s[alike[module.name]]) for s in (before, after)]
+        targets = scheme_runs_on(module.scheme) if tensor.base_name == "weight" else {}
+        rows.append(DryRunRow(**row, before=sizes[0], after=sizes[1], runs_on=targets))
+    return DryRun(
+        tuple(rows), tuple(plan.measured), plan.needs_data, total, total + change, needs, memory
+    )
 
 
 Sizes = Mapping[str, Mapping[str, int]]
@@ -201,23 +201,7 @@ def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec], copies: Contai
     }
 
 
-def _untied(model: PreTrainedModel, copies: Iterable[str], plan: Plan) -> int:
-    """Return what copies take that were tied to a weight which is now quantized without them."""
-    planned = set(plan.names)
-    alone = [name for name in copies if name.rpartition(".")[0] not in planned]
-    tensors = offloaded_tensors(model) if alone else {}
-    return sum(tensors[name].nbytes for name in alone)
-
-
-def _rows(plan: Plan, alike: Mapping[str, str], before: Sizes, after: Sizes) -> Iterator[DryRunRow]:
-    for (module, tensor), row in zip(plan, plan.rows(), strict=True):
-        example = alike[module.name]
-        sizes = [_of_tensor(tensor.base_name, all_[example]) for all_ in (before, after)]
-        targets = scheme_runs_on(module.scheme) if tensor.base_name == "weight" else {}
-        yield DryRunRow(**row, before=sizes[0], after=sizes[1], runs_on=targets)
-
-
-def _of_tensor(base_name: str, sizes: Mapping[str, int]) -> int:
+def _stored_size(base_name: str, sizes: Mapping[str, int]) -> int:
     """Add up what is stored for a tensor: itself, its packed form, its scales."""
     return sum(
         size

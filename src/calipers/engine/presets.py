@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization import initialize_module_for_quantization as initialize
 
 from calipers.checkpoint.compression import sizes_of_module
@@ -102,13 +102,19 @@ def _presets_by_form() -> dict[Any, str]:
 
 def _form(scheme: QuantizationScheme) -> tuple[Any, ...]:
     """Return what kernels are chosen by."""
-    return tuple(_form_of_args(getattr(scheme, field)) for field in ARGS_FIELDS)
-
-
-def _form_of_args(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
-    if args is None:
-        return None
-    return (args.num_bits, args.type, args.strategy, args.symmetric, args.dynamic, args.scale_dtype)
+    tensors = (getattr(scheme, field) for field in ARGS_FIELDS)
+    return tuple(
+        args
+        and (
+            args.num_bits,
+            args.type,
+            args.strategy,
+            args.symmetric,
+            args.dynamic,
+            args.scale_dtype,
+        )
+        for args in tensors
+    )
 
 
 _WIDTH = 4096
@@ -168,6 +174,13 @@ class PresetInfo:
         name = preset_name(name)
         scheme = preset(name, ("Linear",))
         tensors = {tensor.base_name: tensor for tensor in tensor_specs(scheme)}
+        quantized = {
+            key: args_to_data(args)
+            for key in ("weights", "input_activations")
+            if (args := getattr(scheme, key)) is not None
+        }
+        modifier = {"ignore": list(IGNORED_BY_DEFAULT), **quantized}
+        recipe = {"modifiers": [{"QuantizationModifier": modifier}]}
         return cls(
             name=name,
             weights=_described(tensors.get("weight")),
@@ -177,7 +190,7 @@ class PresetInfo:
             when=_WHEN.get(name, ""),
             runs_on=runs_on(name),
             scheme=scheme_to_data(scheme),
-            recipe=_recipe(scheme),
+            recipe=load_recipe(recipe).to_yaml() if quantized else "",
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -205,15 +218,3 @@ def _bits_per_weight(scheme: QuantizationScheme) -> float:
     layer.quantization_status = QuantizationStatus.FROZEN
     sizes = sizes_of_module(layer)
     return 8 * sum(n for name, n in sizes.items() if name.startswith("weight")) / _WIDTH**2
-
-
-def _recipe(scheme: QuantizationScheme) -> str:
-    tensors = {
-        key: args_to_data(args)
-        for key in ("weights", "input_activations")
-        if (args := getattr(scheme, key)) is not None
-    }
-    if not tensors:
-        return ""
-    modifier = {"ignore": list(IGNORED_BY_DEFAULT), **tensors}
-    return load_recipe({"modifiers": [{"QuantizationModifier": modifier}]}).to_yaml()
