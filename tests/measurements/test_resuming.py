@@ -19,7 +19,7 @@ from words import byte_tokenizer
 
 import calipers
 from calipers import Measurements
-from calipers.engine import job as jobs
+from calipers.engine import loop
 from calipers.errors import CheckpointExistsError, ConfigurationError, MeasurementsError
 from calipers.measurements.partial import PartialFile
 from calipers.statistics.sums import BlockHessians
@@ -59,13 +59,13 @@ def test_a_run_goes_on_with_what_it_has_not_seen(
 ) -> None:
     whole = measure(tmp_path / "whole")
     file, partial = tmp_path / "m", tmp_path / "m.partial"
-    sizes, basic = [], jobs.PIPELINES["basic"]
+    sizes, basic = [], loop.PIPELINES["basic"]
 
-    def counting(run: Any, batches: Any) -> None:
+    def counting(run: Any, batches: Any) -> Any:
         sizes.append(len(batches))
-        basic(run, batches)
+        return basic(run, batches)
 
-    monkeypatch.setitem(jobs.PIPELINES, "basic", counting)
+    monkeypatch.setitem(loop.PIPELINES, "basic", counting)
     for done in (3, 5):
         killed_after(done, file, monkeypatch)
         seen = Measurements.load(partial)
