@@ -8,7 +8,7 @@ a flag here, with the documentation that they have here. Nothing heavy is import
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -294,23 +294,33 @@ class _Groups:
         :param keywords: single options, by the names that the function has for them
         :param groups: the groups that were given, by the names of the fields
         """
-        found = {name: _checked(name, kind, groups.get(name)) for name, kind in cls._kinds()}
-        owners = {option: name for name, group in found.items() for option in group.names()}
-        given = {name: group.given() for name, group in found.items()}
-        givers = {
-            option: f"{name}={type(found[name]).__name__}({option}={value!r})"
-            for name, options in given.items()
-            for option, value in options.items()
-        }
+        kinds, owners = cls._kinds(), dict[str, str]()
+        values: dict[str, dict[str, Any]] = {}
+        sources: dict[str, str] = {}  # option → how it was given
+        for name, kind in kinds.items():
+            group = groups.get(name) or kind()
+            if not isinstance(group, kind):
+                raise ConfigurationError(
+                    f"must be {kind.__name__}",
+                    subject=Option(name),
+                    got=repr(group),
+                    hint=f"Pass {name}={kind.__name__}(…), or its options one by one.",
+                )
+            owners |= dict.fromkeys(kind.names(), name)
+            values[name] = group.given()
+            for option, value in values[name].items():
+                sources[option] = f"{name}={kind.__name__}({option}={value!r})"
         for keyword, value in keywords.items():
             option = KEYWORDS.get(keyword, keyword)
             if option not in owners:
                 raise unknown_option(keyword, [*owners, *KEYWORDS])
-            if option in givers:
-                raise _given_twice(keyword, value, givers[option])
-            given[owners[option]][option] = value
-            givers[option] = f"{keyword}={value!r}"
-        return cls(**{name: type(group)(**given[name]) for name, group in found.items()})
+            if option in sources:
+                problem = f"is given twice: beside {sources[option]}"
+                subject = Option(keyword, value)
+                raise ConfigurationError(problem, subject=subject, hint="Keep one.")
+            values[owners[option]][option] = value
+            sources[option] = f"{keyword}={value!r}"
+        return cls(**{name: kind(**values[name]) for name, kind in kinds.items()})
 
     def keywords(self) -> dict[str, Any]:
         """Return the options that were given, one by one, as functions call them.
@@ -318,19 +328,17 @@ class _Groups:
         >>> OneshotOptions(data=DataOptions(num_samples=8)).keywords()
         {'num_calibration_samples': 8}
         """
-        called = {option: keyword for keyword, option in KEYWORDS.items()}
-        groups = (getattr(self, name) for name, _ in self._kinds())
+        names = {option: keyword for keyword, option in KEYWORDS.items()}
         return {
-            called.get(option, option): value
-            for group in groups
-            for option, value in group.given().items()
+            names.get(option, option): value
+            for group in self._kinds()
+            for option, value in getattr(self, group).given().items()
         }
 
     @classmethod
-    def _kinds(cls) -> Iterator[tuple[str, type[OptionGroup]]]:
-        for each in fields(cls):  # type: ignore[arg-type]
-            kind: Any = each.default_factory
-            yield each.name, kind
+    def _kinds(cls) -> dict[str, Any]:
+        """Return the class of each group."""
+        return {each.name: each.default_factory for each in fields(cls)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,21 +387,3 @@ def unknown_option(name: str, known: list[str], owner: str = "") -> Configuratio
         meant=nearest(name, known),
         allowed=known,
     )
-
-
-def _checked(name: str, kind: type[OptionGroup], given: OptionGroup | None) -> OptionGroup:
-    if given is None:
-        return kind()
-    if not isinstance(given, kind):
-        raise ConfigurationError(
-            f"must be {kind.__name__}",
-            subject=Option(name),
-            got=repr(given),
-            hint=f"Pass {name}={kind.__name__}(…), or its options one by one.",
-        )
-    return given
-
-
-def _given_twice(keyword: str, value: object, other: str) -> ConfigurationError:
-    problem = f"is given twice: beside {other}"
-    return ConfigurationError(problem, subject=Option(keyword, value), hint="Keep one.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calipers.calibration.context import Calibration
-from calipers.errors import CalipersWarning, Option, UnseenModulesError, Words, counted, shortened
+from calipers.errors import CalipersWarning, Option, UnseenModulesError, counted, shortened
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
 from calipers.observers.spec import COUNTS, RANGE
@@ -107,7 +107,7 @@ class Coverage(NotebookView):
 
 _ALL_EXPERTS = "show all tokens to all experts (" + Option("calibrate_all_experts", True) + ")"
 _WEIGHTS_ONLY = Option("on_unseen", "weights_only")
-_HINTS: dict[str, Words] = {
+_HINTS: dict[str, str] = {
     "error": (
         "Give more or other data, "
         + _ALL_EXPERTS

@@ -1,16 +1,21 @@
-"""Errors and warnings: what they say, kept in parts, and how the message is made of them."""
+"""Errors and warnings: classes, what they say in parts, and how the message is made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
-from calipers.errors.formatting import listing
-from calipers.errors.text import Spelling, Text, Words, joined
+from typing_extensions import ParamSpec
+
+from calipers.errors.text import Spelling, Text, in_one_line, joined, listing
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _ENDS = (".", "?", "!", "…")
 
@@ -18,12 +23,12 @@ _ENDS = (".", "?", "!", "…")
 class Fields(TypedDict, total=False):
     """What can be said besides ``what``; see :class:`Context`."""
 
-    subject: Words
-    where: Words
-    got: Words
+    subject: str
+    where: str
+    got: str
     meant: str | None
-    allowed: Words | Collection[str]
-    hint: Words
+    allowed: str | Collection[str]
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -44,25 +49,28 @@ class Context:
     "line 3: unknown key 'sceme'. Did you mean 'scheme'? Allowed: scheme."
     """
 
-    what: Words
-    subject: Words = ""
-    where: Words = ""
-    got: Words = ""
+    what: str
+    subject: str = ""
+    where: str = ""
+    got: str = ""
     meant: str | None = None
-    allowed: Words | Collection[str] = ""
-    hint: Words = ""
+    allowed: str | Collection[str] = ""
+    hint: str = ""
 
     @property
     def text(self) -> Text:
         """The message: place, subject and what is wrong with it; what was meant; the way out."""
         first = joined(" ", [self.subject, self.what])
-        sentences = (
+        whole = Text()
+        for sentence in (
             joined(", got ", [first, self.got]),
             f"Did you mean '{self.meant}'?" if self.meant else "",
-            joined(": ", ["Allowed", _listed(self.allowed)]) if self.allowed else "",
+            "Allowed: " + _listed(self.allowed) if self.allowed else "",
             self.hint,
-        )
-        return joined(": ", [self.where, _paragraph(sentences)])
+        ):
+            # after a list of several lines a new one begins
+            whole = joined("\n" if "\n" in whole else " ", [whole, _ended(sentence)])
+        return joined(": ", [self.where, whole])
 
     def as_dict(self, spelling: Spelling = str) -> dict[str, str]:
         """Return what is said as plain data, without what is not."""
@@ -70,23 +78,13 @@ class Context:
         return {name: _listed(each).spelt(spelling) for name, each in found.items() if each}
 
 
-def _listed(words: Words | Collection[str]) -> Text:
-    return Text.of(words if isinstance(words, Words) else listing(words))
+def _listed(words: str | Collection[str]) -> Text:
+    return Text(words if isinstance(words, str) else listing(words))
 
 
-def _paragraph(sentences: Iterable[Words]) -> Text:
-    """Put sentences side by side; after a list of several lines a new one begins."""
-    whole = Text()
-    for each in map(_ended, sentences):
-        whole = joined("\n" if "\n" in str(whole) else " ", [whole, each])
-    return whole
-
-
-def _ended(words: Words) -> Text:
+def _ended(text: str) -> str:
     """Return a sentence with its full stop; a list of several lines has none."""
-    text = Text.of(words)
-    is_open = text and "\n" not in str(text) and not str(text).endswith(_ENDS)
-    return text + "." if is_open else text
+    return text + "." if text and "\n" not in text and not text.endswith(_ENDS) else text
 
 
 class _WithContext:
@@ -95,7 +93,7 @@ class _WithContext:
     context: Context
     args: tuple[Any, ...]
 
-    def __init__(self, what: Words, **fields: Unpack[Fields]) -> None:
+    def __init__(self, what: str, **fields: Unpack[Fields]) -> None:
         self.context = Context(what, **fields)
         super().__init__(str(self.context.text))  # type: ignore[call-arg]
 
@@ -109,11 +107,11 @@ class _WithContext:
         """Return the message, in which ``spelling`` says how options are spelt."""
         return self.context.text.spelt(spelling)
 
-    def add_place(self, where: Words) -> None:
+    def add_place(self, where: str) -> None:
         """Say where it was found, before all else that is said."""
         self._change(where=joined(": ", [where, self.context.where]))
 
-    def add_hint(self, hint: Words) -> None:
+    def add_hint(self, hint: str) -> None:
         """Add what to do next, or what else is known."""
         self._change(hint=joined(" ", [_ended(self.context.hint), hint]))
 
@@ -189,3 +187,187 @@ class CheckpointError(CalipersError, OSError):
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """An output in whose place lies something that is not replaced."""
+
+
+class UnseenModulesError(CalipersError, ValueError):
+    """Modules whose parameters need data that never reached them.
+
+    :param names: the modules
+    """
+
+    exit_code = 4
+
+    def __init__(self, what: str, *, names: Iterable[str] = (), **fields: Unpack[Fields]) -> None:
+        self.names = tuple(names)
+        super().__init__(what, **fields)
+
+
+class FusedExpertsError(ModelRunError, NotImplementedError):
+    """Experts in stacked parameters that cannot be told apart faithfully."""
+
+
+class RankError(CalipersError, RuntimeError):
+    """Processes of a job that cannot go on together."""
+
+    exit_code = 6
+
+
+class LayoutError(ConfigurationError):
+    """A strategy and a tensor that do not fit each other."""
+
+
+class UnsuitableError(ConfigurationError):
+    """An observer that is not made for this kind of tensor, strategy or format."""
+
+
+class UnknownObserverError(CalipersError, KeyError):
+    """A name under which no observer is registered."""
+
+    exit_code = 2
+
+
+class TensorKindError(CalipersError, TypeError):
+    """A tensor of a kind that cannot be observed."""
+
+    exit_code = 2
+
+
+class NoStatisticsError(CalipersError, AssertionError):
+    """A result was asked for that needs something to be observed first, or again."""
+
+    exit_code = 4
+
+
+class MergeError(CalipersError, ValueError):
+    """Statistics that cannot become one, or not those that were saved."""
+
+    exit_code = 5
+
+
+class ImportanceError(CalipersError, ValueError):
+    """Importance that cannot be used."""
+
+    exit_code = 3
+
+
+class ImportanceUnsupportedError(ImportanceError, NotImplementedError):
+    """Importance for a kind of tensor or strategy that has none."""
+
+
+class RecipeError(ConfigurationError):
+    """A recipe that cannot be read, or that does not make sense.
+
+    :param what: what is wrong, without the place
+    :param path: the keys that lead to it, as far as they are known
+    :param source: the file, or another word for where the recipe comes from
+    :param line: the line in it
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: Iterable[str | int] = (),
+        source: str | None = None,
+        line: int | None = None,
+        **fields: Unpack[Fields],
+    ) -> None:
+        self.path = tuple(path)
+        super().__init__(what, **fields)
+        self.add_line(source, line)
+
+    @classmethod
+    def of(cls, error: CalipersError, where: str = "", path: Iterable[str | int] = ()) -> Self:
+        """Return what another error says, as one of a recipe.
+
+        >>> str(RecipeError.of(CalipersError("must be a number", got="'x'"), "seed"))
+        "seed: must be a number, got 'x'."
+        """
+        made = cls(**vars(error.context), path=path)
+        made.add_place(where)
+        return made
+
+    def add_line(self, source: str | None, line: int | None) -> None:
+        """Say where in a file it is, as far as that is known."""
+        place = [*([source] if source else []), *([f"line {line}"] if line else [])]
+        self.add_place(", ".join(place))
+
+
+class CodeNotAllowedError(RecipeError):
+    """An observer in a file of Python code, which nobody has allowed to run."""
+
+
+# Several mistakes, and what libraries raise
+
+
+class SeveralMistakesError(ConfigurationError):
+    """What several checks found.
+
+    :param mistakes: what each of them raised
+    """
+
+    def __init__(self, mistakes: list[CalipersError]) -> None:
+        self.mistakes = mistakes
+        head = f"There are {len(mistakes)} mistakes:"
+        super().__init__(joined("\n  ", [head, *(each.context.text for each in mistakes)]))
+
+
+class Mistakes:
+    """Gathers the errors of checks.
+
+    >>> from calipers.errors import check_whole_number
+    >>> mistakes = Mistakes()
+    >>> for size in (0, 128, "x"):
+    ...     mistakes.check(check_whole_number, "group_size", size, least=1)
+    >>> mistakes.tell()
+    Traceback (most recent call last):
+    calipers.errors.base.SeveralMistakesError: There are 2 mistakes:
+      group_size=0 is not allowed. Allowed: a whole number, 1 or more.
+      group_size='x' is not allowed. Allowed: a whole number, 1 or more.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[CalipersError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def check(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Return what a function returns; None if it fails, which is told of later."""
+        try:
+            return function(*args, **options)
+        except SeveralMistakesError as error:
+            self._found.extend(error.mistakes)
+        except CalipersError as error:
+            self._found.append(error)
+        return cast(T, None)  # nobody uses it: all that is needed comes after tell()
+
+    def tell(self) -> None:
+        """Raise what was found: a single error as it is, several as one."""
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            raise SeveralMistakesError(self._found)
+
+
+@contextmanager
+def library_errors(told_as: Callable[[str], CalipersError]) -> Iterator[None]:
+    """Turn whatever a library raises into the error made of its words.
+
+    Libraries promise no set of exceptions for damaged input: validation errors of their own come,
+    and KeyError, RecursionError or MemoryError. A panic in Rust is not even an Exception.
+
+    >>> with library_errors(lambda words: CalipersError(f"The file is damaged: {words}.")):
+    ...     {}["key"]
+    Traceback (most recent call last):
+    calipers.errors.base.CalipersError: The file is damaged: KeyError: 'key'.
+    """
+    try:
+        yield
+    except CalipersError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        problem = f"{type(error).__name__}: {in_one_line(str(error))}".rstrip(".: ")
+        raise told_as(problem) from error

@@ -19,7 +19,6 @@ from calipers.errors import (
     LayoutError,
     Option,
     RecipeError,
-    Words,
     counted,
     group_sizes_for,
     joined,
@@ -61,7 +60,7 @@ def check_patterns(
             report(what, unmatched, **_advice(model, key, pattern))
 
 
-def report(what: Words, unmatched: Unmatched, **fields: Unpack[Fields]) -> None:
+def report(what: str, unmatched: Unmatched, **fields: Unpack[Fields]) -> None:
     """Raise, warn of, or pass over a pattern that matches nothing."""
     if unmatched == "error":
         error = RecipeError(what, **fields)
@@ -194,7 +193,7 @@ def _check_divisibility(modules: dict[str, torch.nn.Module], planned: Sequence[M
     head = f"The group or block size of the recipe does not divide {counted(len(lines), 'tensor')}:"
     rest = len(lines) - _SHOWN_TENSORS
     more = [f"  and {rest} more"] if rest > 0 else []
-    hint: Words = "Choose another scheme, or ignore these modules"
+    hint: str = "Choose another scheme, or ignore these modules"
     group_sizes = sorted(group_sizes_for(math.gcd(*grouped)), reverse=True)
     if group_sizes:
         sizes = joined(", ", (Option("group_size", size) for size in group_sizes))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from calipers.errors import Fields, RecipeError, Words
+from calipers.errors import Fields, RecipeError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,7 +46,7 @@ class Document:
             return found[0] if found else self.line_of(path[:-1])
         return None
 
-    def error(self, what: Words, path: Path = (), **fields: Unpack[Fields]) -> RecipeError:
+    def error(self, what: str, path: Path = (), **fields: Unpack[Fields]) -> RecipeError:
         """Make the error that says where a problem is."""
         return self.located(RecipeError(what, path=path, **fields))
 

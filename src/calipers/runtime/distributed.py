@@ -339,7 +339,7 @@ class DistributedRanks(Ranks):
 
     def _arrive(self, what: str, failure: Exception | None) -> None:
         if failure is not None:
-            error = (f"{type(failure).__name__}: " + text_of(failure)).to_data()
+            error = Text(f"{type(failure).__name__}: ", text_of(failure)).to_data()
             told = json.dumps({"rank": self.rank, "step": what, "error": error}, default=str)
             self._store.compare_set(f"{self._steps}/failure", "", told)
         self._store.set(f"{self._steps}/{self.rank}", "here")

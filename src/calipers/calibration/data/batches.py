@@ -31,7 +31,6 @@ from calipers.errors import (
     CalipersWarning,
     DataError,
     Option,
-    Words,
     check_whole_number,
     empty_data,
     no_meaning,
@@ -58,7 +57,7 @@ LONG_SAMPLE = 2048
 
 _LIKE_LENGTH = 1.125  # the longest sample of a batch, in terms of the shortest
 
-_Made: TypeAlias = tuple[list[tuple[int, Batch]], list[int], tuple[Words, ...]]
+_Made: TypeAlias = tuple[list[tuple[int, Batch]], list[int], tuple[str, ...]]
 """Batches, each with its part of the data, how many there are at each stop, and warnings."""
 
 
@@ -133,7 +132,7 @@ class Batches:
     """
 
     batches: tuple[Batch, ...]
-    warnings: tuple[Words, ...] = ()
+    warnings: tuple[str, ...] = ()
     parts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
 
@@ -236,7 +235,7 @@ def _sampled(source: Records, tokenizer: Any, sampling: Sampling) -> _Made:
 
 def _take_samples(
     source: Records, encoder: RecordTokenizer, sampling: Sampling
-) -> tuple[list[Sample], tuple[Words, ...]]:
+) -> tuple[list[Sample], tuple[str, ...]]:
     """Take the samples that are wanted, and those before them that are to be passed over.
 
     :return: the samples, never none, and what the user should know about them
@@ -365,7 +364,7 @@ def _dealt(source: ReadyBatches, sampling: Sampling) -> _Made:
     ends, stops = [], iter(sampling.stops)
     stop = next(stops, None)
     samples = tokens = 0
-    notes: tuple[Words, ...] = ()
+    notes: tuple[str, ...] = ()
     for index, batch in enumerate(_checked(source.batches, sampling)):
         if sampling.mask is None and (counted := batch.pop(COUNTED, None)) is not None:
             attended = batch["attention_mask"] != 0
@@ -476,10 +475,10 @@ def _can_choose_rows(batch: Batch) -> bool:
     return all(value.ndim and len(value) == rows for value in batch.values())
 
 
-def _about_size(samples: int, tokens: int, sampling: Sampling) -> tuple[Words, ...]:
+def _about_size(samples: int, tokens: int, sampling: Sampling) -> tuple[str, ...]:
     if sampling.use == "evaluation":
         return ()
-    notes: list[Words] = []
+    notes: list[str] = []
     if samples < sampling.num_samples:
         asked = f"The data has {samples} samples; {sampling.num_samples} were asked for ("
         notes.append(asked + Option("num_samples") + ").")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from calipers.errors import ANY, DataError, Option, Words, nearest, not_allowed, unreadable_record
+from calipers.errors import ANY, DataError, Option, nearest, not_allowed, unreadable_record
 
 _BEFORE_PAIRS = (
     ("input_ids", "attention_mask"),
@@ -136,7 +136,7 @@ def marked_tokens(record: Mapping[str, Any], ids: Tensor) -> Tensor | None:
     return marked if marked.shape == ids.shape else None
 
 
-def about_unused(ids: Tensor, counted: Tensor | None) -> tuple[Words, ...]:
+def about_unused(ids: Tensor, counted: Tensor | None) -> tuple[str, ...]:
     """Say that data has masks which are not used.
 
     :param ids: token ids without padding

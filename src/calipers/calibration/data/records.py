@@ -26,7 +26,6 @@ from calipers.errors import (
     ANY,
     DataError,
     Option,
-    Words,
     library_errors,
     unreadable_record,
 )
@@ -120,7 +119,7 @@ class RecordTokenizer:
     tokenizer: Any = None
     columns: tuple[str, ...] = ()
     vocab_size: int | None = None
-    notes: tuple[Words, ...] = ()
+    notes: tuple[str, ...] = ()
     mask: MaskChoice | None = None
 
     @classmethod
@@ -138,7 +137,7 @@ class RecordTokenizer:
         columns = columns_of(record, text_column, place) if listed else ()
         shown = record[columns[0]] if columns else record
         untold = tokenizer is not None and not _has_template(tokenizer) and _is_chat(shown)
-        notes: tuple[Words, ...] = (_NO_TEMPLATE,) if untold else ()
+        notes: tuple[str, ...] = (_NO_TEMPLATE,) if untold else ()
         if mask is None and columns[:1] == ("input_ids",) and not {*COLUMNS}.isdisjoint(record):
             seen = _with_mask(record, columns, place)
             notes += about_unused(seen.ids, seen.counted)

@@ -26,7 +26,7 @@ from calipers.calibration.named_datasets import (
     import_extra,
     load_named,
 )
-from calipers.errors import DataError, Words, empty_data, library_errors, several_splits
+from calipers.errors import DataError, empty_data, library_errors, several_splits
 from calipers.files.reading import irregular_kind, read_whole
 
 LARGEST_TEXT = 64 * 2**20
@@ -284,7 +284,7 @@ class Records:
     numbered: Iterable[tuple[str, Any]]
     name: str
     one_document: bool = False
-    notes: tuple[Words, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ def _from_stream(
     dataset: Iterable[Any],
     label: str = "item",
     name: str = "The dataset",
-    notes: tuple[Words, ...] = (),
+    notes: tuple[str, ...] = (),
 ) -> Records | ReadyBatches:
     iterator = iter(dataset)
     try:
