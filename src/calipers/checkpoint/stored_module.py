@@ -380,34 +380,25 @@ class QuantizedWeight:
 
     def _unpacked(self, codes: Tensor) -> Tensor:
         """Return codes as numbers, each in a place of its own."""
-        if self.form in IN_PAIRS:
-            return _by_bytes(codes, _fp4_pairs())[:, : self.shape[-1]]
-        if self.form not in IN_WORDS:
+        if self.form not in IN_PAIRS | IN_WORDS:
             return codes
-        if self.args.num_bits == 4:
-            return _by_bytes(codes.contiguous(), _int4_pairs())[:, : self.shape[-1]]
-        size = torch.Size((len(codes), self.shape[-1]))
-        unpacked: Tensor = unpack_from_int32(codes.contiguous(), self.args.num_bits, size)
-        return unpacked
-
-
-def _by_bytes(codes: Tensor, pairs: Tensor) -> Tensor:
-    """Look up the two numbers that each byte stands for."""
-    values = pairs[codes.view(torch.uint8).int()]
-    return values.view(torch.bfloat16 if pairs.dtype == torch.int32 else torch.int8)
-
-
-@cache
-def _fp4_pairs() -> Tensor:
-    """Return, for each byte, two numbers in bfloat16 as one of 32 bits."""
-    values = torch.tensor([*_FP4, *(-each for each in _FP4)], dtype=torch.bfloat16)
-    byte = torch.arange(256)
-    return torch.stack([values[byte & 15], values[byte >> 4]], 1).view(torch.int32).flatten()
+        columns, codes = self.shape[-1], codes.contiguous()
+        if self.args.num_bits != 4:
+            size = torch.Size((len(codes), columns))
+            unpacked: Tensor = unpack_from_int32(codes, self.args.num_bits, size)
+            return unpacked
+        is_fp4 = self.form in IN_PAIRS
+        values = _values_of_bytes("fp4" if is_fp4 else "int4")
+        pairs = values.flatten()[codes.view(torch.uint8).int()]
+        return pairs.view(torch.bfloat16 if is_fp4 else torch.int8)[:, :columns]
 
 
 @cache
-def _int4_pairs() -> Tensor:
-    """Return, for each byte, two numbers in int8 as one of 16 bits."""
+def _values_of_bytes(kind: Literal["fp4", "int4"]) -> Tensor:
+    """Return the two numbers that each byte stands for, as one number twice as long."""
     byte = torch.arange(256)
-    pair = torch.stack([(byte & 15) - 8, (byte >> 4) - 8], 1).to(torch.int8)
-    return pair.view(torch.int16).flatten()
+    if kind == "int4":
+        codes = torch.stack([(byte & 15) - 8, (byte >> 4) - 8], 1).to(torch.int8)
+        return codes.view(torch.int16)
+    values = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
+    return torch.stack([values[byte & 15], values[byte >> 4]], 1).view(torch.int32)

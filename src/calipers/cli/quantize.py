@@ -143,14 +143,13 @@ def quantize(
 def _figures(result: OneshotResult, output: Path) -> dict[str, Any]:
     """Return what is known of a checkpoint as plain data; sizes are bytes of tensors."""
     from calipers.checkpoint.headers import size_on_disk
-    from calipers.checkpoint.quantized import QuantizedCheckpoint
 
     rows, ran_in = result.plan.rows(), result.forward_dtype
     return {
         "output": str(output),
         "before": None if result.source is None else size_on_disk(result.source),
         "after": size_on_disk(output),
-        "bits_per_weight": QuantizedCheckpoint.open(output).bits_per_weight if rows else None,
+        "bits_per_weight": result.bits_per_weight,
         "seconds": result.seconds,
         "pipeline": result.pipeline,
         "samples": result.samples,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,8 @@ from calipers.calibration.pipelines import (
 )
 from calipers.calibration.sequential import run_sequential
 from calipers.checkpoint.auxiliary_files import source_folder
+from calipers.checkpoint.compression import bits_per_weight
+from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.state import tied_names
 from calipers.engine.applying import apply_changes, check_changes, give_schemes
 from calipers.errors import CalipersWarning, shortened
@@ -138,6 +141,13 @@ class OneshotResult(Solution, NotebookView):
     def source(self) -> Path | None:
         """The folder that the model came from, if it is at hand."""
         return source_folder(self.model)
+
+    @cached_property
+    def bits_per_weight(self) -> float | None:
+        """The bits that a quantized weight takes in the checkpoint, scales included."""
+        if self.output_dir is None:
+            return None
+        return bits_per_weight(self.model, stored_tensors(self.output_dir))
 
     def __repr__(self) -> str:
         return f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
