@@ -5,7 +5,6 @@ The model they are made of is not changed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping
 
 import torch
@@ -30,7 +29,6 @@ from calipers.checkpoint.state import (
     tied_names,
 )
 from calipers.errors import CheckpointError, listing
-from calipers.files.safetensors_header import StoredTensor
 from calipers.kernels.resources import FreedMemory
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS, PACKED, pack_weight
 from calipers.numerics.formats import FP8_DTYPE
@@ -193,22 +191,14 @@ def estimated_size(model: PreTrainedModel, names: StoredNames) -> int:
     return total
 
 
-def bits_per_weight(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> float | None:
-    """Return the bits that a quantized weight takes, scales included; None if there is none.
-
-    :param tensors: those of the checkpoint that was written
-    """
-    names, numbers = tensor_names(model).renamed, {}
-    for prefix, module in own_modules(model):
-        if has_quantized_weight(module):
-            stored = names[join(prefix, "weight")].removesuffix(".weight")
-            numbers[stored] = math.prod(module.weight.shape)
-    size = 0
-    for name, tensor in tensors.items():
-        module_name, _, local = name.rpartition(".")
-        if module_name in numbers and local.startswith("weight"):
-            size += tensor.size
-    return 8 * size / sum(numbers.values()) if numbers else None
+def shapes_of_quantized(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of quantized weights by the names on disk of their modules."""
+    names = tensor_names(model).renamed
+    return {
+        names[join(prefix, "weight")].removesuffix(".weight"): module.get_parameter("weight").shape
+        for prefix, module in own_modules(model)
+        if has_quantized_weight(module)
+    }
 
 
 def size_when_stored(model: PreTrainedModel) -> int:

@@ -230,9 +230,12 @@ def loading_problems(model: PreTrainedModel) -> Iterator[LoadingProblem]:
             )
     # transformers fuses experts while loading, and decodes few formats on the way. Those in a
     # ModuleList it keeps as they are.
-    fused = [n for n in unfused_experts(model) if not isinstance(model.get_submodule(n), nn.ModuleList)]
+    fused = [
+        n for n in unfused_experts(model) if not isinstance(model.get_submodule(n), nn.ModuleList)
+    ]
     experts = [name for name in schemes if name.startswith(tuple(f"{parent}." for parent in fused))]
-    known, problems = expert_names(model), {}
+    known = expert_names(model)
+    problems: dict[str, str] = {}
     for name in experts:
         problem: str | None = "has no place for single experts of this model"
         if name in known:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -64,6 +65,21 @@ def readable_tensors(folder: Path, defects: list[IndexDefect]) -> dict[str, Stor
 def size_on_disk(folder: Path) -> int:
     """Return the bytes of all tensors in the files of a folder, without what names them."""
     return sum(tensor.size for tensor in stored_tensors(folder).values())
+
+
+def bits_per_weight(
+    stored: Mapping[str, StoredTensor], shapes: Mapping[str, Sequence[int]]
+) -> float | None:
+    """Return the bits that a quantized weight takes, scales included; None if there is none.
+
+    :param shapes: of the quantized weights, by the names of their modules
+    """
+    size = 0
+    for name, tensor in stored.items():
+        module, _, local = name.rpartition(".")
+        if module in shapes and local.startswith("weight"):
+            size += tensor.size
+    return 8 * size / sum(map(math.prod, shapes.values())) if shapes else None
 
 
 def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:

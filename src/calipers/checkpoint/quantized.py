@@ -24,7 +24,14 @@ from transformers import PreTrainedModel
 
 from calipers.checkpoint.auxiliary_files import NOTES
 from calipers.checkpoint.config import group_of
-from calipers.checkpoint.headers import INDEX, SINGLE, IndexDefect, readable_tensors, stored_tensors
+from calipers.checkpoint.headers import (
+    INDEX,
+    SINGLE,
+    IndexDefect,
+    bits_per_weight,
+    readable_tensors,
+    stored_tensors,
+)
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.reader import build_unchecked
 from calipers.checkpoint.state import join, stored_names, tied_names
@@ -175,15 +182,8 @@ class QuantizedCheckpoint:
     @property
     def bits_per_weight(self) -> float | None:
         """The bits that a quantized weight takes, scales included; None if there is none."""
-        known = [module for module in self.weights.values() if module.shape is not None]
-        numbers = sum(math.prod(module.shape or ()) for module in known)
-        of_weights = (
-            tensor.size
-            for module in known
-            for local, tensor in module.tensors.items()
-            if local.startswith("weight")
-        )
-        return 8 * sum(of_weights) / numbers if numbers else None
+        shapes = {name: m.shape for name, m in self.weights.items() if m.shape is not None}
+        return bits_per_weight(self.tensors, shapes)
 
     @property
     def size(self) -> int:

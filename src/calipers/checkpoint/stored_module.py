@@ -17,13 +17,14 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 
 from calipers.files.safetensors_header import StoredTensor
-from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import (
     has_global_scale,
     indivisible_by,
-    shared_columns,
+    row_tiles,
+    scale_rows,
+    scale_shape,
     strategy_name,
 )
 
@@ -233,7 +234,7 @@ def _expected_of_weight(
         scale_dtypes = (args.scale_dtype or FP8_DTYPE,)
     elif form in IN_MX:
         scale_dtypes = (args.scale_dtype or torch.uint8,)
-    scales = None if shape is None else _scale_shape(args, shape)
+    scales = None if shape is None else scale_shape(shape, args)
 
     name = "weight" if form in IN_BYTES else "weight_packed"
     yield ExpectedTensor(name, "codes", (dtype,), None if shape is None else (*rows, width))
@@ -253,21 +254,6 @@ def _expected_of_weight(
         yield ExpectedTensor("weight_shape", "shape", _WHOLE, size)
     order = None if shape is None else (columns,)
     yield ExpectedTensor("weight_g_idx", "order", _WHOLE, order, required=False)
-
-
-def _scale_shape(args: QuantizationArgs, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape of the scales of a weight."""
-    *rows, columns = shape
-    strategy, width = strategy_name(args), shared_columns(args) or columns
-    if strategy == "tensor":
-        return (1,)
-    if strategy == "block" and args.block_structure:
-        rows[-1] = -(-rows[-1] // args.block_structure[0])
-    elif strategy == "channel":
-        width = columns
-    elif strategy not in ("group", "tensor_group"):
-        return None
-    return (*rows, -(-columns // width))
 
 
 def _expected_of_activation(
@@ -339,8 +325,9 @@ class QuantizedWeight:
         compressed-tensors computes the same in the dtype of the scales, which rounds the values.
         """
         values = self._unpacked(self.codes[rows])
-        scale, zero_point = (self._of_rows(value, rows) for value in (self.scale, self.zero_point))
-        assert scale is not None
+        scale, zero_point = scale_rows(self.scale, rows, self.args), self.zero_point
+        if zero_point is not None:
+            zero_point = scale_rows(zero_point, rows, self.args)
         if self.order is not None:  # the group of each column is given
             groups = self.order.long().clamp(0, scale.shape[-1] - 1)
             numbers = values.to(scale.dtype)
@@ -359,24 +346,12 @@ class QuantizedWeight:
 
     def tiles(self) -> Iterator[slice]:
         """Cut the rows into parts that do not cut through blocks."""
-        rows, columns = self.shape
-        height = self.args.block_structure[0] if self.args.block_structure else 1
-        for part in runs(-(-rows // height), each=height * columns, tile=_TILE):
-            yield slice(part.start * height, min(part.stop * height, rows))
+        return row_tiles(self.shape, self.args, _TILE)
 
     def scales(self) -> Tensor:
         """Return what codes are multiplied by, in float32."""
         scale, whole = self.scale.float(), self.global_scale
         return scale if whole is None else scale / whole.float()
-
-    def _of_rows(self, value: Tensor | None, rows: slice) -> Tensor | None:
-        strategy = strategy_name(self.args)
-        if value is None or strategy == "tensor":
-            return value
-        if strategy == "block":
-            height = self.args.block_structure[0]
-            return value[rows.start // height : -(-rows.stop // height)]
-        return value[rows]
 
     def _unpacked(self, codes: Tensor) -> Tensor:
         """Return codes as numbers, each in a place of its own."""

@@ -25,8 +25,8 @@ from calipers.calibration.pipelines import (
 )
 from calipers.calibration.sequential import run_sequential
 from calipers.checkpoint.auxiliary_files import source_folder
-from calipers.checkpoint.compression import bits_per_weight
-from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.compression import shapes_of_quantized
+from calipers.checkpoint.headers import bits_per_weight, stored_tensors
 from calipers.checkpoint.state import tied_names
 from calipers.engine.applying import apply_changes, check_changes, give_schemes
 from calipers.errors import CalipersWarning, shortened
@@ -147,7 +147,7 @@ class OneshotResult(Solution, NotebookView):
         """The bits that a quantized weight takes in the checkpoint, scales included."""
         if self.output_dir is None:
             return None
-        return bits_per_weight(self.model, stored_tensors(self.output_dir))
+        return bits_per_weight(stored_tensors(self.output_dir), shapes_of_quantized(self.model))
 
     def __repr__(self) -> str:
         return f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"

@@ -8,6 +8,7 @@ weights, such as the experts of a layer, has its leading dimensions in front of 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,47 @@ def indivisible_by(size: int, args: QuantizationArgs) -> int | None:
     """
     width = shared_columns(args)
     return None if width is None or size % width == 0 else width
+
+
+def scale_shape(shape: Sequence[int], args: QuantizationArgs) -> tuple[int, ...] | None:
+    """Return the shape of the scales of a weight; ``None`` where a weight has no such scales.
+
+    >>> scale_shape((256, 300), QuantizationArgs(strategy="block", block_structure=[128, 128]))
+    (2, 3)
+    """
+    *rows, columns = shape
+    width = shared_columns(args) or columns
+    strategy = strategy_name(args)
+    if strategy not in _WEIGHT:
+        return None
+    if strategy == "tensor":
+        return (1,)
+    if strategy == "channel":
+        return (*rows, 1)
+    rows[-1] = -(-rows[-1] // block_height(args))
+    return (*rows, -(-columns // width))
+
+
+def block_height(args: QuantizationArgs) -> int:
+    """Return how many rows of a weight a block has; 1 where scales are not those of blocks."""
+    height: int = args.block_structure[0] if args.block_structure else 1
+    return height
+
+
+def row_tiles(shape: Sequence[int], args: QuantizationArgs, tile: int) -> Iterator[slice]:
+    """Cut the rows of a weight into tiles of about so many numbers, and not through blocks."""
+    rows, columns = shape
+    height = block_height(args)
+    step = height * max(1, tile // max(1, height * columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def scale_rows(scale: Tensor, rows: slice, args: QuantizationArgs) -> Tensor:
+    """Return the scales, or zero points, of some rows of a weight, which begin with a block."""
+    if strategy_name(args) == "tensor":
+        return scale
+    height = block_height(args)
+    return scale[rows.start // height : -(-rows.stop // height)]
 
 
 def has_few_scales(args: QuantizationArgs) -> bool:
@@ -182,8 +224,7 @@ class Layout:
         """Return how many of so many rows of a weight share a scale."""
         if self.args.strategy == QuantizationStrategy.TENSOR:
             return rows
-        height: int = self.args.block_structure[0] if self.args.block_structure else 1
-        return height
+        return block_height(self.args)
 
     def from_rows(self, value: Tensor) -> Tensor:
         """Undo ``by_rows``: one row of scales or zero points for all that share them."""
