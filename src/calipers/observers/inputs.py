@@ -29,7 +29,7 @@ class InputHook:
 
     def __init__(self, observer: GathersInputs, module: Any) -> None:
         self.observer = observer
-        self._handle: RemovableHandle = module.register_forward_pre_hook(self.see, with_kwargs=True)
+        self.handle: RemovableHandle = module.register_forward_pre_hook(self.see, with_kwargs=True)
         self.publish(module)
 
     def see(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,12 +53,8 @@ class InputHook:
 
     def is_on(self, module: torch.nn.Module) -> bool:
         """Whether the hook is this one, not the one of an observer that this one was copied of."""
-        hook = module._forward_pre_hooks.get(self._handle.id)
+        hook = module._forward_pre_hooks.get(self.handle.id)
         return getattr(hook, "__self__", None) is self
-
-    def remove(self) -> None:
-        """Look no longer."""
-        self._handle.remove()
 
 
 def published(module: torch.nn.Module, fields: Iterable[str]) -> dict[str, torch.Tensor] | None:

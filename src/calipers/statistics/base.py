@@ -8,7 +8,7 @@ precision.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import cache, wraps
@@ -342,10 +342,6 @@ class Statistic:
     @guarded
     def absorb(self, /, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
-        self._absorb(new)
-
-    def _absorb(self, new: dict[str, Tensor]) -> None:
-        """Absorb, for one who holds the lock already."""
         known = [(name, mine) for name in new if (mine := self.field(name)) is not None]
         for name, mine in known:
             value = new[name]
@@ -375,27 +371,25 @@ class Statistic:
         ours, theirs = self.configuration(), other.configuration()
         if ours != theirs:
             raise different_configurations(f"merge into {self.label()}", ours, theirs)
-        self._merge_fields(other.copied_fields())  # never both locks at once
-        return self
-
-    @guarded
-    def _merge_fields(self, theirs: Mapping[str, Tensor]) -> None:
-        held = {**self.fields(), **theirs}
-        forgetful = {
-            name: reduction.value
-            for name, reduction in self.declared().items()
-            if name in held and not reduction.is_mergeable
-        }
-        if forgetful and self.fields() and theirs:
-            reasons = listing(f"{name} ({kept})" for name, kept in forgetful.items())
-            raise MergeError(
-                f"cannot merge: what it keeps depends on the order of the data: {reasons}",
-                subject=self.label(),
-                hint="Use a statistic with memory of all data, such as 'static_minmax'",
+        fields = other.copied_fields()  # never both locks at once
+        with self.lock:
+            held = self.fields()
+            forgetful = [
+                f"{name} ({reduction.value})"
+                for name, reduction in self.declared().items()
+                if (name in held or name in fields) and not reduction.is_mergeable
+            ]
+            if forgetful and held and fields:
+                raise MergeError(
+                    "cannot merge: what it keeps depends on the order of the data: "
+                    f"{listing(forgetful)}",
+                    subject=self.label(),
+                    hint="Use a statistic with memory of all data, such as 'static_minmax'",
+                )
+            self.absorb(
+                **{k: v.to(held[k].device if k in held else v.device) for k, v in fields.items()}
             )
-        self.absorb(
-            **{name: value.to(getattr(self, name, value).device) for name, value in theirs.items()}
-        )
+        return self
 
     @guarded
     def copied_fields(self) -> dict[str, Tensor]:
@@ -417,13 +411,13 @@ class Statistic:
         """
         with other.lock:
             fields, deferred = other.fields_to_share(), other.deferred()
-        self._replace_fields(fields, deferred)  # never both locks at once
+        self.replace_fields(fields, deferred)  # never both locks at once
 
     def origin(self) -> tuple[int, ...]:
         """Return what two statistics have in common that know the same by :meth:`copy_from`."""
         return tuple(map(id, (*self.fields_to_share().values(), *self.deferred().values())))
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Know what statistics of the same tensor tell of it; False where that is not enough.
 
         Nothing that was measured with ``nonfinite="raise"`` has NaN or Inf in it, so it is the same
@@ -446,9 +440,10 @@ class Statistic:
         return {name: value for name, value in held.items() if value is not None}
 
     @guarded
-    def _replace_fields(
+    def replace_fields(
         self, fields: Mapping[str, Tensor], deferred: Mapping[str, Load] | None = None
     ) -> None:
+        """Hold these tensors themselves, in place of what is here."""
         self.reset()
         for name, value in fields.items():
             setattr(self, name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -236,29 +236,22 @@ class Extrema(LastRange):
             return "min_vals must be as many as max_vals, and none above its maximum"
         return None
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Take the extrema of groups from those of single channels, too."""
-        known = list(known)
         if super().derive_from(known):
             return True
         width = shared_columns(self.args)
         for each in known:
-            if (
-                width is not None
-                and isinstance(each, Extrema)
-                and each.is_of_channels(self.base_name)
-            ):
-                fields = each.fields()
+            if width is None or not isinstance(each, Extrema):
+                continue
+            if each.base_name == self.base_name and shared_columns(each.args) == 1:
+                fields = each.fields()  # the extrema of single channels
                 if fields:
                     fields["min_vals"] = fields["min_vals"].reshape(-1, width).amin(-1)
                     fields["max_vals"] = fields["max_vals"].reshape(-1, width).amax(-1)
                 self.load_fields(fields)
                 return True
         return False
-
-    def is_of_channels(self, base_name: str) -> bool:
-        """Whether these are the extrema of single channels of a tensor."""
-        return self.base_name == base_name and shared_columns(self.args) == 1
 
     @property
     def takes_summaries(self) -> bool:

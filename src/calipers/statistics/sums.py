@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -49,25 +49,21 @@ class TokenSums(Statistic):
             finite = torch.isfinite(tokens).all(-1)
             if not bool(finite.all()):
                 tokens, marks = tokens[finite], None if marks is None else marks[finite]
-        summed = self._summed(tokens, marks)
-        if self.nonfinite == "raise" and not bool(torch.isfinite(self._witness(*summed)).all()):
-            self._refuse(tokens, marks, x)
+        summed = self.summed(tokens, marks)
+        if self.nonfinite == "raise" and not bool(torch.isfinite(self.witness(*summed)).all()):
+            kept = tokens if marks is None else tokens[marks]
+            count = int((~torch.isfinite(kept)).sum())
+            if count:  # and not only a sum of finite values that overflows
+                raise not_finite(self.label(), count, x.numel(), x.shape)
         self.absorb(**dict(zip(self.declared(), summed, strict=True)))
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
         """Return the sums over the tokens that are marked, (tokens, channels), and their number."""
         raise NotImplementedError
 
-    def _witness(self, *sums: Tensor) -> Tensor:
+    def witness(self, *sums: Tensor) -> Tensor:
         """Return numbers that are finite only if all values are."""
         return sums[0]
-
-    def _refuse(self, tokens: Tensor, marks: Tensor | None, x: Tensor) -> None:
-        """Raise if a value is not finite, and not only a sum of such as are."""
-        kept = tokens if marks is None else tokens[marks]
-        count = int((~torch.isfinite(kept)).sum())
-        if count:
-            raise not_finite(self.label(), count, x.numel(), x.shape)
 
 
 class SquareSums(TokenSums):
@@ -105,7 +101,8 @@ class SquareSums(TokenSums):
         for sums in others:
             self.absorb(_imatrix_sum=sums)
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sums over the tokens that are marked, and their number."""
         return sum_of_squares(tokens, marks), number_of(tokens, marks)
 
 
@@ -131,9 +128,8 @@ class TokenSquares(TokenSums):
     def __init__(self, *, nonfinite: NonFinite = "keep") -> None:
         super().__init__(nonfinite=nonfinite)
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Take the sum from the counts of all values, too."""
-        known = list(known)
         if super().derive_from(known):
             return True
         counts = next((each for each in known if isinstance(each, ValueCounts)), None)
@@ -143,7 +139,8 @@ class TokenSquares(TokenSums):
         self.load_fields({"square_sum": total, "square_count": tokens})
         return True
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sums over the tokens that are marked, and their number."""
         working = torch.promote_types(tokens.dtype, torch.float32)
         norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=working)
         norms = norms if marks is None else norms[marks]
@@ -246,9 +243,8 @@ class BlockHessians(HessianSums):
         """Estimate the memory it takes for a tensor of so many channels."""
         return 8 * channels * (self._width or channels)
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Take the blocks on the diagonal of wider ones, too."""
-        known = list(known)
         if super().derive_from(known):
             return True
         for each in known:
@@ -258,18 +254,13 @@ class BlockHessians(HessianSums):
                 and self._width is not None
                 and (each.width or 1) % self._width == 0
             ):
-                self._replace_fields(
-                    {"_hessian_count": each._hessian_count},
-                    {
-                        "_hessian_sum": partial(
-                            _on_diagonal, each.loader("_hessian_sum"), self._width
-                        )
-                    },
-                )
+                load = partial(_on_diagonal, each.loader("_hessian_sum"), self._width)
+                self.replace_fields({"_hessian_count": each._hessian_count}, {"_hessian_sum": load})
                 return True
         return False
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sums over the tokens that are marked, and their number."""
         width = self.width
         assert width is not None, "the width of blocks is not known"
         tokens = tokens if marks is None else tokens[marks]
@@ -278,7 +269,8 @@ class BlockHessians(HessianSums):
         total = sums[0] if len(sums) == 1 else torch.cat(sums)
         return total, torch.tensor(len(tokens), device=tokens.device)
 
-    def _witness(self, *sums: Tensor) -> Tensor:
+    def witness(self, *sums: Tensor) -> Tensor:
+        """Return numbers that are finite only if all values are."""
         return sums[0].diagonal(dim1=-2, dim2=-1)
 
 
@@ -327,7 +319,8 @@ class PairedHessians(HessianSums):
         """Estimate the memory it takes for a tensor of so many channels."""
         return len(self.reductions) * 8 * channels**2
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the sums over the tokens that are marked, and their number."""
         tokens = tokens if marks is None else tokens[marks]
         rest = tokens.shape[-1] - 2 * self._channels
         before, now, change = torch.split(tokens, [self._channels, self._channels, rest], dim=-1)
@@ -335,7 +328,8 @@ class PairedHessians(HessianSums):
         crosses = (sum_of_products(each, now)[None] for each in (before, change))
         return hessian[None], *crosses, torch.tensor(len(tokens), device=tokens.device)
 
-    def _witness(self, *sums: Tensor) -> Tensor:
+    def witness(self, *sums: Tensor) -> Tensor:
+        """Return numbers that are finite only if all values are."""
         crosses = sums[1][..., 0], sums[2][..., 0]
         return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), *crosses], -1)
 
@@ -412,10 +406,6 @@ class Sensitivity(Statistic):
     def num_tokens(self) -> int:
         """How many tokens had a loss."""
         return int(getattr(self, "_sensitivity_count", 0))
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {"class": type(self).__qualname__}
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""

@@ -57,6 +57,7 @@ class ValueCounts(Statistic):
     def __init__(self, base_name: str = "input", strategy: str = "tensor") -> None:
         self._base_name = base_name
         self._args = QuantizationArgs(num_bits=8, strategy=strategy)
+        self._own: dict[str, Tensor] = {}  # the tables that nobody else holds
 
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
@@ -125,11 +126,20 @@ class ValueCounts(Statistic):
             for name, dtype in TABLES.items()
             if name in self.fields()
         }
-        found = [
-            _united([_occurring(row, dtype) for row, dtype in zip(rows, tables, strict=True)])
-            for rows in zip(*tables.values(), strict=True)
-        ]
-        return iter(found)
+        distributions = []
+        for rows in zip(*tables.values(), strict=True):
+            values, counts = [], []
+            for row, dtype in zip(rows, tables, strict=True):
+                bins = row.nonzero().squeeze(1)
+                occurring = bins.to(torch.int32).to(torch.int16).view(dtype).float() + 0.0  # no −0
+                finite = torch.isfinite(occurring)
+                values.append(occurring[finite])
+                counts.append(row[bins[finite]])
+            distinct, places = torch.unique(torch.cat(values), return_inverse=True)
+            total = torch.cat(counts)
+            summed = total.new_zeros(len(distinct)).index_add_(0, places, total)
+            distributions.append(Distribution(distinct, summed))
+        return iter(distributions)
 
     def square_sum(self) -> Tensor:
         """Return Σx² of all finite values, in float64."""
@@ -171,12 +181,6 @@ class ValueCounts(Statistic):
         table = torch.zeros(math.prod(shape), dtype=torch.int64, device=saved.device)
         return table.index_copy_(0, bins, counts).reshape(*shape)
 
-    @property
-    def _own(self) -> dict[str, Tensor]:
-        """The tables that nobody else holds."""
-        tables: dict[str, Tensor] = self.__dict__.setdefault("_own_tables", {})
-        return tables
-
     def _own_table(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the table of the dtype of values, with a row for each of so many pieces."""
         name = "counts_float16" if values.dtype == torch.float16 else "counts_bfloat16"
@@ -191,19 +195,6 @@ class ValueCounts(Statistic):
         setattr(self, name, table)
         self._own[name] = table
         return table
-
-
-def _occurring(table: Tensor, dtype: torch.dtype) -> Distribution:
-    bins = table.nonzero().squeeze(1)
-    values = bins.to(torch.int32).to(torch.int16).view(dtype).float() + 0.0  # the zeros are one
-    finite = torch.isfinite(values)
-    return Distribution(values[finite], table[bins[finite]])
-
-
-def _united(parts: Sequence[Distribution]) -> Distribution:
-    values, places = torch.unique(torch.cat([part.values for part in parts]), return_inverse=True)
-    counts = torch.cat([part.counts for part in parts])
-    return Distribution(values, counts.new_zeros(len(values)).index_add_(0, places, counts))
 
 
 def _problem(saved: Tensor, shape: Sequence[int]) -> str | None:
