@@ -265,7 +265,7 @@ def _total_tokens(statistic: Statistic, *counted: tuple[int, str | None]) -> int
     """
     counts, digests = zip(*counted, strict=True)
     if digests[0] is not None and len(set(digests)) == 1:
-        statistic.mark_common()
+        statistic.synced.update(statistic.fields())  # common already: not added up again
         return int(counts[0])
     return sum(counts)
 

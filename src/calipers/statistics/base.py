@@ -106,17 +106,6 @@ class TensorSummary:
         self.tokens = torch.tensor(tokens, device=ranges.device)
         self.like = ranges.new_empty(0)  # has the dtype, and nothing else
 
-    def extrema(self, *, of_channels: bool) -> dict[str, Tensor]:
-        """Return the extrema of each channel, or of all, and what is remembered beside them."""
-        low, high = self.min_vals, self.max_vals
-        return {
-            "min_vals": low if of_channels else low.amin(0, keepdim=True),
-            "max_vals": high if of_channels else high.amax(0, keepdim=True),
-            "observed_tokens": self.tokens,
-            "observed_nonfinite": torch.zeros_like(self.tokens),
-            "observed_like": self.like,
-        }
-
 
 Load: TypeAlias = Callable[[], Tensor]
 """Loads a field; the same tensor to the bit each time."""
@@ -191,6 +180,11 @@ class Statistic:
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {}
+    tokens_field: ClassVar[str] = ""
+    """The field that counts tokens."""
+    configured_by: ClassVar[tuple[str, ...]] = ()
+    """The attributes that two of a class have in common if they measure the same of a tensor: also
+    the keywords of its constructor."""
     measures_roundings: ClassVar[bool] = True
     """Whether it matters that a model which computes in a wider dtype would round to its own."""
     owner: str = ""
@@ -206,10 +200,6 @@ class Statistic:
         """The fields as the last synchronisation across ranks left them."""
         record: dict[str, Tensor] = self.__dict__.setdefault("_synced", {})
         return record
-
-    def mark_common(self) -> None:
-        """Take note that all ranks know the same: it is not added up again."""
-        self.synced.update(self.fields())
 
     @property
     def lock(self) -> Lock:
@@ -295,11 +285,12 @@ class Statistic:
     @property
     def num_tokens(self) -> int:
         """How many tokens were taken in."""
-        return 0
+        return int(getattr(self, self.tokens_field, 0))
 
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
-        return {"class": type(self).__qualname__}
+        settings = {name: getattr(self, name) for name in self.configured_by}
+        return {"class": type(self).__qualname__, **settings}
 
     @classmethod
     def from_configuration(cls, options: Mapping[str, Any]) -> Self:

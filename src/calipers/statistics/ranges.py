@@ -140,6 +140,7 @@ class LastRange(Statistic):
         "observed_nonfinite": Reduction.SUM,
         "observed_like": Reduction.SUM,
     }
+    tokens_field = "observed_tokens"
     min_vals: Tensor
     max_vals: Tensor
     observed_tokens: Tensor
@@ -172,11 +173,6 @@ class LastRange(Statistic):
             "nonfinite": self.nonfinite,
             **({"choice": self.choice.configuration()} if self.choice else {}),
         }
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were taken in."""
-        return int(getattr(self, "observed_tokens", 0))
 
     @guarded
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -261,7 +257,15 @@ class Extrema(LastRange):
 
     def take(self, summary: TensorSummary) -> None:
         """Take in the tensors of a summary, as ``update`` would, one after the other."""
-        self.absorb(**summary.extrema(of_channels=self.args.group_size == 1))
+        low, high = summary.min_vals, summary.max_vals
+        of_channels = self.args.group_size == 1
+        self.absorb(
+            min_vals=low if of_channels else low.amin(0, keepdim=True),
+            max_vals=high if of_channels else high.amax(0, keepdim=True),
+            observed_tokens=summary.tokens,
+            observed_nonfinite=torch.zeros_like(summary.tokens),
+            observed_like=summary.like,
+        )
 
 
 class MovingAverage(LastRange):

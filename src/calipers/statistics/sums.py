@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,17 +26,10 @@ class TokenSums(Statistic):
         have any are left out (``ignore``); or they are summed up as they are (``keep``)
     """
 
+    configured_by: ClassVar[tuple[str, ...]] = ("nonfinite",)
+
     def __init__(self, *, nonfinite: NonFinite = "raise") -> None:
         self.nonfinite: NonFinite = nonfinite
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {**super().configuration(), "nonfinite": self.nonfinite}
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were taken in."""
-        return int(getattr(self, list(self.declared())[-1], 0))
 
     @full_precision()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -82,6 +75,7 @@ class SquareSums(TokenSums):
         "_imatrix_sum": Reduction.SUM,
         "_imatrix_count": Reduction.SUM,
     }
+    tokens_field = "_imatrix_count"
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
 
@@ -121,6 +115,7 @@ class TokenSquares(TokenSums):
         "square_sum": Reduction.SUM,
         "square_count": Reduction.SUM,
     }
+    tokens_field = "square_count"
     measures_roundings = False
     square_sum: Tensor
     square_count: Tensor
@@ -182,6 +177,7 @@ def block_width(columns: int, piece: int) -> int:
 class HessianSums(TokenSums):
     """Sums of products of channels."""
 
+    tokens_field = "_hessian_count"
     _hessian_sum: Tensor
     _hessian_count: Tensor
 
@@ -217,6 +213,8 @@ class BlockHessians(HessianSums):
         "_hessian_count": Reduction.SUM,
     }
 
+    configured_by = ("nonfinite", "width")
+
     def __init__(self, width: int | None = None, *, nonfinite: NonFinite = "raise") -> None:
         super().__init__(nonfinite=nonfinite)
         self._width = width
@@ -227,10 +225,6 @@ class BlockHessians(HessianSums):
         if self._width is not None or "_hessian_count" not in self.fields_to_share():
             return self._width
         return self._hessian_sum.shape[-1]
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {**super().configuration(), "width": self.width}
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""
@@ -296,10 +290,11 @@ class PairedHessians(HessianSums):
     _cross_sum: Tensor
     _residual_sum: Tensor
     takes_pairs = True
+    configured_by = ("nonfinite", "channels")
 
     def __init__(self, channels: int, *, nonfinite: NonFinite = "raise") -> None:
         super().__init__(nonfinite=nonfinite)
-        self._channels = channels
+        self.channels = channels
 
     @property
     def crosses(self) -> Tensor | None:
@@ -311,10 +306,6 @@ class PairedHessians(HessianSums):
         """Σ d yᵀ."""
         return self._residual_sum if self._residual_sum.numel() else None
 
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {**super().configuration(), "channels": self._channels}
-
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes for a tensor of so many channels."""
         return len(self.reductions) * 8 * channels**2
@@ -322,8 +313,8 @@ class PairedHessians(HessianSums):
     def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
         """Return the sums over the tokens that are marked, and their number."""
         tokens = tokens if marks is None else tokens[marks]
-        rest = tokens.shape[-1] - 2 * self._channels
-        before, now, change = torch.split(tokens, [self._channels, self._channels, rest], dim=-1)
+        rest = tokens.shape[-1] - 2 * self.channels
+        before, now, change = torch.split(tokens, [self.channels, self.channels, rest], dim=-1)
         hessian = sum_of_products(now)
         crosses = (sum_of_products(each, now)[None] for each in (before, change))
         return hessian[None], *crosses, torch.tensor(len(tokens), device=tokens.device)
@@ -381,6 +372,7 @@ class Sensitivity(Statistic):
         "_sensitivity_sum": Reduction.SUM,
         "_sensitivity_count": Reduction.SUM,
     }
+    tokens_field = "_sensitivity_count"
     _sensitivity_sum: Tensor
     _sensitivity_count: Tensor
 
@@ -401,11 +393,6 @@ class Sensitivity(Statistic):
 
     def _add(self, squares: Tensor, tokens: int) -> None:
         self.absorb(_sensitivity_sum=squares, _sensitivity_count=torch.tensor(tokens))
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens had a loss."""
-        return int(getattr(self, "_sensitivity_count", 0))
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""

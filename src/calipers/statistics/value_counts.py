@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -49,23 +49,17 @@ class ValueCounts(Statistic):
         "observed_counted": Reduction.SUM,
         "observed_counted_like": Reduction.SUM,
     }
+    tokens_field = "observed_counted"
+    configured_by = ("base_name", "strategy")
     counts_bfloat16: Tensor
     counts_float16: Tensor
     observed_counted: Tensor  # tokens
     observed_counted_like: Tensor  # no elements, only the dtype; adding two promotes it
 
     def __init__(self, base_name: str = "input", strategy: str = "tensor") -> None:
-        self._base_name = base_name
         self._args = QuantizationArgs(num_bits=8, strategy=strategy)
+        self.base_name, self.strategy = base_name, strategy_name(self._args)
         self._own: dict[str, Tensor] = {}  # the tables that nobody else holds
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {
-            **super().configuration(),
-            "base_name": self._base_name,
-            "strategy": strategy_name(self._args),
-        }
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""
@@ -73,12 +67,7 @@ class ValueCounts(Statistic):
 
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes: a table for the tensor, or for each head."""
-        return 8 * BINS * (heads if strategy_name(self._args) == "attn_head" else 1)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were taken in."""
-        return int(getattr(self, "observed_counted", 0))
+        return 8 * BINS * (heads if self.strategy == "attn_head" else 1)
 
     @property
     def is_exact(self) -> bool:
@@ -90,7 +79,7 @@ class ValueCounts(Statistic):
     @guarded
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
-        layout = Layout.of(self._base_name, self._args)
+        layout = Layout.of(self.base_name, self._args)
         x = x if mask is None else layout.select_tokens(x, mask)
         if x.numel():
             self.count(layout.pieces(as_float(x)), layout.tokens(x))
@@ -107,7 +96,7 @@ class ValueCounts(Statistic):
     @property
     def takes_summaries(self) -> bool:
         """Whether summaries of finite tensors, made for several statistics, are enough for it."""
-        return self._base_name in ("input", "output") and strategy_name(self._args) == "tensor"
+        return self.base_name in ("input", "output") and self.strategy == "tensor"
 
     def take(self, summary: TensorSummary) -> None:
         """Take in the tensors of a summary, whose counts are in their table already."""
