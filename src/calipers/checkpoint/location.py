@@ -286,7 +286,7 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
 
 
 def _check_gguf(file: Path) -> None:
-    """Refuse a file that is damaged, or that nobody here can read."""
+    """Refuse a file that is damaged, or that needs packages which are not installed."""
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
             raise cannot_load(str(file), "it does not begin as files in GGUF do")

@@ -124,11 +124,11 @@ def output_folder(
     overwrite: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> Iterator[Journal]:
-    """Give a temporary folder that takes its place when the block ends well, and goes when not.
+    """Give a temporary folder that is moved to its place if the block ends well, else removed.
 
-    An old checkpoint changes places with the new one, and then goes. Whoever writes to the same
-    place meanwhile is waited for. What the journal lists as finished stays if the process dies, and
-    after Ctrl-C, for a later run to go on with; other errors remove it.
+    An old checkpoint changes places with the new one, and is then removed. Another process that
+    writes to the same place is waited for. What the journal lists as finished stays if the process
+    dies, and after Ctrl-C, for a later run to go on with; other errors remove it.
 
     :param arguments: what a run must have in common with this one to go on; None: none goes on
     """
@@ -171,8 +171,8 @@ def output_folder(
 def _work_beside(path: Path, arguments: Mapping[str, Any] | None) -> Iterator[Journal]:
     """Own a hidden folder on the same disk: ``new`` in it is removed at the end, ``old`` put back.
 
-    So it ends in the same way whether all went well, something failed, or the process died and
-    the next one takes over. After an exchange ``new`` is the old checkpoint.
+    That is right after success, after a failure, and when the process died and the next one takes
+    over: after an exchange ``new`` is the old checkpoint.
     """
     owned = LockedFolder.claim(work_folder(path))
     journal = Journal(owned.path, owned.path / "new", arguments or {})
@@ -219,7 +219,7 @@ def _settle(work: Path, path: Path) -> None:
 
 
 def restore_outputs(folder: Path) -> None:
-    """Put right what processes that died have left in a folder: whole checkpoints, no remains."""
+    """Settle what processes that died have left in a folder."""
     for work in folder.glob(f".*{SUFFIX}"):
         with suppress(OSError):
             owned = LockedFolder.take_over(work)
@@ -268,7 +268,7 @@ class Journal:
         return {name for shard in self.shards for name in shard.tensors}
 
     def load(self) -> bool:
-        """Read what an earlier run has finished; False if it did not do the same, or left ruins."""
+        """Read what an earlier run has finished; False if it is damaged, or of other arguments."""
         with suppress(OSError, CalipersError, TypeError, KeyError):
             content = read_json_object(self._file)
             shards = [FinishedShard(**shard) for shard in content["shards"]]
@@ -282,10 +282,7 @@ class Journal:
         return False
 
     def add(self, shard: FinishedShard, state: Mapping[str, Any]) -> None:
-        """Note that a file is finished.
-
-        :param state: what is to be known again by whoever goes on, as plain data
-        """
+        """Note that a file is finished, with what a run needs to go on, as plain data."""
         sync(self.folder / shard.file)
         self.shards.append(shard)
         content = {

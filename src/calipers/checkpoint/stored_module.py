@@ -71,15 +71,15 @@ class TensorDefect(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredModule:
-    """A module on disk.
+    """A module in the files of a checkpoint.
 
     :param tensors: by their names in the module
     :param scheme: what the config says of it; None where it is to stay as it is
     :param form: in which format its weight is compressed
     :param states: how the states of attention are quantized, by q, k and v
     :param model_shape: that of its weight, where the model is known
-    :param elsewhere: parameters of keys and values that older writers gave to their projections:
-        of attention those that it need not have, of a projection those that it has for it
+    :param elsewhere: parameters of keys and values that older writers stored with projections:
+        those that attention need not have, or those that a projection has for it
     """
 
     name: str
@@ -97,7 +97,7 @@ class StoredModule:
 
     @property
     def sides(self) -> Iterator[tuple[str, QuantizationArgs]]:
-        """All that is quantized of it, by the names that begin those of its parameters."""
+        """What is quantized of it, by the prefixes of its parameters."""
         for side, key in _SCHEME_KEYS.items():
             args = getattr(self.scheme, key, None)
             if args is not None and not self.states:

@@ -21,7 +21,11 @@ from calipers.checkpoint.reader import (
     loading_counted,
 )
 from calipers.checkpoint.state import offloaded_tensors, tied_names
-from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights
+from calipers.checkpoint.stored_weights import (
+    LoadedWeights,
+    StoredWeights,
+    model_fingerprint,
+)
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, parse_size, write_stream
 from calipers.engine.applying import give_schemes
@@ -202,7 +206,7 @@ def prepare_model(
         if weights is not None:
             return PreparedModel(skeleton, driver, weights, fingerprint)
     model = load_model(name, trust_remote_code=trust_remote_code)
-    fingerprint = LoadedWeights(model, frozenset()).fingerprint()
+    fingerprint = model_fingerprint(model)
     check_same_model(fingerprint, seen)
     driver = driver_for(model, recipe, seen, on_unseen, curvatures, keep_codes=keep_codes)
     driver, names = _with_schemes(driver)
