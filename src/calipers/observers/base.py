@@ -39,11 +39,16 @@ from calipers.observers.definition import (
     check_countable,
     usual_global_scale,
 )
-from calipers.observers.inputs import InputHook, published
+from calipers.observers.inputs import InputHook
 from calipers.observers.options import ObserverOptions, parse_options
 from calipers.observers.registry import class_in_file, is_file_of_code, observer_registry
 from calipers.registry import Registry
-from calipers.solvers.importance import Importance, ImportanceTarget, importance_named
+from calipers.solvers.importance import (
+    Importance,
+    ImportanceName,
+    ImportanceTarget,
+    importance_named,
+)
 from calipers.solvers.scales import Solutions
 from calipers.statistics import ranges
 from calipers.statistics.base import Lock, Reduction, Statistic, guarded
@@ -55,9 +60,6 @@ from calipers.statistics.value_counts import ValueCounts
 C = TypeVar("C", bound=type)
 
 Update = TypeVar("Update", bound=Callable[..., None])
-
-_RESULTS = ("_scale", "_zero_point")
-"""What an observer of the first generation keeps."""
 
 
 def in_pieces(update: Update) -> Update:
@@ -99,6 +101,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     """What the class does, as pure functions: engines need no object of a class that has its own,
     but show tensors to objects of a subclass that has none."""
     gathers_inputs: ClassVar[bool] = False
+    usual_importance: ClassVar[str] = "none"
+    """How the errors of a weight count, unless an option ``importance`` says otherwise."""
     remembers: ClassVar[str] = ""
     when: ClassVar[str] = ""
 
@@ -254,13 +258,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @classmethod
     def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
         """Return how errors count under some options."""
-        name = cls.importance_name(options) if base_name == "weight" else "none"
-        return importance_named(name, options.nonfinite)
-
-    @classmethod
-    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
-        """Return the name of the importance by which the errors of a weight are counted."""
-        return "none"
+        chosen = getattr(options, "importance", cls.usual_importance)
+        return importance_named(chosen if base_name == "weight" else "none", options.nonfinite)
 
     @classmethod
     def label_of(cls, base_name: str, module_name: str = "") -> str:
@@ -273,8 +272,10 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @classmethod
     def all_reductions(cls) -> dict[str, Reduction]:
         """Collect the fields that classes declare; the first generation keeps its results, too."""
-        results = {} if cls.writes_update() else dict.fromkeys(_RESULTS, Reduction.LAST)
-        return declared_by(cls) | results
+        declared = declared_by(cls)
+        if not cls.writes_update():
+            declared |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
+        return declared
 
     @classmethod
     def writes_update(cls) -> bool:
@@ -573,11 +574,15 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @guarded
     def take_over(self, module: torch.nn.Module) -> bool:
         """Take the sums that another observer left on ``module``, if it did."""
-        left = published(module, self.weighing.fields)
-        if left is None:
+        fields = self.weighing.fields
+        if not fields or not all(hasattr(module, name) for name in fields):
             return False
-        for name, value in left.items():
-            setattr(self, name, value)
+        for hook in module._forward_pre_hooks.values():
+            other = getattr(hook, "__self__", None)
+            if isinstance(other, InputHook) and {*fields} <= {*other.observer.weighing.fields}:
+                return False  # somebody who gathers the same is at work
+        for name in fields:
+            setattr(self, name, getattr(module, name))
             delattr(module, name)
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -55,14 +54,3 @@ class InputHook:
         """Whether the hook is this one, not the one of an observer that this one was copied of."""
         hook = module._forward_pre_hooks.get(self.handle.id)
         return getattr(hook, "__self__", None) is self
-
-
-def published(module: torch.nn.Module, fields: Iterable[str]) -> dict[str, torch.Tensor] | None:
-    """Return the sums that somebody left on a module; None if any of them is missing, or in use."""
-    names = set(fields)
-    if not names or not all(hasattr(module, name) for name in names):
-        return None
-    hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    if any(isinstance(h, InputHook) and names <= {*h.observer.weighing.fields} for h in hooks):
-        return None  # somebody who gathers the same is at work
-    return {name: getattr(module, name) for name in fields}
