@@ -45,7 +45,6 @@ from calipers.observers.registry import class_in_file, is_file_of_code, observer
 from calipers.registry import Registry
 from calipers.solvers.importance import (
     Importance,
-    ImportanceName,
     ImportanceTarget,
     importance_named,
 )
