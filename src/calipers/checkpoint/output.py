@@ -36,6 +36,7 @@ from calipers.files.writing import (
     check_ancestor,
     nearest_ancestor,
     output_exists,
+    parents_made,
     paths_of,
     sync,
     sync_folder,
@@ -133,10 +134,8 @@ def output_folder(
     :param arguments: what a run must have in common with this one to go on; None: none goes on
     """
     path = check_output(directory, overwrite)
-    made = [folder for folder in path.parents if not folder.exists()]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _work_beside(path, arguments) as journal:
+        with parents_made(path), _work_beside(path, arguments) as journal:
             new = journal.folder
             work = new.parent
             yield journal
@@ -154,17 +153,14 @@ def output_folder(
                 os.rename(new, path)
                 os.rename(work / "old", new)
             _sync_move(work, path)
-    except BaseException as error:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(
-                f"Writing the checkpoint '{path}' failed: {error.strerror or error}",
-                hint="What was written has been removed again; the model is unchanged, and can be "
-                "written to another folder.",
-            ) from error
-        raise
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"Writing the checkpoint '{path}' failed: {error.strerror or error}",
+            hint="What was written has been removed again; the model is unchanged, and can be "
+            "written to another folder.",
+        ) from error
 
 
 @contextmanager
