@@ -225,6 +225,12 @@ class TestGroupSizes:
         assert {fitted.scheme_of(name) for name in columns} == {"W4A16-g64"}
         assert fitted.scheme_of("0.o_proj") == "W4A16"
 
+    def test_powers_of_two_come_first(self) -> None:
+        (candidate,) = read_candidates(["W4A16"], ("rtn",), None, [])
+        columns = {"576": 576, "1536": 1536, "96": 96, "7": 7}
+        schemes = map(candidate.fitted(columns).scheme_of, columns)
+        assert list(schemes) == ["W4A16-g64", "W4A16", "W4A16-g32", "W4A16"]
+
 
 class TestTargets:
     def test_schemes_that_do_not_run_there_are_left_out(

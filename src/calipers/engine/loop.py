@@ -15,14 +15,7 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, settle_unseen
-from calipers.calibration.pipelines import (
-    NewValues,
-    Part,
-    Parts,
-    Run,
-    run_basic,
-    run_datafree,
-)
+from calipers.calibration.pipelines import NewValues, Part, Parts, Run, run_basic, run_datafree
 from calipers.calibration.sequential import run_sequential
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.compression import shapes_of_quantized
@@ -39,9 +32,9 @@ from calipers.planning.plan import Plan
 from calipers.recipes import Recipe
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
+from calipers.solvers.gptq import CurvatureCache
 from calipers.statistics.base import Statistic
 from calipers.steps.base import Changes, Layer
-from calipers.steps.gptq import CurvatureCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -241,21 +234,20 @@ class StepDriver:
 
         The needed statistic that saw least counts.
         """
+
+        def count(name: str, statistic: Statistic) -> tuple[int, str | None]:
+            """Return the tokens, and by what sums of an earlier run are known to be the same."""
+            is_left = self.measurements.is_from_earlier_run(name, statistic)
+            digest = digest_of(statistic.fields().items()) if is_left else None
+            return statistic.num_tokens, digest
+
         needed = {name: self.measurements.needed(name) for name in names}
-        own = [
-            [(each.num_tokens, self._left_digest(name, each)) for each in statistics]
-            for name, statistics in needed.items()
-        ]
+        own = [[count(name, each) for each in needed[name]] for name in needed]
         everywhere = self.ranks.share(own)
         for (name, statistics), *counted in zip(needed.items(), *everywhere, strict=True):
             totals = map(_total_tokens, statistics, *counted)
             if statistics:
                 self.solution.coverage.tokens[name] = min(totals)
-
-    def _left_digest(self, name: str, statistic: Statistic) -> str | None:
-        """Return by what sums that an earlier run has left are known to be the same."""
-        is_left = self.measurements.is_from_earlier_run(name, statistic)
-        return digest_of(statistic.fields().items()) if is_left else None
 
 
 def _total_tokens(statistic: Statistic, *counted: tuple[int, str | None]) -> int:

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.hessian import LEAST_GAIN, Rounding, descend, feed_back
+from calipers.statistics.sums import HessianSums, shrunk
 
 _LEAST_DAMPING, _LARGEST_DAMPING = 1e-10, 1.0  # that are tried, of the mean of the diagonal
+_CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are
 _BLOCK = 128  # columns at least whose slopes are worked out together
 _COARSE = 1 << 10  # fewer storable scales than this are far apart
 
@@ -79,6 +81,31 @@ def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> C
             return Curvature(damped.float(), lower.flip(0, 1), order, added, unit)
         damping = max(10 * damping, _LEAST_DAMPING)
     return None
+
+
+class CurvatureCache:
+    """Keeps the latest Hessian factorised: modules with the same input are solved in a row."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[object, Tensor, tuple[Curvature | None, Curvature | None]] | None = None
+
+    def of(
+        self, sums: HessianSums, damping: float, ordered: bool
+    ) -> tuple[Curvature | None, Curvature | None]:
+        """Return what errors of rounding are weighed by, and what corrects for changed inputs.
+
+        The first is None where the Hessian cannot be factorised, the second where no inputs have
+        changed.
+        """
+        hessian, tokens = sums.hessians[0], sums.num_tokens
+        key = hessian.data_ptr(), ordered, damping
+        if self._latest is None or self._latest[0] != key:
+            mean = shrunk(hessian / tokens, tokens, damping=0.0)
+            errors, correction = curvature(mean, damping, ordered), None
+            if errors is not None and sums.crosses is not None:
+                correction = curvature(mean, max(damping, _CORRECTION_DAMPING))
+            self._latest = key, hessian, (errors, correction)
+        return self._latest[2]
 
 
 def corrected(weight: Tensor, cross: Tensor, residual: Tensor | None, curve: Curvature) -> Tensor:

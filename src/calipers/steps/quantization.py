@@ -118,10 +118,11 @@ class QuantizationModifier(Modifier):
         ways = [name for name in ("scheme", "config_groups") if getattr(self, name) is not None]
         explicit = [name for name in ARGS_FIELDS if getattr(self, name) is not None]
         if len(ways) + bool(explicit) > 1:
+            names = [*ways, *explicit]
             raise RecipeError(
-                f"{self.label()} has {_both([*ways, *explicit])}: they say the same thing "
+                f"{self.label()} has {' and '.join(map(repr, names))}: they say the same thing "
                 "twice. Keep one way: 'scheme', 'config_groups', or weights and activations.",
-                path=(([*ways, *explicit])[1],),
+                path=(names[1],),
             )
         if not ways and not explicit and self.kv_cache_scheme is None:
             raise RecipeError(
@@ -164,8 +165,8 @@ class QuantizationModifier(Modifier):
             names = [key for key, _ in self._choices(base_name)]
             if len(names) > 1:
                 raise RecipeError(
-                    f"{self.label()} has {_both(names)}: both choose the observer of "
-                    f"'{base_name}'. Keep one.",
+                    f"{self.label()} has {' and '.join(map(repr, names))}: both choose the "
+                    f"observer of '{base_name}'. Keep one.",
                     path=(names[1].split(".")[0],),
                 )
         if isinstance(self.scheme, str | dict):
@@ -212,12 +213,12 @@ class QuantizationModifier(Modifier):
                     used |= {key for key, _ in self._choices(base_name)}
         chosen = {key for base_name in SCHEME_FIELDS for key, _ in self._choices(base_name)}
         for key in sorted(chosen - used):
-            told = CalipersWarning(
+            warning = CalipersWarning(
                 "has no effect: what it would watch is not quantized, or is dynamic (its scale is "
                 "found while the model runs)",
                 subject=Option(key, owner=self.label()),
             )
-            warnings.warn(told, stacklevel=3)
+            warnings.warn(warning, stacklevel=3)
 
     def _check_useful(
         self,
@@ -394,10 +395,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return to_plain(value)
-
-
-def _both(names: list[str]) -> str:
-    return " and ".join(f"'{name}'" for name in names)
 
 
 class _Schemes:
