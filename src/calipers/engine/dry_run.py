@@ -48,12 +48,10 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
     if not any(map(hessians_of, plan.modules)):
         return None
     topology = Topology.of(model)
-    inside: dict[str, list[ModuleSpec]] = {layer: [] for layer in topology.layers}
-    outside: list[ModuleSpec] = []
+    by_layer: dict[str | None, list[ModuleSpec]] = {None: [], **{x: [] for x in topology.layers}}
     for module in plan.modules:
-        layer = topology.layer_of(module.name)
-        (outside if layer is None else inside[layer]).append(module)
-    layers = list(inside.values())
+        by_layer[topology.layer_of(module.name)].append(module)
+    outside, *layers = by_layer.values()
     if plan.propagation == "float":
         most = max(map(hessian_bytes, (*layers, outside)))
         return FeedbackNeeds(plan.propagation, 1, most, hessian_bytes(plan.modules))

@@ -207,7 +207,7 @@ class StepDriver:
             self.measurements,
             self.ranks,
             self.progress,
-            unseen={name: done for name, done in applied if name in wanted},
+            unseen={name: policy for name, policy in applied if name in wanted},
             curvatures=self.curvatures,
         )
         changes = Changes()
@@ -245,21 +245,16 @@ class StepDriver:
         own = [[count(name, each) for each in needed[name]] for name in needed]
         everywhere = self.ranks.share(own)
         for (name, statistics), *counted in zip(needed.items(), *everywhere, strict=True):
-            totals = map(_total_tokens, statistics, *counted)
-            if statistics:
+            totals = []
+            for statistic, *counts in zip(statistics, *counted, strict=True):
+                tokens, digests = zip(*counts, strict=True)
+                # What an earlier run has left in all processes alike was seen once.
+                is_common = digests[0] is not None and len(set(digests)) == 1
+                if is_common:
+                    statistic.synced.update(statistic.fields())  # not added up again
+                totals.append(tokens[0] if is_common else sum(tokens))
+            if totals:
                 self.solution.coverage.tokens[name] = min(totals)
-
-
-def _total_tokens(statistic: Statistic, *counted: tuple[int, str | None]) -> int:
-    """Return what a statistic has seen in all processes, from the count and digest of each.
-
-    What an earlier run has left in all of them alike was seen once.
-    """
-    counts, digests = zip(*counted, strict=True)
-    if digests[0] is not None and len(set(digests)) == 1:
-        statistic.synced.update(statistic.fields())  # common already: not added up again
-        return int(counts[0])
-    return sum(counts)
 
 
 @dataclass

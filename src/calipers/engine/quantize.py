@@ -219,7 +219,7 @@ def driver_for(
     fingerprint: str,
     recipe: Recipe,
     seen: Measurements | None,
-    on_unseen: OnUnseen = "error",
+    on_unseen: OnUnseen,
     curvatures: CurvatureCache | None = None,
     progress: Progress | None = None,
     *,
