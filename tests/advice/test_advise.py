@@ -182,7 +182,7 @@ class TestMethods:
             done.append(hessian)
             return curvature(hessian, *rest)
 
-        monkeypatch.setattr("calipers.steps.gptq.curvature", counted)
+        monkeypatch.setattr("calipers.solvers.gptq.curvature", counted)
         advise(llama, hessians, "W3A16-g32,W4A16-g32,W8A16-g32", methods="gptq")
         assert len(done) == 2 * 4  # layers, and the inputs of qkv, o, gate and up, and down
 

@@ -189,15 +189,48 @@ class QuantizationModifier(Modifier):
         check_patterns(model, f"{self.label()}.ignore", self.ignore, self.unmatched)
         self._warn_of_idle_observers(by_target.values())
         matched = dict(match_named_modules(model, by_target, self.ignore))
-        resolved = _Schemes(step, self.orders_columns)
-        planned = []
+        quantized: list[tuple[str, torch.nn.Module, QuantizationScheme, ModuleKind]] = []
         for name, module in matched.items():
             scheme = by_target[match_targets(name, module, by_target)[0]]
             kind = _kind(model, name, module, scheme.targets)
             if kind is not None and any(getattr(scheme, field) for field in ARGS_FIELDS):
-                planned.append(resolved.spec(name, module, scheme, kind))
+                quantized.append((name, module, scheme, kind))
         self._check_useful(model, by_target, matched)
-        return StepPlan((*planned, *self._cached(model, resolved)))
+        if self.kv_cache_scheme is not None:
+            scheme = QuantizationScheme(
+                targets=list(KV_CACHE_TARGETS),
+                input_activations=self.kv_cache_scheme.model_copy(deep=True),
+            )
+            cached = [(n, m) for n, m in model.named_modules() if is_cached_attention_module(m)]
+            if not cached:
+                raise RecipeError(
+                    f"{type(model).__name__} has no attention module with a cache",
+                    where=f"{self.label()}.kv_cache_scheme",
+                    hint=what_there_is(model),
+                )
+            quantized += [(name, module, scheme, "kv_cache") for name, module in cached]
+        resolved: dict[tuple[int, ModuleKind], tuple[TensorSpec, ...]] = {}
+        specs = []
+        for name, module, scheme, kind in quantized:
+            key = (id(scheme), kind)
+            if key not in resolved:
+                self._check_suits(name, scheme, kind)
+                resolved[key] = tensor_specs(scheme, kind, step, name)
+            columns = getattr(module, "in_features", None) if kind == "linear" else None
+            specs.append(ModuleSpec(name, scheme, resolved[key], kind, columns))
+        return StepPlan(tuple(specs))
+
+    def _check_suits(self, name: str, scheme: QuantizationScheme, kind: ModuleKind) -> None:
+        """Refuse a scheme that does not suit a module of a kind."""
+        if kind == "attention" and (scheme.weights or scheme.output_activations):
+            raise RecipeError(
+                f"'{name}' is an attention module: a scheme for it has input_activations only, "
+                "which quantize q, k and v. To quantize weights, target its Linear modules."
+            )
+        is_ordered = scheme.weights is not None and scheme.weights.actorder is not None
+        if is_ordered and not self.orders_columns:
+            problem = "'actorder' is for GPTQ, which orders columns; observers do not"
+            raise unfit(name, "weight", problem, hint="Leave it out")
 
     def solve(self, layer: Layer) -> Changes:
         """Find the parameters of activations and weights."""
@@ -238,23 +271,6 @@ class QuantizationModifier(Modifier):
                     hint="Linear and Embedding modules can be quantized, and attention modules "
                     "that a pattern matches without their parts",
                 )
-
-    def _cached(self, model: torch.nn.Module, resolved: _Schemes) -> Iterator[ModuleSpec]:
-        if self.kv_cache_scheme is None:
-            return
-        scheme = QuantizationScheme(
-            targets=list(KV_CACHE_TARGETS),
-            input_activations=self.kv_cache_scheme.model_copy(deep=True),
-        )
-        found = {n: m for n, m in model.named_modules() if is_cached_attention_module(m)}
-        if not found:
-            raise RecipeError(
-                f"{type(model).__name__} has no attention module with a cache",
-                where=f"{self.label()}.kv_cache_scheme",
-                hint=what_there_is(model),
-            )
-        for name, module in found.items():
-            yield resolved.spec(name, module, scheme, "kv_cache")
 
     @property
     def schemes(self) -> dict[str, QuantizationScheme]:
@@ -395,33 +411,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return to_plain(value)
-
-
-class _Schemes:
-    """Schemes as specs, each resolved once for all modules that have it."""
-
-    def __init__(self, step: str, orders_columns: bool) -> None:
-        self._step, self._orders_columns = step, orders_columns
-        self._resolved: dict[tuple[int, ModuleKind], tuple[TensorSpec, ...]] = {}
-
-    def spec(
-        self, name: str, module: torch.nn.Module, scheme: QuantizationScheme, kind: ModuleKind
-    ) -> ModuleSpec:
-        """Return the spec of a module; a scheme that does not suit it is refused by its name."""
-        key = (id(scheme), kind)
-        if key not in self._resolved:
-            if kind == "attention" and (scheme.weights or scheme.output_activations):
-                raise RecipeError(
-                    f"'{name}' is an attention module: a scheme for it has input_activations only, "
-                    "which quantize q, k and v. To quantize weights, target its Linear modules."
-                )
-            is_ordered = scheme.weights is not None and scheme.weights.actorder is not None
-            if is_ordered and not self._orders_columns:
-                problem = "'actorder' is for GPTQ, which orders columns; observers do not"
-                raise unfit(name, "weight", problem, hint="Leave it out")
-            self._resolved[key] = tensor_specs(scheme, kind, self._step, name)
-        columns = getattr(module, "in_features", None) if kind == "linear" else None
-        return ModuleSpec(name, scheme, self._resolved[key], kind, columns)
 
 
 def _kind(
