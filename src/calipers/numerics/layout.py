@@ -270,9 +270,7 @@ class Layout:
         if self.args.strategy == QuantizationStrategy.CHANNEL:
             return value.view(1, *value.shape[:-1], 1, 1, value.shape[-1])
         if self.args.strategy in _GROUPED:
-            ordered = self._ordered(value)
-            groups, width = self._groups(ordered.shape[-1])
-            return ordered.reshape(1, *ordered.shape[:-1], groups, 1, width)
+            return self._grouped(self._ordered(value))[None].unsqueeze(-2)
         height, width = self.args.block_structure
         rows, columns = value.shape
         below, beside = -rows % height, -columns % width
@@ -312,18 +310,14 @@ class Layout:
         return value.index_select(-1, self.order.to(value.device))
 
     def _grouped(self, value: Tensor) -> Tensor:
-        return value.reshape(*value.shape[:-1], *self._groups(value.shape[-1]))
-
-    def _groups(self, size: int) -> tuple[int, int]:
-        """Return how many groups so many columns have, and their width."""
-        group_size: int = self.args.group_size
+        size, group_size = value.shape[-1], self.args.group_size
         if indivisible_by(size, self.args):
             raise LayoutError(
                 f"Strategy '{strategy_name(self.args)}' needs group_size to divide the last "
                 f"dimension of '{self.base_name}': {size} is not divisible by {group_size}",
                 hint=sizes_that_divide(size),
             )
-        return size // group_size, group_size
+        return value.reshape(*value.shape[:-1], size // group_size, group_size)
 
 
 def strategy_name(args: QuantizationArgs) -> str:
