@@ -5,7 +5,7 @@ The model they are made of is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -154,17 +154,14 @@ def name_on_disk(names: StoredNames, prefix: str, module: nn.Module, local: str)
 
 
 def checkpoint_tensors(
-    model: PreTrainedModel, names: StoredNames, codes: Mapping[str, torch.Tensor] | None = None
+    model: PreTrainedModel, names: StoredNames
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Give each tensor of the checkpoint with its name; the model is not changed.
-
-    :param codes: module → its packed weight; others are quantized here
-    """
+    """Give each tensor of the checkpoint with its name; the model is not changed."""
     waiting: dict[str, torch.Tensor] = {}
     freed = FreedMemory(most=1 << 20)  # of what is stored, which took several times as much to make
     for prefix, module in own_modules(model):
         size = 0
-        for local, tensor in compressed_state(module, (codes or {}).get(prefix)).items():
+        for local, tensor in compressed_state(module).items():
             name, stored = join(prefix, local), name_on_disk(names, prefix, module, local)
             size += tensor.nbytes
             if stored is not None:

@@ -59,7 +59,6 @@ def write_checkpoint(
     recipe: str,
     tokenizer: Any = None,
     notes: Mapping[str, Any] | None = None,
-    codes: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
@@ -71,7 +70,6 @@ def write_checkpoint(
     :param recipe: the text of recipe.yaml
     :param tokenizer: what is saved beside the model; None: the files of the model's own folder
     :param notes: what calipers.json says besides the version of Calipers
-    :param codes: module → its packed weight; others are quantized here
     :param overwrite: whether a checkpoint that is there already may be replaced
     :param max_shard_size: the largest size of a file of tensors, in bytes or as ``"5GB"``
     :param progress: shows how far it is
@@ -82,7 +80,7 @@ def write_checkpoint(
     def counted(_: Mapping[str, Any]) -> Generator[tuple[str, Tensor], None, None]:
         total = estimated_size(model, names) / _MEGABYTE
         with shown.counting("writing the checkpoint", total, "MB") as add:
-            for name, tensor in checkpoint_tensors(model, names, codes):
+            for name, tensor in checkpoint_tensors(model, names):
                 yield name, tensor
                 add(tensor.nbytes / _MEGABYTE)
 

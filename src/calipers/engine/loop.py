@@ -162,7 +162,8 @@ class StepDriver:
 
     :param solution: what it fills in
     :param curvatures: factorised Hessians, shared with drivers that solve the same modules
-    :param keep_codes: whether changes carry the codes of weights, for a checkpoint to be written
+    :param keep_codes: whether changes carry the codes of weights, which are stored as they are.
+        Those of a whole model would take the memory of its checkpoint
     """
 
     model: torch.nn.Module
@@ -278,15 +279,12 @@ class ModelSink:
                 tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
         return tensors
 
-    def freeze(self, model: PreTrainedModel) -> Mapping[str, Tensor]:
-        """Give the model all changes; it then computes with fake quantization.
-
-        Returns the codes of its weights, if they were kept.
-        """
+    def freeze(self, model: PreTrainedModel) -> None:
+        """Give the model all changes; it then computes with fake quantization."""
         modules = self.driver.solution.plan.modules
         give_schemes(model, modules)
         ties = tied_names(model) if self.changes.tensors else {}
-        return apply_changes(model, modules, self.changes, ties)
+        apply_changes(model, modules, self.changes, ties)
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,6 @@ class _OneshotJob(Job):
             measurements,
             self.options.calibration.on_unseen,
             progress=self.progress,
-            keep_codes=self.options.output.output_dir is not None,
         )
         sink = ModelSink(driver)
         with torch.no_grad():
@@ -204,7 +203,6 @@ class _OneshotJob(Job):
                 solution,
                 self.ranks,
                 self.progress,
-                keep_codes=self.options.output.output_dir is not None,
             )
             sink = ModelSink(driver)
             fails = options.on_unseen == "error" and self.ranks.rank == 0
@@ -249,7 +247,7 @@ class _OneshotJob(Job):
         """Freeze the model, and write the checkpoint if one is wanted."""
         output = self.options.output
         with self.ranks.step("freezing the model"):
-            codes = sink.freeze(model)
+            sink.freeze(model)
         with self.ranks.step("writing the checkpoint"):
             if output.output_dir is not None and self.ranks.rank == 0:
                 # Without one of its own, the files beside the model are the tokenizer's.
@@ -260,7 +258,6 @@ class _OneshotJob(Job):
                     recipe=recipe.to_yaml(),
                     tokenizer=None if is_own else tokenizer,
                     notes=sink.driver.solution.provenance(),
-                    codes=codes,
                     overwrite=output.overwrite,
                     max_shard_size=output.max_shard_size,
                     progress=self.progress,

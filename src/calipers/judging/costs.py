@@ -150,7 +150,7 @@ class Judgement(NamedTuple):
 
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param costs: module → what its activations and its output lose, where data ran
-    :param codes: module → its packed weight, where codes are kept
+    :param codes: module → its packed weight, of those that this process has judged and kept
     """
 
     errors: dict[str, float]
@@ -197,12 +197,10 @@ def judge_layer(
                 mine.costs[name] = module_costs(original, loss, streams, activations.get(name, {}))
     costs = {name: asdict(cost) for name, cost in mine.costs.items()}
     of_activations = {name: ModuleCosts(tensors=each) for name, each in activations.items()}
-    everything = Judgement({}, of_activations, {})
-    for errors, theirs, codes_of_rank in layer.ranks.share((mine.errors, costs, mine.codes)):
+    everything = Judgement({}, of_activations, mine.codes)
+    for errors, theirs in layer.ranks.share((mine.errors, costs)):
         everything.errors.update(errors)
         everything.costs.update({n: ModuleCosts.from_dict(cost) for n, cost in theirs.items()})
-        if layer.ranks.rank == 0:  # it writes
-            everything.codes.update(codes_of_rank)
     return everything
 
 
