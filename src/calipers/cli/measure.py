@@ -11,6 +11,7 @@ from calipers.cli.app import CommandOutput, tell
 from calipers.cli.options import (
     Data,
     Model,
+    Overwrite,
     Without,
     data_source,
     model_source,
@@ -59,9 +60,6 @@ Tolerance = Annotated[
         parser=read_number(float),
         help="By how much scales and importance may still move with more data.",
     ),
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing file of measurements.")
 ]
 Files = Annotated[
     list[Path], typer.Argument(metavar="FILE…", help="Files of measurements, two or more.")

@@ -18,19 +18,8 @@ Part = Literal["training", "calibration", "evaluation"]
 _PIECE = 2048
 # Tests, tables of data, generated files, and what some distributions leave out.
 _LEFT_OUT = {
-    "__phello__",
-    "dist-packages",
-    "distutils",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "tkinter",
-    "turtledemo",
+    *("__phello__", "dist-packages", "distutils", "encodings", "ensurepip", "idlelib", "lib2to3"),
+    *("pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo"),
 }
 
 
