@@ -40,42 +40,40 @@ IGNORED_BY_DEFAULT = ("lm_head",)
 """What a preset leaves as it is, if nobody says otherwise."""
 
 KEYWORDS = {"num_calibration_samples": "num_samples"}
-"""Keywords of functions that groups call otherwise."""
+"""Keywords of functions → options, where they differ."""
 
 
-def flag(*names: str, metavar: str = "") -> dict[str, Any]:
-    """Say how commands call an option.
+def option(default: Any, *flags: str, metavar: str = "") -> Any:
+    """Declare an option that commands have.
 
-    :param names: ``--this/--not-this`` for one that can be switched off
+    :param flags: ``--this/--not-this`` for one that can be switched off
     :param metavar: what stands for its value; ``N`` is a whole number, and none a switch
     """
-    return {"flags": names, "metavar": metavar}
+    return field(default=default, metadata={"flags": flags, "metavar": metavar})
 
 
+@dataclass(frozen=True, kw_only=True)
 class OptionGroup:
     """Options that belong together: a frozen dataclass that remembers which of them were given."""
-
-    _given: frozenset[str]
 
     def __new__(cls, **given: Any) -> Self:
         """Refuse options that the group does not have."""
         for name in given:
             if name not in cls.names():
                 raise unknown_option(name, cls.names(), cls.__name__)
-        made = super().__new__(cls)
-        object.__setattr__(made, "_given", frozenset(given))
-        return made
+        group = super().__new__(cls)
+        object.__setattr__(group, "_given", frozenset(given))
+        return group
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of all options of the group."""
-        return [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        return [each.name for each in fields(cls)]
 
     @classmethod
     def flags(cls) -> dict[str, tuple[str, ...]]:
         """Return the options that commands have, with their flags."""
-        found = {each.name: each.metadata.get("flags", ()) for each in fields(cls)}  # type: ignore[arg-type]
-        return {name: flags for name, flags in found.items() if flags}
+        return {each.name: each.metadata["flags"] for each in fields(cls) if each.metadata}
 
     @classmethod
     def docs(cls) -> dict[str, str]:
@@ -89,7 +87,7 @@ class OptionGroup:
 
     def gives(self, name: str) -> bool:
         """Whether an option was given, and is not just at its default."""
-        return name in self._given
+        return name in vars(self)["_given"]
 
     def values(self) -> dict[str, Any]:
         """Return all options with their values."""
@@ -101,7 +99,7 @@ class OptionGroup:
         >>> DataOptions(seed=7).given()
         {'seed': 7}
         """
-        return {name: getattr(self, name) for name in self.names() if self.gives(name)}
+        return {name: value for name, value in self.values().items() if self.gives(name)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,21 +124,22 @@ class DataOptions(OptionGroup):
         template; the others still run through the model. By default all tokens count
     """
 
-    tokenizer: Tokenizer = field(default=None, metadata=flag("--tokenizer", metavar="PATH"))
-    num_samples: int = field(default=512, metadata=flag("--samples", metavar="N"))
-    max_seq_length: int | None = field(default=None, metadata=flag("--seq-len", metavar="N"))
-    batch_size: int | None = field(default=None, metadata=flag("--batch-size", metavar="N"))
-    packing: bool | None = field(default=None, metadata=flag("--packing/--no-packing"))
+    tokenizer: Tokenizer = option(None, "--tokenizer", metavar="PATH")
+    num_samples: int = option(512, "--samples", metavar="N")
+    max_seq_length: int | None = option(None, "--seq-len", metavar="N")
+    batch_size: int | None = option(None, "--batch-size", metavar="N")
+    packing: bool | None = option(None, "--packing/--no-packing")
     shuffle: bool = True
-    seed: int = field(default=0, metadata=flag("--seed", metavar="N"))
-    skip: int = field(default=0, metadata=flag("--skip", metavar="N"))
-    text_column: str | None = field(default=None, metadata=flag("--text-column", metavar="NAME"))
-    mask: MaskChoice | None = field(default=None, metadata=flag("--mask", metavar="NAME"))
+    seed: int = option(0, "--seed", metavar="N")
+    skip: int = option(0, "--skip", metavar="N")
+    text_column: str | None = option(None, "--text-column", metavar="NAME")
+    mask: MaskChoice | None = option(None, "--mask", metavar="NAME")
 
     def sampling(self) -> dict[str, Any]:
         """Return what says which samples are taken, without the tokenizer."""
-        chosen = {name: getattr(self, name) for name in self.names() if name != "tokenizer"}
-        return {**chosen, "batch_size": 1 if self.batch_size is None else self.batch_size}
+        options = self.values() | {"batch_size": 1 if self.batch_size is None else self.batch_size}
+        del options["tokenizer"]
+        return options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +155,9 @@ class ComputeOptions(OptionGroup):
         and elsewhere a line about every 30 seconds
     """
 
-    device: Device = field(default=None, metadata=flag("--device", metavar="NAME"))
-    dtype: Dtype = field(default="auto", metadata=flag("--dtype", metavar="NAME"))
-    trust_remote_code: bool = field(default=False, metadata=flag("--trust-remote-code"))
+    device: Device = option(None, "--device", metavar="NAME")
+    dtype: Dtype = option("auto", "--dtype", metavar="NAME")
+    trust_remote_code: bool = option(False, "--trust-remote-code")
     progress: bool | Progress | None = None
 
 
@@ -176,10 +175,10 @@ class CalibrationOptions(OptionGroup):
         None: less than a minute, or ten for one that has not joined them yet
     """
 
-    pipeline: Pipeline = field(default="auto", metadata=flag("--pipeline", metavar="NAME"))
-    on_unseen: OnUnseen = field(default="error", metadata=flag("--on-unseen", metavar="NAME"))
-    calibrate_all_experts: bool = field(default=False, metadata=flag("--calibrate-all-experts"))
-    share_inputs: bool = field(default=True, metadata=flag("--share-inputs/--no-share-inputs"))
+    pipeline: Pipeline = option("auto", "--pipeline", metavar="NAME")
+    on_unseen: OnUnseen = option("error", "--on-unseen", metavar="NAME")
+    calibrate_all_experts: bool = option(False, "--calibrate-all-experts")
+    share_inputs: bool = option(True, "--share-inputs/--no-share-inputs")
     timeout: timedelta | None = None
 
 
@@ -197,15 +196,11 @@ class RecipeOptions(OptionGroup):
         names, may run
     """
 
-    method: Method | None = field(default=None, metadata=flag("--method", metavar="NAME"))
-    group_size: int | None = field(default=None, metadata=flag("--group-size", metavar="N"))
-    weight_observer: Any = field(
-        default=None, metadata=flag("--observer", "--weight-observer", metavar=_OBSERVER)
-    )
-    activation_observer: Any = field(
-        default=None, metadata=flag("--activation-observer", metavar=_OBSERVER)
-    )
-    allow_code: bool = field(default=False, metadata=flag("--allow-code"))
+    method: Method | None = option(None, "--method", metavar="NAME")
+    group_size: int | None = option(None, "--group-size", metavar="N")
+    weight_observer: Any = option(None, "--observer", "--weight-observer", metavar=_OBSERVER)
+    activation_observer: Any = option(None, "--activation-observer", metavar=_OBSERVER)
+    allow_code: bool = option(False, "--allow-code")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +212,9 @@ class OutputOptions(OptionGroup):
     :param max_shard_size: the largest size of a file of tensors
     """
 
-    output_dir: str | Path | None = field(
-        default=None, metadata=flag("--output", "-o", metavar="FOLDER")
-    )
-    overwrite: bool = field(default=False, metadata=flag("--overwrite"))
-    max_shard_size: int | str = field(
-        default="5GB", metadata=flag("--max-shard-size", metavar="SIZE")
-    )
+    output_dir: str | Path | None = option(None, "--output", "-o", metavar="FOLDER")
+    overwrite: bool = option(False, "--overwrite")
+    max_shard_size: int | str = option("5GB", "--max-shard-size", metavar="SIZE")
 
 
 class EvaluateKeywords(TypedDict, total=False):
@@ -284,6 +275,7 @@ class QuantizeKeywords(TypedDict, total=False):
     max_shard_size: int | str
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Groups:
     """The groups that a function takes: a frozen dataclass whose fields are groups."""
 
@@ -294,7 +286,8 @@ class _Groups:
         :param keywords: single options, by the names that the function has for them
         :param groups: the groups that were given, by the names of the fields
         """
-        kinds, owners = cls._kinds(), dict[str, str]()
+        kinds: dict[str, Any] = {each.name: each.default_factory for each in fields(cls)}
+        owners: dict[str, str] = {}
         values: dict[str, dict[str, Any]] = {}
         sources: dict[str, str] = {}  # option → how it was given
         for name, kind in kinds.items():
@@ -308,37 +301,19 @@ class _Groups:
                 )
             owners |= dict.fromkeys(kind.names(), name)
             values[name] = group.given()
-            for option, value in values[name].items():
-                sources[option] = f"{name}={kind.__name__}({option}={value!r})"
+            for own, value in values[name].items():
+                sources[own] = f"{name}={kind.__name__}({own}={value!r})"
         for keyword, value in keywords.items():
-            option = KEYWORDS.get(keyword, keyword)
-            if option not in owners:
+            own = KEYWORDS.get(keyword, keyword)
+            if own not in owners:
                 raise unknown_option(keyword, [*owners, *KEYWORDS])
-            if option in sources:
-                problem = f"is given twice: beside {sources[option]}"
+            if own in sources:
+                problem = f"is given twice: beside {sources[own]}"
                 subject = Option(keyword, value)
                 raise ConfigurationError(problem, subject=subject, hint="Keep one.")
-            values[owners[option]][option] = value
-            sources[option] = f"{keyword}={value!r}"
+            values[owners[own]][own] = value
+            sources[own] = f"{keyword}={value!r}"
         return cls(**{name: kind(**values[name]) for name, kind in kinds.items()})
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the options that were given, one by one, as functions call them.
-
-        >>> OneshotOptions(data=DataOptions(num_samples=8)).keywords()
-        {'num_calibration_samples': 8}
-        """
-        names = {option: keyword for keyword, option in KEYWORDS.items()}
-        return {
-            names.get(option, option): value
-            for group in self._kinds()
-            for option, value in getattr(self, group).given().items()
-        }
-
-    @classmethod
-    def _kinds(cls) -> dict[str, Any]:
-        """Return the class of each group."""
-        return {each.name: each.default_factory for each in fields(cls)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,10 +121,15 @@ Allowed: iso.
 
     def get(self, name: str) -> T:
         """Return the part of a name; refuse a name that is not known, or that stands for two."""
-        self._read_entry_points()
         key = self._key(name)
         if key is None:
-            raise self.unknown(name)
+            names = self.names()
+            raise self._error(
+                f"unknown {self.what} '{name}'",
+                meant=nearest(str(name), names),
+                allowed=names,
+                hint=self._hint,
+            )
         self._refuse_conflict(key)
         try:
             return self._imported(key)
@@ -166,32 +171,19 @@ Allowed: iso.
     def name_of(self, part: Any) -> str | None:
         """Return the name of a part; None for one that is not registered."""
         reference = _reference(part)
-        for is_complete in (self._has_entry_points, True):
-            if is_complete:
-                self._read_entry_points()
-            for name, source in self._sources.items():
-                if source.part is part or (source.part is None and source.reference == reference):
-                    return name
+        self._read_entry_points()
+        for name, source in self._sources.items():
+            if source.part is part or (source.part is None and source.reference == reference):
+                return name
         return None
-
-    def unknown(self, name: object) -> CalipersError:
-        """Return the error about a name that is not known."""
-        names = self.names()
-        return self._error(
-            f"unknown {self.what} '{name}'",
-            meant=nearest(str(name), names),
-            allowed=names,
-            hint=self._hint,
-        )
 
     def _key(self, name: object) -> str | None:
         """Return the form under which a name is known; None for one that is not."""
         if not isinstance(name, str):
             return None
+        self._read_entry_points()
         key = self._spelling(name)
         key = self._aliases.get(key, key)
-        if key not in self._sources:
-            self._read_entry_points()
         return key if key in self._sources else None
 
     def _imported(self, key: str) -> T:

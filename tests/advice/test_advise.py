@@ -182,7 +182,7 @@ class TestMethods:
             done.append(hessian)
             return curvature(hessian, *rest)
 
-        monkeypatch.setattr("calipers.steps.gptq.curvature", counted)
+        monkeypatch.setattr("calipers.solvers.gptq.curvature", counted)
         advise(llama, hessians, "W3A16-g32,W4A16-g32,W8A16-g32", methods="gptq")
         assert len(done) == 2 * 4  # layers, and the inputs of qkv, o, gate and up, and down
 
@@ -224,6 +224,12 @@ class TestGroupSizes:
         fitted = candidate.fitted({**columns, "0.o_proj": 256})
         assert {fitted.scheme_of(name) for name in columns} == {"W4A16-g64"}
         assert fitted.scheme_of("0.o_proj") == "W4A16"
+
+    def test_powers_of_two_come_first(self) -> None:
+        (candidate,) = read_candidates(["W4A16"], ("rtn",), None, [])
+        columns = {"576": 576, "1536": 1536, "96": 96, "7": 7}
+        schemes = map(candidate.fitted(columns).scheme_of, columns)
+        assert list(schemes) == ["W4A16-g64", "W4A16", "W4A16-g32", "W4A16"]
 
 
 class TestTargets:

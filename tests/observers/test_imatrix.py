@@ -11,7 +11,9 @@ from data import nvfp4
 
 from calipers.errors import CalipersWarning, ImportanceError, TensorValueError
 from calipers.observers import IMatrixMSEObserver, Observer
-from calipers.solvers.importance import Weights
+from calipers.observers.classic import searched_range
+from calipers.observers.definition import Definition
+from calipers.solvers.importance import Importance
 
 INT4 = QuantizationArgs(num_bits=4, group_size=8)
 NVFP4 = nvfp4(8)
@@ -229,7 +231,7 @@ def test_patience_zero_tries_every_candidate() -> None:
 )
 def test_number_of_candidates(maxshrink: float, grid: int, count: int) -> None:
     options = IMatrixMSEObserver("weight", INT4, maxshrink=maxshrink, grid=grid).options
-    assert options.factors == [1 - i / grid for i in range(count)]
+    assert options.tried.factors == [1 - i / grid for i in range(count)]
 
 
 class TestFallback:
@@ -289,7 +291,8 @@ class TestFallback:
             observer(value)
         assert len(caught) == 1
         plain = build(observer.args, observer.base_name)
-        plain.weights = lambda _: Weights()
+        plain.definition = Definition(search=searched_range)
+        plain.weighing = Importance()
         assert torch.equal(observer.max_vals, plain(value).max_vals)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

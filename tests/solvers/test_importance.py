@@ -14,7 +14,7 @@ from torch import Tensor
 from calipers.errors import ImportanceError
 from calipers.numerics.layout import Layout
 from calipers.observers import MemorylessMSEObserver, Observer
-from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
+from calipers.observers.options import ImportanceOptions, SearchOptions
 from calipers.solvers.importance import (
     IMPORTANCES,
     Importance,
@@ -67,10 +67,7 @@ class PeakOptions(SearchOptions, ImportanceOptions):
 class PeakObserver(MemorylessMSEObserver):
     gathers_inputs = True
     Options = PeakOptions
-
-    @classmethod
-    def importance_name(cls, _: ObserverOptions) -> str:
-        return "peaks"
+    usual_importance = "peaks"
 
 
 @pytest.fixture(autouse=True)

@@ -217,12 +217,16 @@ def _advice(
         ],
     )
     weights = sum(each.weights for each in rows[0])
+
+    def point(choice: Chosen) -> Point:
+        return Point(int(choice.size), 8 * choice.size / weights, choice.harm)
+
     advice = Advice(
         tuple(each for row in rows for each in row),
         harm,
-        tuple(_point(each, weights) for each in front(options)),
+        tuple(map(point, front(options))),
         {
-            candidate.name: _point(chosen(options, (column,) * len(groups)), weights)
+            candidate.name: point(chosen(options, (column,) * len(groups)))
             for column, candidate in enumerate(candidates)
         },
     )
@@ -242,7 +246,7 @@ def _advice(
         advice,
         budget=budget,
         chosen={name: rows[by_module[name]][number] for number, name in enumerate(names)},
-        total=_point(choice, weights),
+        total=point(choice),
         gap=choice.gap,
         recipe=_recipe_of(candidates, by_module),
     )
@@ -280,10 +284,6 @@ def _unreachable(budget: Budget, least: float, weights: int) -> ConfigurationErr
         subject=Option("budget", str(budget)),
         hint="Give that, or offer smaller (or better) schemes.",
     )
-
-
-def _point(chosen: Chosen, weights: int) -> Point:
-    return Point(int(chosen.size), 8 * chosen.size / weights, chosen.harm)
 
 
 def _recipe_of(candidates: Sequence[Candidate], chosen: Mapping[str, int]) -> Recipe | None:

@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import filterfalse
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
 
-from calipers.engine.presets import RUNS, check_target, runs_on
+from calipers.engine.presets import RUNS, runs_on
 from calipers.errors import (
     ConfigurationError,
     Option,
@@ -23,7 +24,7 @@ from calipers.planning.specs import has_free_groups, regrouped
 from calipers.recipes import Recipe, load_changed_recipe, load_recipe
 from calipers.steps import QuantizationModifier
 from calipers.steps.base import steps_by_method
-from calipers.steps.choices import preset_name, read_choice, scheme_to_data
+from calipers.steps.choices import preset, preset_name, read_choice, scheme_to_data
 from calipers.topology.names import groups_of_one_scheme, patterns_for
 
 UNQUANTIZED = "UNQUANTIZED"
@@ -79,29 +80,19 @@ class Candidate:
         if args is None or not has_free_groups(args) or _group_size(self.scheme) is not None:
             return self
         assert args.group_size is not None
-        found: dict[str, int] = {}
+        group_sizes: dict[str, int] = {}
         for names in groups_of_one_scheme(columns):
             common = math.gcd(*(columns[name] for name in names))
-            size = _fitting(common, args.group_size)
+            fitting = [size for size in group_sizes_for(common) if size <= args.group_size]
+            # Powers of two first: those are the sizes that the kernels of vLLM are written for.
+            size = max(fitting, key=lambda n: (n & (n - 1) == 0, n), default=args.group_size)
             if size != args.group_size:
-                found |= dict.fromkeys(names, size)
-        if not found:
+                group_sizes |= dict.fromkeys(names, size)
+        if not group_sizes:
             return self
-        made = replace(self, group_sizes=found)
+        made = replace(self, group_sizes=group_sizes)
         modifier = steps_by_method()[self.method](config_groups=made.config_groups(columns))
         return replace(made, recipe=load_recipe(modifier))
-
-
-def _fitting(columns: int, size: int) -> int:
-    """Return a size of groups that divides the columns; the given one where none does.
-
-    Powers of two first: those are the sizes that the kernels of vLLM are written for.
-
-    >>> _fitting(576, 128), _fitting(1536, 128), _fitting(96, 128), _fitting(7, 128)
-    (64, 128, 32, 128)
-    """
-    found = [each for each in group_sizes_for(columns) if each <= size]
-    return max(found, key=lambda each: (each & (each - 1) == 0, each), default=size)
 
 
 def read_schemes(
@@ -114,8 +105,8 @@ def read_schemes(
     >>> read_schemes("W4A16, W8A16", "vllm-cpu", None)
     (['W4A16'], ['W8A16'])
     """
-    if target is not None:
-        check_target(target)
+    if target is not None and target not in RUNS:
+        raise not_allowed("target", target, RUNS)
 
     def runs(name: str) -> bool:
         return target is None or target in runs_on(_preset(name))
@@ -127,7 +118,7 @@ def read_schemes(
         size = _group_size(word)
         asked.append(preset_name(_preset(word)) + ("" if size is None else f"-g{size}"))
     asked = list(dict.fromkeys(asked))
-    names, left_out = list(filter(runs, asked)), [name for name in asked if not runs(name)]
+    names, left_out = list(filter(runs, asked)), list(filterfalse(runs, asked))
     if not set(names) - {UNQUANTIZED}:
         if target is None or not left_out:
             hint = "Pass " + Option("schemes", "W4A16,W8A16")
@@ -140,20 +131,19 @@ def read_schemes(
     return (names if group_size is None else _regrouped(names, group_size)), left_out
 
 
-def _regrouped(names: Sequence[str], size: int) -> list[str]:
+def _regrouped(names: list[str], size: int) -> list[str]:
     """Give schemes whose groups are free and that do not say otherwise groups of a size."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise not_allowed("group_size", size, "a whole number, 1 or more")
-    found = list(names)
+    changed = list(names)
     for place, name in enumerate(names):
         if name != UNQUANTIZED and _group_size(name) is None:
-            (scheme,) = QuantizationModifier(scheme=name).schemes.values()
-            found[place] = f"{name}-g{size}" if has_free_groups(scheme.weights) else name
-    if found == list(names):
-        raise no_meaning(
-            "group_size", size, f"{listing(names)}: groups are fixed, or there are none"
-        )
-    return found
+            scheme = preset(name, ("Linear",))
+            changed[place] = f"{name}-g{size}" if has_free_groups(scheme.weights) else name
+    if changed == names:
+        where = f"{listing(names)}: groups are fixed, or there are none"
+        raise no_meaning("group_size", size, where)
+    return changed
 
 
 def read_methods(methods: str | Iterable[str]) -> tuple[str, ...]:
@@ -195,30 +185,31 @@ def read_candidates(
         if name == UNQUANTIZED:
             candidates.append(Candidate(name, name))
             continue
-        preset = QuantizationModifier(
+        modifier = QuantizationModifier(
             scheme=_preset(name), ignore=tuple(ignore), unmatched="ignore"
         )
-        inputs = next(iter(preset.schemes.values())).input_activations
+        inputs = preset(_preset(name), modifier.targets).input_activations
         is_static = inputs is not None and inputs.dynamic is False
         for method in methods:
             importance = SOLVER["importance"] if method == "rtn" else "hessian"
             default = read_choice({**SOLVER, "importance": importance})
             for choice in [default] if chosen is None else chosen:
                 recipe = load_changed_recipe(
-                    preset,
+                    modifier,
                     method=method,
                     group_size=_group_size(name),
                     weight_observer=choice,
                     activation_observer=_ACTIVATIONS if is_static else None,
                 )
-                (modifier,) = recipe.modifiers
-                assert isinstance(modifier, QuantizationModifier)
-                (scheme,) = modifier.schemes.values()
+                (step,) = recipe.modifiers
+                assert isinstance(step, QuantizationModifier)
+                (scheme,) = step.schemes.values()
                 options = "".join(f",{key}={value}" for key, value in choice.options.items())
-                solver = choice.name + options
-                words = [name, method] if len(methods) > 1 else [name]
-                words += [solver] if chosen is not None and len(chosen) > 1 else []
-                label = " ".join(words)
+                solver, label = choice.name + options, name
+                if len(methods) > 1:
+                    label += f" {method}"
+                if chosen is not None and len(chosen) > 1:
+                    label += f" {solver}"
                 candidates.append(Candidate(label, name, solver, method, recipe, scheme))
     return tuple(candidates)
 

@@ -20,8 +20,8 @@ from calipers.judging.losses import decibels
 from calipers.measurements import Measurements
 from calipers.planning.specs import COUNTS, ModuleSpec
 from calipers.runtime.progress import Progress
+from calipers.solvers.gptq import CurvatureCache
 from calipers.statistics.value_counts import ValueCounts
-from calipers.steps.gptq import CurvatureCache
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def predict(
         for part in run_parts(trials[0].prepared.read_parts(), *sinks):
             add(len(part.names))
     solved = zip(trials, sinks, strict=True)
-    found = [list(_predictions(trial, sink.seconds, seen)) for trial, sink in solved]
+    predictions = [list(_predictions(trial, sink.seconds, seen)) for trial, sink in solved]
     as_is = [
         Prediction(
             each.module,
@@ -141,9 +141,9 @@ def predict(
             weights=each.weights,
             seconds=0.0,
         )
-        for each in found[0]
+        for each in predictions[0]
     ]
-    rows = iter(found)
+    rows = iter(predictions)
     return [as_is if each.recipe is None else next(rows) for each in candidates]
 
 

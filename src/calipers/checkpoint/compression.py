@@ -5,18 +5,14 @@ The model they are made of is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationScheme,
-    QuantizationStatus,
-)
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import nn
 from transformers import PreTrainedModel
@@ -39,7 +35,6 @@ from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import strategy_name
 from calipers.planning.specs import module_format
 
-_OF_ROWS = ("weight", "weight_scale", "weight_zero_point")
 _BY_ROW = ("group", "channel")
 _SIDES = {"input": "input_activations", "weight": "weights", "output": "output_activations"}
 _STORABLE = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
@@ -89,8 +84,14 @@ def compressed_state(
         return _packed(state, scheme, form, codes)
     compressor = BaseCompressor.get_value_from_registry(form.value)
     compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
-    if form in IN_WORDS and _has_scales_per_row(state, scheme):
-        return _with_packed_zero_points(compressed, state, scheme)
+    zero_point = compressed.get("weight_zero_point")
+    if form in IN_WORDS and zero_point is not None and zero_point.dim() == 2:
+        args = scheme.weights
+        if strategy_name(args) in _BY_ROW:
+            # Without values; the library leaves them unpacked, so here they get their shape.
+            rows, columns = state["weight_zero_point"].shape
+            column = pack_to_int32(torch.zeros(rows, 1, dtype=torch.int8), args.num_bits, 0)
+            compressed["weight_zero_point"] = column.to("meta").expand(-1, columns)
     return compressed
 
 
@@ -116,43 +117,16 @@ def _packed(
         if zero_point is not None and not args.symmetric and strategy_name(args) in _BY_ROW:
             words = pack_to_int32(zero_point, args.num_bits, packed_dim=0)
             packed["weight_zero_point"] = words.contiguous()
-    packed["weight_scale"] = _stored_scale(scale, args, form)
+    if form is CompressionFormat.nvfp4_pack_quantized:
+        scale = scale.to(args.scale_dtype or FP8_DTYPE)
+    elif form in (CompressionFormat.mxfp4_pack_quantized, CompressionFormat.mxfp8_quantized):
+        scale = compress_mx_scale(scale, args.scale_dtype or torch.uint8)
+    packed["weight_scale"] = scale
     for side, kind in _SIDES.items():
         of_side = getattr(scheme, kind)
         if of_side is not None and of_side.symmetric:
             packed.pop(f"{side}_zero_point", None)
     return packed
-
-
-def _stored_scale(
-    scale: torch.Tensor, args: QuantizationArgs, form: CompressionFormat
-) -> torch.Tensor:
-    if form is CompressionFormat.nvfp4_pack_quantized:
-        return scale.to(args.scale_dtype or FP8_DTYPE)
-    if form in (CompressionFormat.mxfp4_pack_quantized, CompressionFormat.mxfp8_quantized):
-        exponent: torch.Tensor = compress_mx_scale(scale, args.scale_dtype or torch.uint8)
-        return exponent
-    return scale
-
-
-def _has_scales_per_row(state: dict[str, torch.Tensor], scheme: QuantizationScheme) -> bool:
-    rows = len(state["weight"]) if state["weight"].dim() == 2 else -1
-    by_row = strategy_name(scheme.weights) in _BY_ROW
-    return by_row and all(len(state[name]) == rows for name in _OF_ROWS if name in state)
-
-
-def _with_packed_zero_points(
-    packed: dict[str, torch.Tensor], state: dict[str, torch.Tensor], scheme: QuantizationScheme
-) -> dict[str, torch.Tensor]:
-    """Give zero points without values their shape; the library leaves them as they are."""
-    if "weight_zero_point" in packed:
-        rows, columns = state["weight_zero_point"].shape
-        column = pack_to_int32(torch.zeros(rows, 1, dtype=torch.int8), scheme.weights.num_bits, 0)
-        packed["weight_zero_point"] = column.to("meta").expand(-1, columns)
-    return packed
-
-
-# All of them
 
 
 def tensor_names(model: PreTrainedModel) -> StoredNames:
@@ -180,17 +154,14 @@ def name_on_disk(names: StoredNames, prefix: str, module: nn.Module, local: str)
 
 
 def checkpoint_tensors(
-    model: PreTrainedModel, names: StoredNames, codes: Mapping[str, torch.Tensor] | None = None
+    model: PreTrainedModel, names: StoredNames
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Give each tensor of the checkpoint with its name; the model is not changed.
-
-    :param codes: module → its packed weight; others are quantized here
-    """
+    """Give each tensor of the checkpoint with its name; the model is not changed."""
     waiting: dict[str, torch.Tensor] = {}
     freed = FreedMemory(most=1 << 20)  # of what is stored, which took several times as much to make
     for prefix, module in own_modules(model):
         size = 0
-        for local, tensor in compressed_state(module, (codes or {}).get(prefix)).items():
+        for local, tensor in compressed_state(module).items():
             name, stored = join(prefix, local), name_on_disk(names, prefix, module, local)
             size += tensor.nbytes
             if stored is not None:
@@ -209,16 +180,22 @@ def estimated_size(model: PreTrainedModel, names: StoredNames) -> int:
     total = 0
     for name, tensor in offloaded_tensors(model).items():
         if name in names.renamed or name in names.converted:
-            total += tensor.numel() * _stored_bits(model, name, tensor) // 8
+            scheme = scheme_of(owner_of(model, name))
+            bits = 8 * tensor.element_size()
+            if scheme is not None and scheme.weights is not None and name.endswith(".weight"):
+                bits = scheme.weights.num_bits
+            total += tensor.numel() * bits // 8
     return total
 
 
-def _stored_bits(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> int:
-    scheme = scheme_of(owner_of(model, name))
-    if scheme is None or scheme.weights is None or not name.endswith(".weight"):
-        return 8 * tensor.element_size()
-    bits: int = scheme.weights.num_bits
-    return bits
+def shapes_of_quantized(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of quantized weights by the names on disk of their modules."""
+    names = tensor_names(model).renamed
+    return {
+        names[join(prefix, "weight")].removesuffix(".weight"): module.get_parameter("weight").shape
+        for prefix, module in own_modules(model)
+        if has_quantized_weight(module)
+    }
 
 
 def size_when_stored(model: PreTrainedModel) -> int:

@@ -62,11 +62,7 @@ _ONE_SCALE = ("tensor", "channel")
 
 def checkpoint_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return what goes into config.json."""
-    config = _model_config(model)
-    quantization = _quantization_config(model)
-    if quantization is not None:
-        config[QUANTIZATION_CONFIG_NAME] = quantization
-    return config
+    return _model_config(model) | _quantization_config(model)
 
 
 def _model_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -107,13 +103,13 @@ def _essence(value: Any) -> Any:
     return {key: _essence(inner) for key, inner in value.items() if key not in _INESSENTIAL}
 
 
-def _quantization_config(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Return how the checkpoint is quantized; None if it is not. No scheme is changed."""
+def _quantization_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the entry that says how the checkpoint is quantized, if it is."""
     # Only the modules are shown, so that their names are not translated.
     shown = SimpleNamespace(named_modules=model.named_modules)
     original = QuantizationConfig.from_pretrained(shown)
     if original is None:
-        return None
+        return {}
     config: QuantizationConfig = original.model_copy(deep=True)
     formats = set()
     pending = dict(config.config_groups)
@@ -133,13 +129,14 @@ def _quantization_config(model: PreTrainedModel) -> dict[str, Any] | None:
     stored = stored_module_names(model, config.ignore or [])
     config.ignore = list(dict.fromkeys(name for pair in stored.items() for name in pair[::-1]))
     transform = getattr(model, TRANSFORM_CONFIG_NAME, None)
-    return {
+    quantization = {
         COMPRESSION_VERSION_NAME: compressed_tensors.__version__,
         QUANTIZATION_METHOD_NAME: QUANTIZATION_METHOD,
         SPARSITY_CONFIG_NAME: {},
         TRANSFORM_CONFIG_NAME: {} if transform is None else transform.model_dump(mode="json"),
         **config.model_dump(mode="json", exclude={"quant_method"}),
     }
+    return {QUANTIZATION_CONFIG_NAME: quantization}
 
 
 def _set_targets(model: PreTrainedModel, config: QuantizationConfig) -> None:
@@ -231,30 +228,30 @@ def loading_problems(model: PreTrainedModel) -> Iterator[LoadingProblem]:
                 f"'{name}')",
                 "The tensors are complete, for clients that read them.",
             )
-    yield from _expert_problems(model, {n: (formats[n], s) for n, (_, s) in schemes.items()})
-
-
-def _expert_problems(
-    model: PreTrainedModel, quantized: dict[str, tuple[CompressionFormat, QuantizationScheme]]
-) -> Iterator[LoadingProblem]:
-    """transformers fuses experts while loading, and decodes few formats on the way."""
-    known, reported = expert_names(model), set()
-    for experts in unfused_experts(model):
-        if isinstance(model.get_submodule(experts), nn.ModuleList):
-            continue  # so it is in transformers, too
-        for name in (name for name in quantized if name.startswith(f"{experts}.")):
-            missing = "has no place for single experts of this model"
-            problem = _expert_problem(*quantized[name]) if name in known else missing
-            if problem is not None and problem not in reported:
-                reported.add(problem)
-                yield LoadingProblem(
-                    f"transformers {problem} (here '{name}')",
-                    "The tensors are complete, in the layout of the original checkpoint, for "
-                    "clients that read single experts.",
-                )
+    # transformers fuses experts while loading, and decodes few formats on the way. Those in a
+    # ModuleList it keeps as they are.
+    fused = [
+        n for n in unfused_experts(model) if not isinstance(model.get_submodule(n), nn.ModuleList)
+    ]
+    experts = [name for name in schemes if name.startswith(tuple(f"{parent}." for parent in fused))]
+    known = expert_names(model)
+    problems: dict[str, str] = {}
+    for name in experts:
+        problem: str | None = "has no place for single experts of this model"
+        if name in known:
+            problem = _expert_problem(formats[name], schemes[name][1])
+        if problem is not None:
+            problems.setdefault(problem, name)
+    for problem, name in problems.items():
+        yield LoadingProblem(
+            f"transformers {problem} (here '{name}')",
+            "The tensors are complete, in the layout of the original checkpoint, for clients that "
+            "read single experts.",
+        )
 
 
 def _expert_problem(form: CompressionFormat, scheme: QuantizationScheme) -> str | None:
+    """Return what transformers does wrong with a quantized expert, if anything."""
     weights = scheme.weights
     if form is CompressionFormat.nvfp4_pack_quantized:
         return "loads NVFP4 experts without their global scale, and so computes nonsense"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -31,20 +32,18 @@ class IndexDefect(NamedTuple):
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint by their names; none where it has no safetensors.
 
-    Every header is compared with its file and with the index, so that what was cut off, mixed up
-    or lost is noticed before anything is loaded.
+    Every header is checked against its file and the index before anything is loaded.
     """
-    defects: list[IndexDefect] = []
-    tensors = readable_tensors(folder, defects)
+    tensors, defects = readable_tensors(folder)
     if defects:
         _, name, problem = defects[0]
         raise damaged_file(folder / INDEX, f"'{name}' {problem}")
     return tensors
 
 
-def readable_tensors(folder: Path, defects: list[IndexDefect]) -> dict[str, StoredTensor]:
-    """Return the tensors of the files that can be read, and collect the defects of the index."""
-    index = _read_index(folder, defects)
+def readable_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[IndexDefect]]:
+    """Return the tensors of the files that can be read, and the defects of the index."""
+    index, defects = _read_index(folder)
     single = folder / SINGLE
     tensors: dict[str, StoredTensor] = {}
     for file in [single] if single.is_file() else dict.fromkeys(index.values()):
@@ -58,12 +57,27 @@ def readable_tensors(folder: Path, defects: list[IndexDefect]) -> dict[str, Stor
             place = file.relative_to(folder)
             problem = f"is not in '{place}', where the index says that it is"
             defects.append(IndexDefect("missing-tensor", name, problem))
-    return tensors
+    return tensors, defects
 
 
 def size_on_disk(folder: Path) -> int:
     """Return the bytes of all tensors in the files of a folder, without what names them."""
     return sum(tensor.size for tensor in stored_tensors(folder).values())
+
+
+def bits_per_weight(
+    stored: Mapping[str, StoredTensor], shapes: Mapping[str, Sequence[int]]
+) -> float | None:
+    """Return the bits that a quantized weight takes, scales included; None if there is none.
+
+    :param shapes: of the quantized weights, by the names of their modules
+    """
+    size = 0
+    for name, tensor in stored.items():
+        module, _, local = name.rpartition(".")
+        if module in shapes and local.startswith("weight"):
+            size += tensor.size
+    return 8 * size / sum(map(math.prod, shapes.values())) if shapes else None
 
 
 def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
@@ -72,11 +86,11 @@ def first_float_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
-def _read_index(folder: Path, defects: list[IndexDefect]) -> dict[str, Path]:
-    """Return the file of each tensor that the index names; transformers prefers a single file."""
-    file = folder / INDEX
+def _read_index(folder: Path) -> tuple[dict[str, Path], list[IndexDefect]]:
+    """Return the file of each tensor in the index, if it is used: a single file comes first."""
+    file, defects = folder / INDEX, list[IndexDefect]()
     if not file.is_file() or (folder / SINGLE).is_file():
-        return {}
+        return {}, []
     content = read_json_object(file)
     if not isinstance(content.get("metadata"), dict):
         problem = f"must be an object, got {content.get('metadata')!r}"
@@ -100,4 +114,5 @@ def _read_index(folder: Path, defects: list[IndexDefect]) -> dict[str, Path]:
             defects.append(IndexDefect("missing-file", name, problem))
         else:
             usable.add(name)
-    return {tensor: folder / name for tensor, name in files.items() if name in usable}
+    index = {tensor: folder / name for tensor, name in files.items() if name in usable}
+    return index, defects

@@ -58,9 +58,14 @@ def check_location(name: str, *, gguf: bool = False) -> None:
     """
     path = Path(name)
     if not path.exists():
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
         refuse_mistyped(name)
-        if path.is_absolute() or not _can_be_on_hub(name):
-            raise cannot_load(name, "there is no such folder")
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise cannot_load(name, "there is no such folder") from error
         return
     file = gguf_file(name)
     if file is not None and gguf:
@@ -146,17 +151,6 @@ def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield key, content
 
 
-def _can_be_on_hub(name: str) -> bool:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
 def refuse_mistyped(name: str, what: str = "model") -> None:
     """Refuse a name that is not on disk and must be meant for it: the hub is not asked for it.
 
@@ -199,7 +193,11 @@ def loading_errors(name: str, what: str = "model", files: str | None = None) -> 
         except CalipersError:
             raise
         except (OSError, ValueError, ImportError) as error:
-            if _is_about_code(error):
+            from transformers.dynamic_module_utils import resolve_trust_remote_code
+
+            # Where transformers asks whether code of a model may run.
+            asks = resolve_trust_remote_code.__code__
+            if any(frame.f_code is asks for frame, _ in traceback.walk_tb(error.__traceback__)):
                 raise ModelLoadError(
                     "comes with Python code of its own, which was not run",
                     subject=f"The {what} '{name}'",
@@ -218,20 +216,11 @@ def loading_errors(name: str, what: str = "model", files: str | None = None) -> 
             raise
 
 
-def _is_about_code(error: Exception) -> bool:
-    """Whether it comes from where transformers asks if code of a model may run."""
-    from transformers.dynamic_module_utils import resolve_trust_remote_code
-
-    asks = resolve_trust_remote_code.__code__
-    return any(frame.f_code is asks for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
 @contextmanager
-def _hub_access(name: str, what: str = "model") -> Iterator[None]:
-    """Let a name be looked up in the cache of the hub, and on the hub if that answers at once.
+def _hub_access(name: str, what: str) -> Iterator[None]:
+    """Look a name up in the cache of the hub, and on the hub if that answers at once.
 
-    A hub that does not answer is not asked again and again: what is cached is taken, and what is
-    not is refused.
+    A hub that does not answer is not asked again: what is not cached is refused.
     """
     from huggingface_hub import constants
 
@@ -297,7 +286,7 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
 
 
 def _check_gguf(file: Path) -> None:
-    """Refuse a file that is damaged, or that nobody here can read."""
+    """Refuse a file that is damaged, or that needs packages which are not installed."""
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
             raise cannot_load(str(file), "it does not begin as files in GGUF do")

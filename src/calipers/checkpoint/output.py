@@ -36,6 +36,7 @@ from calipers.files.writing import (
     check_ancestor,
     nearest_ancestor,
     output_exists,
+    parents_made,
     paths_of,
     sync,
     sync_folder,
@@ -81,7 +82,7 @@ def check_output(
 
 
 def _check_replaceable(given: Path, path: Path, sources: Mapping[str, Path]) -> None:
-    """Refuse to replace what is more than a checkpoint, or in use, or known by another name."""
+    """Refuse to replace what is more than a checkpoint, or in use, or given as a link."""
     for what, source in sources.items():
         if path in (source, *source.parents):
             raise would_replace(path, source, what)
@@ -92,14 +93,15 @@ def _check_replaceable(given: Path, path: Path, sources: Mapping[str, Path]) -> 
             raise cannot_write(path, problem)
     foreign = foreign_files(path)
     if foreign or (os.listdir(path) and not is_quantized(path)):
-        problem, advice = (
-            "neither calipers.json nor a quantization_config in config.json says that a quantized "
-            "checkpoint was written there",
-            "remove it yourself",
-        )
         if foreign:
             problem = f"what is in it does not all belong to a checkpoint: {shortened(foreign, 3)}"
             advice = "move these away"
+        else:
+            problem = (
+                "neither calipers.json nor a quantization_config in config.json says that a "
+                "quantized checkpoint was written there"
+            )
+            advice = "remove it yourself"
         raise CheckpointExistsError(
             f"is not replaced: {problem}",
             subject=f"The output folder '{path}'",
@@ -123,19 +125,17 @@ def output_folder(
     overwrite: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> Iterator[Journal]:
-    """Give a temporary folder that takes its place when the block ends well, and goes when not.
+    """Give a temporary folder that is moved to its place if the block ends well, else removed.
 
-    An old checkpoint changes places with the new one, and then goes. Whoever writes to the same
-    place meanwhile is waited for. What the journal lists as finished stays if the process dies, and
-    after Ctrl-C, for a later run to go on with; other errors remove it.
+    An old checkpoint changes places with the new one, and is then removed. Another process that
+    writes to the same place is waited for. What the journal lists as finished stays if the process
+    dies, and after Ctrl-C, for a later run to go on with; other errors remove it.
 
     :param arguments: what a run must have in common with this one to go on; None: none goes on
     """
     path = check_output(directory, overwrite)
-    made = [folder for folder in path.parents if not folder.exists()]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _work_beside(path, arguments) as journal:
+        with parents_made(path), _work_beside(path, arguments) as journal:
             new = journal.folder
             work = new.parent
             yield journal
@@ -143,38 +143,41 @@ def output_folder(
                 for name in files:
                     sync(Path(root) / name)
                 sync(Path(root))
-            remove_journal(work)  # it is about to be something else than an unfinished checkpoint
+            _remove_journal(work)  # it is about to be something else than an unfinished checkpoint
             check_output(path, overwrite)  # somebody may have come in between
-            if path.exists():
-                swap_folders(new, path, work / "old")
-            else:
+            if not path.exists():
                 os.rename(new, path)
+            elif not _swap_at_once(new, path):
+                # For a moment the old checkpoint has no other name: who stops then moves it back.
+                os.rename(path, work / "old")
+                os.rename(new, path)
+                os.rename(work / "old", new)
             _sync_move(work, path)
-    except BaseException as error:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(
-                f"Writing the checkpoint '{path}' failed: {error.strerror or error}",
-                hint="What was written has been removed again; the model is unchanged, and can be "
-                "written to another folder.",
-            ) from error
-        raise
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"Writing the checkpoint '{path}' failed: {error.strerror or error}",
+            hint="What was written has been removed again; the model is unchanged, and can be "
+            "written to another folder.",
+        ) from error
 
 
 @contextmanager
 def _work_beside(path: Path, arguments: Mapping[str, Any] | None) -> Iterator[Journal]:
     """Own a hidden folder on the same disk: ``new`` in it is removed at the end, ``old`` put back.
 
-    So it ends in the same way whether all went well, something failed, or the process died and
-    the next one takes over. After an exchange ``new`` is the old checkpoint.
+    That is right after success, after a failure, and when the process died and the next one takes
+    over: after an exchange ``new`` is the old checkpoint.
     """
     owned = LockedFolder.claim(work_folder(path))
     journal = Journal(owned.path, owned.path / "new", arguments or {})
     try:
         if arguments is not None and journal.load():
-            journal.remove_unfinished()
+            finished = {shard.file for shard in journal.shards}
+            for file in journal.folder.iterdir():
+                if file.name not in finished:
+                    file.unlink()
         else:
             _settle(owned.path, path)
             journal.folder.mkdir()
@@ -189,7 +192,7 @@ def _work_beside(path: Path, arguments: Mapping[str, Any] | None) -> Iterator[Jo
                 stacklevel=4,
             )
     except BaseException as error:
-        if isinstance(error, Exception) or not has_journal(owned.path):
+        if isinstance(error, Exception) or not _has_journal(owned.path):
             with suppress(OSError):
                 _settle(owned.path, path)
         raise
@@ -200,7 +203,7 @@ def _work_beside(path: Path, arguments: Mapping[str, Any] | None) -> Iterator[Jo
 def _settle(work: Path, path: Path) -> None:
     """Put an old checkpoint back if nothing is in its place, and remove what else there is."""
     old, new = work / "old", work / "new"
-    remove_journal(work)
+    _remove_journal(work)
     if old.exists() and not os.path.lexists(path):
         os.rename(old, path)
         _sync_move(work, path)
@@ -212,13 +215,13 @@ def _settle(work: Path, path: Path) -> None:
 
 
 def restore_outputs(folder: Path) -> None:
-    """Put right what processes that died have left in a folder: whole checkpoints, no remains."""
+    """Settle what processes that died have left in a folder."""
     for work in folder.glob(f".*{SUFFIX}"):
         with suppress(OSError):
             owned = LockedFolder.take_over(work)
             if owned is not None:
                 try:
-                    if not has_journal(work):
+                    if not _has_journal(work):
                         _settle(work, folder / work.name[1 : -len(SUFFIX)])
                 finally:
                     owned.release()
@@ -261,20 +264,21 @@ class Journal:
         return {name for shard in self.shards for name in shard.tensors}
 
     def load(self) -> bool:
-        """Read what an earlier run has finished; False if it did not do the same, or left ruins."""
+        """Read what an earlier run has finished; False if it is damaged, or of other arguments."""
         with suppress(OSError, CalipersError, TypeError, KeyError):
             content = read_json_object(self._file)
             shards = [FinishedShard(**shard) for shard in content["shards"]]
-            if content["arguments"] == self._arguments and all(map(self._is_whole, shards)):
+            for shard in shards:  # a file was on disk before it was noted
+                path = self.folder / shard.file
+                if path.parent != self.folder or path.stat().st_size != shard.length:
+                    return False
+            if content["arguments"] == self._arguments:
                 self.shards, self.state = shards, dict(content["state"])
                 return True
         return False
 
     def add(self, shard: FinishedShard, state: Mapping[str, Any]) -> None:
-        """Note that a file is finished.
-
-        :param state: what is to be known again by whoever goes on, as plain data
-        """
+        """Note that a file is finished, with what a run needs to go on, as plain data."""
         sync(self.folder / shard.file)
         self.shards.append(shard)
         content = {
@@ -288,40 +292,16 @@ class Journal:
         os.replace(new, self._file)
         sync_folder(self._file.parent)
 
-    def remove_unfinished(self) -> None:
-        """Remove from the folder what is not a finished file."""
-        finished = {shard.file for shard in self.shards}
-        for path in self.folder.iterdir():
-            if path.name not in finished:
-                path.unlink()
 
-    def _is_whole(self, shard: FinishedShard) -> bool:
-        """Whether a file is as it was when it was finished; it was on disk before it was noted."""
-        path = self.folder / shard.file
-        return path.parent == self.folder and path.stat().st_size == shard.length
-
-
-def remove_journal(work: Path) -> None:
-    """Let nobody go on with what is in a folder."""
+def _remove_journal(work: Path) -> None:
+    """Let no later run go on with what is in a folder."""
     for name in (NAME, "journal.new"):
         (work / name).unlink(missing_ok=True)
 
 
-def has_journal(work: Path) -> bool:
-    """Whether somebody may go on with what is in a folder."""
+def _has_journal(work: Path) -> bool:
+    """Whether a later run may go on with what is in a folder."""
     return (work / NAME).is_file()
-
-
-def swap_folders(one: Path, other: Path, aside: Path) -> None:
-    """Let two folders on one disk change places.
-
-    Where the system cannot do it at once, ``other`` is under no name but ``aside`` for a moment:
-    whoever stops in that moment has to move it back.
-    """
-    if not _swap_at_once(one, other):
-        os.rename(other, aside)
-        os.rename(one, other)
-        os.rename(aside, one)
 
 
 def _swap_at_once(one: Path, other: Path) -> bool:

@@ -24,7 +24,14 @@ from transformers import PreTrainedModel
 
 from calipers.checkpoint.auxiliary_files import NOTES
 from calipers.checkpoint.config import group_of
-from calipers.checkpoint.headers import INDEX, SINGLE, IndexDefect, readable_tensors, stored_tensors
+from calipers.checkpoint.headers import (
+    INDEX,
+    SINGLE,
+    IndexDefect,
+    bits_per_weight,
+    readable_tensors,
+    stored_tensors,
+)
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.reader import build_unchecked
 from calipers.checkpoint.state import join, stored_names, tied_names
@@ -119,8 +126,7 @@ class QuantizedCheckpoint:
         settings = _read_settings(folder, config)
         if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
             raise damaged_file(folder, f"there is neither {SINGLE} nor {INDEX} in it")
-        defects: list[IndexDefect] = []
-        tensors = readable_tensors(folder, defects) if damaged else stored_tensors(folder)
+        tensors, defects = readable_tensors(folder) if damaged else (stored_tensors(folder), [])
         name = Path(os.path.realpath(folder)).name if name is None else name
         return cls(folder, name, config, settings, tensors, tuple(defects))
 
@@ -139,9 +145,9 @@ class QuantizedCheckpoint:
         """All modules that have tensors, or should have parameters of attention, by their names."""
         tensors: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
         for name, tensor in self.tensors.items():
-            module, _, local = name.rpartition(".")
-            tensors[module][local] = tensor
-        parts = (module.rpartition(".") for module in tensors)
+            owner, _, local = name.rpartition(".")
+            tensors[owner][local] = tensor
+        parts = (name.rpartition(".") for name in tensors)
         attention = {parent for parent, _, own in parts if own in _KEYS_OF_ATTENTION}
         file = self.folder / "config.json"
         with library_errors(lambda words: damaged_file(file, f"targets or ignore: {words}")):
@@ -151,7 +157,18 @@ class QuantizedCheckpoint:
             }
         if self.settings.kv_cache_scheme is None:
             return modules
-        return _with_states_of_outputs(modules)
+        # Older writers gave the parameters of keys and values to the outputs of their projections.
+        projections = {
+            name: [local for local in _OUTPUTS if local in module.tensors]
+            for name, module in modules.items()
+            if name.rpartition(".")[2] in ("k_proj", "v_proj")
+        }
+        elsewhere = {name: set(projections.get(name, ())) for name in modules}
+        for name, module in modules.items():
+            for side in module.states:
+                outputs = projections.get(join(name, f"{side}_proj"), ())
+                elsewhere[name] |= {local.replace("output", side) for local in outputs}
+        return {n: replace(m, elsewhere=frozenset(elsewhere[n])) for n, m in modules.items()}
 
     @cached_property
     def quantized(self) -> dict[str, StoredModule]:
@@ -175,15 +192,8 @@ class QuantizedCheckpoint:
     @property
     def bits_per_weight(self) -> float | None:
         """The bits that a quantized weight takes, scales included; None if there is none."""
-        known = [module for module in self.weights.values() if module.shape is not None]
-        numbers = sum(math.prod(module.shape or ()) for module in known)
-        of_weights = (
-            tensor.size
-            for module in known
-            for local, tensor in module.tensors.items()
-            if local.startswith("weight")
-        )
-        return 8 * sum(of_weights) / numbers if numbers else None
+        shapes = {name: m.shape for name, m in self.weights.items() if m.shape is not None}
+        return bits_per_weight(self.tensors, shapes)
 
     @property
     def size(self) -> int:
@@ -276,23 +286,6 @@ def _refused(folder: Path, what: str) -> ConfigurationError:
     return ConfigurationError(what, subject=f"The checkpoint '{folder}'", hint=hint)
 
 
-def _with_states_of_outputs(modules: Mapping[str, StoredModule]) -> dict[str, StoredModule]:
-    """Let output parameters of projections count as those of keys and values."""
-    projections = {
-        name: [local for local in _OUTPUTS if local in module.tensors]
-        for name, module in modules.items()
-        if name.rpartition(".")[2] in ("k_proj", "v_proj")
-    }
-    changed = {}
-    for name, module in modules.items():
-        elsewhere = set(projections.get(name, ()))
-        for side in module.states:
-            outputs = projections.get(join(name, f"{side}_proj"), ())
-            elsewhere |= {local.replace("output", side) for local in outputs}
-        changed[name] = replace(module, elsewhere=frozenset(elsewhere))
-    return changed
-
-
 def is_error(value: object) -> bool:
     """Whether a value is a finite number that is not negative."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -300,7 +293,7 @@ def is_error(value: object) -> bool:
 
 
 def recorded_costs(checkpoint: QuantizedCheckpoint) -> dict[str, ModuleCosts]:
-    """Return the costs of modules that were recorded with a checkpoint; refuse damaged ones."""
+    """Return the costs of modules that calipers.json holds; refuse damaged ones."""
     file, recorded = checkpoint.folder / NOTES, checkpoint.notes.get("costs", {})
     if not isinstance(recorded, dict):
         raise damaged_file(file, "'costs' must be an object")

@@ -103,7 +103,7 @@ def load_model(
 
 
 def _load_gguf(file: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Load a model from GGUF; what is quantized in it is dequantized."""
+    """Load a model from GGUF, dequantized."""
     import transformers
     from transformers.utils import logging
 
@@ -135,9 +135,7 @@ def _load_gguf(file: Path, dtype: torch.dtype | None) -> PreTrainedModel:
 def load_skeleton(
     name: str | Path, *, trust_remote_code: bool = False, quantized: bool = False
 ) -> PreTrainedModel:
-    """Build a model without its weights: its tensors have shapes and dtypes, and no values.
-
-    The files of weights, where they are on disk, must be those of the model all the same.
+    """Build a model on the meta device; files of weights that are there are checked all the same.
 
     :param quantized: whether it may be quantized already; it is built as if it were not
     """
@@ -161,20 +159,12 @@ def load_skeleton(
                 tensor.data = tensor.data.to(own_dtype)
     model.config._name_or_path = name
     if Path(name).is_dir() and model.can_generate():
-        nothing = ("cache_dir", "proxies", "token", "revision")
+        options: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+        options |= {"local_files_only": True, "force_download": False}
+        options |= {"subfolder": "", "trust_remote_code": False}
         adjust: Any = model.adjust_generation_fn
         with loading_errors(name, files="generation_config.json"):
-            adjust(
-                None,
-                False,
-                False,
-                name,
-                force_download=False,
-                local_files_only=True,
-                subfolder="",
-                trust_remote_code=False,
-                **dict.fromkeys(nothing),
-            )
+            adjust(None, False, False, name, **options)
     return model
 
 
@@ -240,11 +230,9 @@ def _left_on_disk(
         )
         model.tie_weights()
     model.config._name_or_path = str(folder)
-    stored = stored_tensors(folder)
-    if get_model_conversion_mapping(model, add_legacy=False) or not stored:
-        return None
-    parameters = dict(model.named_parameters())
-    if not parameters.keys() <= stored.keys():
+    stored, parameters = stored_tensors(folder), dict(model.named_parameters())
+    is_converted = bool(get_model_conversion_mapping(model, add_legacy=False))
+    if is_converted or not parameters.keys() <= stored.keys():
         return None
     for name, parameter in parameters.items():
         DiskCache.index[parameter] = {

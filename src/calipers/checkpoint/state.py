@@ -74,7 +74,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return each tensor that is a tied copy, with the one that is stored in its place."""
+    """Map each tied copy to the tensor that is stored in its place."""
     tensors = offloaded_tensors(model)
     tied: dict[str, str] = {}
     for copied, source in declared_ties(model, tensors.keys()):

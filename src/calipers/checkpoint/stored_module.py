@@ -17,13 +17,14 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 
 from calipers.files.safetensors_header import StoredTensor
-from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS
 from calipers.numerics.formats import FP8_DTYPE
 from calipers.numerics.layout import (
     has_global_scale,
     indivisible_by,
-    shared_columns,
+    row_tiles,
+    scale_rows,
+    scale_shape,
     strategy_name,
 )
 
@@ -70,15 +71,15 @@ class TensorDefect(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredModule:
-    """A module on disk.
+    """A module in the files of a checkpoint.
 
     :param tensors: by their names in the module
     :param scheme: what the config says of it; None where it is to stay as it is
     :param form: in which format its weight is compressed
     :param states: how the states of attention are quantized, by q, k and v
     :param model_shape: that of its weight, where the model is known
-    :param elsewhere: parameters of keys and values that older writers gave to their projections:
-        of attention those that it need not have, of a projection those that it has for it
+    :param elsewhere: parameters of keys and values that older writers stored with projections:
+        those that attention need not have, or those that a projection has for it
     """
 
     name: str
@@ -96,7 +97,7 @@ class StoredModule:
 
     @property
     def sides(self) -> Iterator[tuple[str, QuantizationArgs]]:
-        """All that is quantized of it, by the names that begin those of its parameters."""
+        """What is quantized of it, by the prefixes of its parameters."""
         for side, key in _SCHEME_KEYS.items():
             args = getattr(self.scheme, key, None)
             if args is not None and not self.states:
@@ -233,7 +234,7 @@ def _expected_of_weight(
         scale_dtypes = (args.scale_dtype or FP8_DTYPE,)
     elif form in IN_MX:
         scale_dtypes = (args.scale_dtype or torch.uint8,)
-    scales = None if shape is None else _scale_shape(args, shape)
+    scales = None if shape is None else scale_shape(shape, args)
 
     name = "weight" if form in IN_BYTES else "weight_packed"
     yield ExpectedTensor(name, "codes", (dtype,), None if shape is None else (*rows, width))
@@ -253,21 +254,6 @@ def _expected_of_weight(
         yield ExpectedTensor("weight_shape", "shape", _WHOLE, size)
     order = None if shape is None else (columns,)
     yield ExpectedTensor("weight_g_idx", "order", _WHOLE, order, required=False)
-
-
-def _scale_shape(args: QuantizationArgs, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape of the scales of a weight."""
-    *rows, columns = shape
-    strategy, width = strategy_name(args), shared_columns(args) or columns
-    if strategy == "tensor":
-        return (1,)
-    if strategy == "block" and args.block_structure:
-        rows[-1] = -(-rows[-1] // args.block_structure[0])
-    elif strategy == "channel":
-        width = columns
-    elif strategy not in ("group", "tensor_group"):
-        return None
-    return (*rows, -(-columns // width))
 
 
 def _expected_of_activation(
@@ -339,8 +325,9 @@ class QuantizedWeight:
         compressed-tensors computes the same in the dtype of the scales, which rounds the values.
         """
         values = self._unpacked(self.codes[rows])
-        scale, zero_point = (self._of_rows(value, rows) for value in (self.scale, self.zero_point))
-        assert scale is not None
+        scale, zero_point = scale_rows(self.scale, rows, self.args), self.zero_point
+        if zero_point is not None:
+            zero_point = scale_rows(zero_point, rows, self.args)
         if self.order is not None:  # the group of each column is given
             groups = self.order.long().clamp(0, scale.shape[-1] - 1)
             numbers = values.to(scale.dtype)
@@ -359,55 +346,34 @@ class QuantizedWeight:
 
     def tiles(self) -> Iterator[slice]:
         """Cut the rows into parts that do not cut through blocks."""
-        rows, columns = self.shape
-        height = self.args.block_structure[0] if self.args.block_structure else 1
-        for part in runs(-(-rows // height), each=height * columns, tile=_TILE):
-            yield slice(part.start * height, min(part.stop * height, rows))
+        return row_tiles(self.shape, self.args, _TILE)
 
     def scales(self) -> Tensor:
         """Return what codes are multiplied by, in float32."""
         scale, whole = self.scale.float(), self.global_scale
         return scale if whole is None else scale / whole.float()
 
-    def _of_rows(self, value: Tensor | None, rows: slice) -> Tensor | None:
-        strategy = strategy_name(self.args)
-        if value is None or strategy == "tensor":
-            return value
-        if strategy == "block":
-            height = self.args.block_structure[0]
-            return value[rows.start // height : -(-rows.stop // height)]
-        return value[rows]
-
     def _unpacked(self, codes: Tensor) -> Tensor:
         """Return codes as numbers, each in a place of its own."""
-        if self.form in IN_PAIRS:
-            return _by_bytes(codes, _fp4_pairs())[:, : self.shape[-1]]
-        if self.form not in IN_WORDS:
+        if self.form not in IN_PAIRS | IN_WORDS:
             return codes
-        if self.args.num_bits == 4:
-            return _by_bytes(codes.contiguous(), _int4_pairs())[:, : self.shape[-1]]
-        size = torch.Size((len(codes), self.shape[-1]))
-        unpacked: Tensor = unpack_from_int32(codes.contiguous(), self.args.num_bits, size)
-        return unpacked
-
-
-def _by_bytes(codes: Tensor, pairs: Tensor) -> Tensor:
-    """Look up the two numbers that each byte stands for."""
-    values = pairs[codes.view(torch.uint8).int()]
-    return values.view(torch.bfloat16 if pairs.dtype == torch.int32 else torch.int8)
-
-
-@cache
-def _fp4_pairs() -> Tensor:
-    """Return, for each byte, two numbers in bfloat16 as one of 32 bits."""
-    values = torch.tensor([*_FP4, *(-each for each in _FP4)], dtype=torch.bfloat16)
-    byte = torch.arange(256)
-    return torch.stack([values[byte & 15], values[byte >> 4]], 1).view(torch.int32).flatten()
+        columns, codes = self.shape[-1], codes.contiguous()
+        if self.args.num_bits != 4:
+            size = torch.Size((len(codes), columns))
+            unpacked: Tensor = unpack_from_int32(codes, self.args.num_bits, size)
+            return unpacked
+        is_fp4 = self.form in IN_PAIRS
+        values = _values_of_bytes("fp4" if is_fp4 else "int4")
+        pairs = values.flatten()[codes.view(torch.uint8).int()]
+        return pairs.view(torch.bfloat16 if is_fp4 else torch.int8)[:, :columns]
 
 
 @cache
-def _int4_pairs() -> Tensor:
-    """Return, for each byte, two numbers in int8 as one of 16 bits."""
+def _values_of_bytes(kind: Literal["fp4", "int4"]) -> Tensor:
+    """Return the two numbers that each byte stands for, as one number twice as long."""
     byte = torch.arange(256)
-    pair = torch.stack([(byte & 15) - 8, (byte >> 4) - 8], 1).to(torch.int8)
-    return pair.view(torch.int16).flatten()
+    if kind == "int4":
+        codes = torch.stack([(byte & 15) - 8, (byte >> 4) - 8], 1).to(torch.int8)
+        return codes.view(torch.int16)
+    values = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
+    return torch.stack([values[byte & 15], values[byte >> 4]], 1).view(torch.int32)

@@ -137,10 +137,6 @@ class LoadedWeights:
         for group in dict.fromkeys(tensor_names(self.model).converted.values()):
             yield from converted_back(self.model, {n: self.read(n) for n in group}).items()
 
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the model."""
-        return model_fingerprint(self.model)
-
 
 WeightSource: TypeAlias = StoredWeights | LoadedWeights
 """Where the values of the tensors of a model come from."""

@@ -59,7 +59,6 @@ def write_checkpoint(
     recipe: str,
     tokenizer: Any = None,
     notes: Mapping[str, Any] | None = None,
-    codes: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
@@ -71,7 +70,6 @@ def write_checkpoint(
     :param recipe: the text of recipe.yaml
     :param tokenizer: what is saved beside the model; None: the files of the model's own folder
     :param notes: what calipers.json says besides the version of Calipers
-    :param codes: module → its packed weight; others are quantized here
     :param overwrite: whether a checkpoint that is there already may be replaced
     :param max_shard_size: the largest size of a file of tensors, in bytes or as ``"5GB"``
     :param progress: shows how far it is
@@ -82,7 +80,7 @@ def write_checkpoint(
     def counted(_: Mapping[str, Any]) -> Generator[tuple[str, Tensor], None, None]:
         total = estimated_size(model, names) / _MEGABYTE
         with shown.counting("writing the checkpoint", total, "MB") as add:
-            for name, tensor in checkpoint_tensors(model, names, codes):
+            for name, tensor in checkpoint_tensors(model, names):
                 yield name, tensor
                 add(tensor.nbytes / _MEGABYTE)
 
@@ -102,12 +100,12 @@ def write_checkpoint(
 class TensorStream:
     """The tensors of a checkpoint as they are made.
 
-    :param tensors: gives them, under their names on disk; it is told what ``state`` returned when
-        an earlier run, which was killed, had finished its last file
+    :param tensors: gives them, under their names on disk, from what ``state`` returned for the
+        last finished file of a run that was killed
     :param notes: returns what calipers.json says besides, when all tensors are made
-    :param arguments: what a run must have in common with one that was killed, to go on with it;
-        None: it begins anew
-    :param state: returns what must be known to go on behind a tensor, as plain data
+    :param arguments: what a run must share with one that was killed to go on with it; None: it
+        begins anew
+    :param state: returns what a run needs to go on behind a tensor, as plain data
     """
 
     tensors: Callable[[Mapping[str, Any]], Generator[tuple[str, Tensor], None, None]]
@@ -200,9 +198,10 @@ class Shard:
         """Leave room for the header."""
         self.file.write(b" " * (_LENGTH.size + self.room))
 
-    def has_room_for(self, name: str) -> bool:
-        """Whether one more tensor can be listed in the header."""
-        return self._header_size + _entry_size(name) <= self.room
+    def has_room_for(self, name: str, size: int, max_size: int) -> bool:
+        """Whether one more tensor fits into the file, and its name into the header."""
+        is_listed = self._header_size + _entry_size(name) <= self.room
+        return is_listed and self.size + size <= max_size
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor, now or at the end."""
@@ -240,11 +239,11 @@ class Shard:
 
 @dataclass
 class ShardWriter:
-    """Writes tensors in the order in which they come, and forgets them.
+    """Writes tensors in the order in which they come.
 
     :param room: the bytes that the header of a file may take; a file whose header is full ends
-    :param journal: where each finished file is noted; what it knows is finished is not written
-    :param state: returns what is to be known again by whoever goes on behind a tensor
+    :param journal: where each finished file is noted; what it has noted is not written again
+    :param state: returns what a run needs to go on behind a tensor
     """
 
     folder: Path
@@ -264,7 +263,14 @@ class ShardWriter:
             for name, tensor in tensors:
                 if name in done:
                     continue
-                self._shard_for(name, tensor.nbytes).add(name, tensor.detach().cpu().contiguous())
+                current = self._open
+                if current is None or not current.has_room_for(name, tensor.nbytes, self.max_size):
+                    self._end_shard()
+                    path = self.folder / f"model-{len(self._shards) + 1:05d}.safetensors"
+                    room = max(self.room, _aligned(_BARE + _entry_size(name)))
+                    current = self._open = Shard(path.open("wb"), room)
+                    current.begin()
+                current.add(name, tensor.detach().cpu().contiguous())
             self._end_shard()
         finally:
             if self._open is not None:
@@ -284,18 +290,6 @@ class ShardWriter:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (self.folder / INDEX).write_text(text, encoding="utf-8")
-
-    def _shard_for(self, name: str, size: int) -> Shard:
-        """Return the open shard if one more tensor fits into it, or begin another."""
-        shard = self._open
-        if shard and shard.size + size <= self.max_size and shard.has_room_for(name):
-            return shard
-        self._end_shard()
-        path = self.folder / f"model-{len(self._shards) + 1:05d}.safetensors"
-        room = max(self.room, _aligned(_BARE + _entry_size(name)))
-        self._open = Shard(path.open("wb"), room)
-        self._open.begin()
-        return self._open
 
     def _end_shard(self) -> None:
         if self._open is not None:
@@ -324,10 +318,9 @@ def _aligned(size: int) -> int:
 
 
 def in_background(items: Generator[T, None, None], ahead: int = 1) -> Generator[T, None, None]:
-    """Give what a generator gives, which works in a thread of its own.
+    """Give the items of a generator that runs in a thread, at most ``ahead`` of them in advance.
 
-    It has at most ``ahead`` items ready that nobody has asked for. What it raises is raised here.
-    Whoever stops asking must close what is returned, which waits for the item that is at work.
+    What it raises is raised here. Closing what is returned waits for the item that is being made.
 
     >>> list(in_background(number for number in range(3)))
     [0, 1, 2]

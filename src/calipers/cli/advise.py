@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calipers.cli.app import CommandOutput
-from calipers.cli.options import Ignored, Model, Only, TrustRemoteCode, model_source
+from calipers.cli.options import Ignored, Model, Only, Overwrite, TrustRemoteCode, model_source
 from calipers.cli.rendering import SHOWN, table
 from calipers.errors import format_size, listing
 from calipers.files.writing import check_output_file, output_file
@@ -38,7 +38,6 @@ Schemes = Annotated[
         metavar="NAME[,NAME…]",
         help="What modules may become; W4A16-g32 has groups of 32, UNQUANTIZED stays as it is.  "
         "[default: W4A16,W8A16,UNQUANTIZED, or what runs on the target]",
-        show_default=False,
     ),
 ]
 Target = Annotated[
@@ -57,7 +56,6 @@ Methods = Annotated[
         metavar="NAME",
         help="How weights may be rounded: rtn or gptq; again for both.  [default: rtn and, where "
         "the measurements have Hessians, gptq]",
-        show_default=False,
     ),
 ]
 Solvers = Annotated[
@@ -81,7 +79,6 @@ RecipeOutput = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Where the recipe goes: a YAML file."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing recipe.")]
 
 _STEPS = 8  # of the front that are shown
 
@@ -149,7 +146,13 @@ def advise(
             "Next: the same with --budget 4.5bpw -o recipe.yaml",
         ]
         return CommandOutput(data, view)
-    view += [_chosen_text(result), _worst(result)]
+    from calipers.judging.losses import format_decibels
+
+    rows = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
+    for each in result.worst()[:SHOWN]:
+        loss = "–" if each.loss is None else f"{each.loss:+.5f}"
+        rows.add_row(each.module, each.choice, format_decibels(each.error), loss)
+    view += [_chosen_text(result), rows]
     if result.recipe is None:
         view.append("Nothing is to be quantized, so there is no recipe.")
     elif output is None:
@@ -183,13 +186,3 @@ def _chosen_text(result: Advice) -> str:
         f"Chosen for {result.budget}: {kinds} modules; {size}, predicted "
         f"{result.format_harm(result.total.harm)} (of {listing(result.uniform)}{by}: {proof})."
     )
-
-
-def _worst(result: Advice) -> RenderableType:
-    from calipers.judging.losses import format_decibels
-
-    rows = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
-    for each in result.worst()[:SHOWN]:
-        loss = "–" if each.loss is None else f"{each.loss:+.5f}"
-        rows.add_row(each.module, each.choice, format_decibels(each.error), loss)
-    return rows

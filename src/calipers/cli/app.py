@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -100,13 +100,7 @@ class _Group(TyperGroup):
 @contextmanager
 def _plugin_problems_shown() -> Iterator[None]:
     """Show what is wrong with the commands of installed packages as any other warning or error."""
-
-    def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-        typer.echo(f"Warning: {printable(str(message))}", err=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", CalipersWarning)
-        warnings.showwarning = show_warning
+    with _warnings_reported(as_json=False):
         try:
             yield
         except CalipersError as error:
@@ -234,14 +228,13 @@ def _print_message(as_json: bool, data: Mapping[str, Any], *text: str | tuple[st
 
 def _print_json(data: Any, stream: TextIO, indent: int | None = None) -> None:
     """Print plain data; of its strings, what could steer a terminal is escaped."""
-    lines = json.dumps(data, indent=indent, ensure_ascii=False).split("\n")
-    print("\n".join(map(_escaped, lines)), file=stream, flush=True)
-
-
-def _escaped(line: str) -> str:
-    if line.isprintable():
-        return line
-    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
+    text = json.dumps(data, indent=indent, ensure_ascii=False)
+    if not text.replace("\n", "").isprintable():
+        marks = (
+            mark if mark.isprintable() or mark == "\n" else json.dumps(mark)[1:-1] for mark in text
+        )
+        text = "".join(marks)
+    print(text, file=stream, flush=True)
 
 
 # Errors and warnings
@@ -263,20 +256,16 @@ def _errors_reported(as_json: bool, debug: bool) -> Iterator[None]:
             if isinstance(cause, KeyboardInterrupt):
                 raise KeyboardInterrupt from error  # main has the words for it
             cause = cause.__cause__ or cause.__context__
-        _fail(error, as_json)
-
-
-def _fail(error: BaseException, as_json: bool) -> NoReturn:
-    name, context = type(error).__name__, {}
-    if isinstance(error, CalipersError):
-        text, code = error.spelt(as_typed), error.exit_code
-        context = {"context": error.context.as_dict(as_typed)}
-    else:
-        problem = f"{name}: {error}".rstrip(".")
-        text, code = f"{problem}. This looks like a bug of Calipers; --debug shows more.", OUR_BUG
-    data = {"type": name, "message": text, "exit_code": code, **context}
-    _print_message(as_json, {"error": data}, ("Error: ", "bold red"), text)
-    raise typer.Exit(code) from error
+        name, context = type(error).__name__, {}
+        if isinstance(error, CalipersError):
+            text, code = error.spelt(as_typed), error.exit_code
+            context = {"context": error.context.as_dict(as_typed)}
+        else:
+            problem, code = f"{name}: {error}".rstrip("."), OUR_BUG
+            text = f"{problem}. This looks like a bug of Calipers; --debug shows more."
+        data = {"type": name, "message": text, "exit_code": code, **context}
+        _print_message(as_json, {"error": data}, ("Error: ", "bold red"), text)
+        raise typer.Exit(code) from error
 
 
 @contextmanager

@@ -30,21 +30,13 @@ def demo(output: Folder = Path("calipers-demo")) -> CommandOutput:
 
     Example: calipers demo
     """
-    from calipers.demo.run import run_demo
+    from calipers.demo.run import OPTIMAL, VARIANTS, run_demo
 
-    result = run_demo(output, tell=_tell, progress=progress())
-    return CommandOutput(result.as_dict(), _view(result))
+    def tell(text: str) -> None:
+        if can_draw_bars():
+            console(for_errors=True).print(text, style="bold")
 
-
-def _tell(text: str) -> None:
-    """Say what happens now, if a person looks."""
-    if can_draw_bars():
-        console(for_errors=True).print(text, style="bold")
-
-
-def _view(result: DemoResult) -> list[RenderableType]:
-    from calipers.demo.run import OPTIMAL, VARIANTS
-
+    result = run_demo(output, tell=tell, progress=progress())
     numbers = ("size", "perplexity", "change [95 % interval]", "seconds")
     rows = table("scheme", "method", "observers", *numbers, numbers=numbers, wrapped=())
     base = result.evaluation.base
@@ -60,7 +52,7 @@ def _view(result: DemoResult) -> list[RenderableType]:
             format_difference(scores.change),
             f"{result.seconds[variant.folder]:.1f}",
         )
-    return [
+    view: list[RenderableType] = [
         rows,
         f"Perplexity per byte, on {result.evaluation.tokens:,} bytes of modules that were in "
         "neither training nor calibration. A change whose interval holds 0 may be noise, and so "
@@ -72,6 +64,7 @@ def _view(result: DemoResult) -> list[RenderableType]:
         "  calipers plan demo --scheme NVFP4",
         "  calipers quantize YOUR_MODEL --scheme W4A16 --observer optimal --data YOUR.jsonl -o OUT",
     ]
+    return CommandOutput(result.as_dict(), view)
 
 
 def _verdict(result: DemoResult) -> str:

@@ -8,15 +8,12 @@ import shutil
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calipers.cli.app import CommandOutput
 from calipers.cli.main import WAITING
 from calipers.cli.rendering import facts_table
 from calipers.errors import format_size
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _PACKAGES = (
     *("calipers", "torch", "compressed-tensors", "transformers", "safetensors", "huggingface-hub"),
@@ -35,7 +32,7 @@ def doctor() -> CommandOutput:
     from calipers.runtime.precision import computes_fast
 
     kernels, cpu = describe(), torch.device("cpu")
-    data = {
+    data: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -55,7 +52,32 @@ def doctor() -> CommandOutput:
         "memory": _memory(),
         "disk": {"folder": os.getcwd(), "free": shutil.disk_usage(".").free},
     }
-    return CommandOutput(data, _view(data, str(kernels)))
+    memory, threads = data["memory"], data["threads"]
+    waiting = [f"{name}={value}" for name, value in threads["waiting"].items()]
+    how = ", ".join(waiting) or f"they spin while they wait; {WAITING[0]}=PASSIVE lets them sleep"
+    forward_pass = [
+        f"{name} models: in {name}"
+        if is_fast
+        else f"{name} models: in float32, since this CPU has no {name} instructions (see --dtype)"
+        for name, is_fast in data["forward_pass"].items()
+    ]
+    view = facts_table(
+        {
+            "python": f"{data['python']}, {data['executable']}",
+            "platform": data["platform"],
+            **{name: found or "not installed" for name, found in data["packages"].items()},
+            "kernels": str(kernels),
+            "devices": "\n".join(f"{d['name']}: {d['description']}" for d in data["devices"]),
+            "forward pass": "\n".join(forward_pass),
+            "cores": str(data["cores"]),
+            "threads": f"{threads['number']} ({how})",
+            "memory": "unknown"
+            if memory is None
+            else f"{format_size(memory['free'])} of {format_size(memory['total'])} free",
+            "disk": f"{format_size(data['disk']['free'])} free in {data['disk']['folder']}",
+        }
+    )
+    return CommandOutput(data, view)
 
 
 def _version(package: str) -> str | None:
@@ -91,31 +113,3 @@ def _memory() -> dict[str, int] | None:
     except (AttributeError, ValueError, OSError):
         return None
     return {name: page * count for name, count in pages.items()}
-
-
-def _view(data: dict[str, Any], kernels: str) -> RenderableType:
-    memory, threads = data["memory"], data["threads"]
-    waiting = [f"{name}={value}" for name, value in threads["waiting"].items()]
-    how = ", ".join(waiting) or f"they spin while they wait; {WAITING[0]}=PASSIVE lets them sleep"
-    forward_pass = [
-        f"{name} models: in {name}"
-        if is_fast
-        else f"{name} models: in float32, since this CPU has no {name} instructions (see --dtype)"
-        for name, is_fast in data["forward_pass"].items()
-    ]
-    return facts_table(
-        {
-            "python": f"{data['python']}, {data['executable']}",
-            "platform": data["platform"],
-            **{name: found or "not installed" for name, found in data["packages"].items()},
-            "kernels": kernels,
-            "devices": "\n".join(f"{d['name']}: {d['description']}" for d in data["devices"]),
-            "forward pass": "\n".join(forward_pass),
-            "cores": str(data["cores"]),
-            "threads": f"{threads['number']} ({how})",
-            "memory": "unknown"
-            if memory is None
-            else f"{format_size(memory['free'])} of {format_size(memory['total'])} free",
-            "disk": f"{format_size(data['disk']['free'])} free in {data['disk']['folder']}",
-        }
-    )

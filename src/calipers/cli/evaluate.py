@@ -93,15 +93,12 @@ def evaluate(
 def _tell_last(name: str, result: Evaluation) -> None:
     """Tell of the model that was judged last."""
     scores: Scores = result.base
-    text = f"perplexity {scores.perplexity.value:.4f}"
+    note = ", worse than chance" if result.is_worse_than_chance else ""
     if result.checkpoints:
         name, last = list(result.checkpoints.items())[-1]
-        scores = last
-        change = format_difference(last.change)
-        text = f"perplexity {last.perplexity.value:.4f}, change {change}"
-    elif result.is_worse_than_chance:
-        text += ", worse than chance"
-    tell({"evaluated": {"name": name, **scores.as_dict()}}, f"{name}: {text}")
+        scores, note = last, f", change {format_difference(last.change)}"
+    text = f"{name}: perplexity {scores.perplexity.value:.4f}{note}"
+    tell({"evaluated": {"name": name, **scores.as_dict()}}, text)
 
 
 def _view(model: str, result: Evaluation, unfinished: str = "") -> list[RenderableType]:
@@ -116,8 +113,13 @@ def _view(model: str, result: Evaluation, unfinished: str = "") -> list[Renderab
         view += [f"{_marked(name, scores)}: {note}" for note in scores.notes]
     if unfinished:
         view.append(unfinished)
-    if any(scores.layers for scores in result.checkpoints.values()):
-        view += ["", _layers(result), _ABOUT_LAYERS]
+    checkpoints = result.checkpoints
+    if any(scores.layers for scores in checkpoints.values()):
+        rows = table("layer", *checkpoints, numbers=tuple(checkpoints), wrapped=())
+        for layers in zip(*(scores.layers for scores in checkpoints.values()), strict=True):
+            cells = (f"{error.own:.2%} → {error.output:.2%}" for error in layers)
+            rows.add_row(layers[0].layer, *cells)
+        view += ["", rows, _ABOUT_LAYERS]
     return view
 
 
@@ -145,11 +147,3 @@ def _scores(model: str, result: Evaluation) -> Table:
 
 def _marked(name: str, scores: CheckpointScores) -> str:
     return name if scores.reliable else f"{name} (!)"
-
-
-def _layers(result: Evaluation) -> Table:
-    checkpoints = result.checkpoints
-    rows = table("layer", *checkpoints, numbers=tuple(checkpoints), wrapped=())
-    for layers in zip(*(scores.layers for scores in checkpoints.values()), strict=True):
-        rows.add_row(layers[0].layer, *(f"{each.own:.2%} → {each.output:.2%}" for each in layers))
-    return rows

@@ -54,30 +54,24 @@ def lint(checkpoint: Checkpoint, against: Against = None, strict: Strict = False
 
 
 def _view(result: LintResult) -> list[RenderableType]:
-    groups: dict[object, list[Finding]] = defaultdict(list)
+    from rich.text import Text
+
+    groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in result.findings:
         groups[finding.severity, finding.check].append(finding)
     view: list[RenderableType] = []
-    for group in groups.values():
-        view += [_finding(group), ""]
+    for (severity, check), group in groups.items():
+        text = Text.assemble((f"{severity}: ", _STYLES[severity]), check)
+        for finding in group[:_MOST_NAMES]:
+            text.append(f"\n  {in_one_line(f'{finding.name} {finding.problem}.', most=2000)}")
+        if len(group) > _MOST_NAMES:
+            text.append(f"\n  … and {len(group) - _MOST_NAMES:,} more, {len(group):,} in all.")
+        view += [text.append(f"\n  {group[0].hint}"), ""]
     if result.against is not None and result.weights:
         view.append(_losses(result.weights))
     numbers = [counted(count, severity) for severity, count in result.counts.items() if count]
     read = f"{counted(result.tensors, 'tensor')} read, {len(result.weights)} weights are quantized"
     return [*view, f"{', '.join(numbers) or 'Nothing found'}. {read}."]
-
-
-def _finding(group: list[Finding]) -> RenderableType:
-    """Show findings of the same check as one."""
-    from rich.text import Text
-
-    first = group[0]
-    text = Text.assemble((f"{first.severity}: ", _STYLES[first.severity]), first.check)
-    for each in group[:_MOST_NAMES]:
-        text.append(f"\n  {in_one_line(f'{each.name} {each.problem}.', most=2000)}")
-    if len(group) > _MOST_NAMES:
-        text.append(f"\n  … and {len(group) - _MOST_NAMES:,} more, {len(group):,} in all.")
-    return text.append(f"\n  {first.hint}")
 
 
 def _losses(weights: Iterable[LintedWeight]) -> Table:

@@ -11,6 +11,7 @@ from calipers.cli.app import CommandOutput, tell
 from calipers.cli.options import (
     Data,
     Model,
+    Overwrite,
     Without,
     data_source,
     model_source,
@@ -60,9 +61,6 @@ Tolerance = Annotated[
         help="By how much scales and importance may still move with more data.",
     ),
 ]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing file of measurements.")
-]
 Files = Annotated[
     list[Path], typer.Argument(metavar="FILE…", help="Files of measurements, two or more.")
 ]
@@ -90,12 +88,16 @@ def measure(
     """
     from calipers.engine import measure as measuring
     from calipers.engine.job import check_options
+    from calipers.measurements.store import check_measurements_file
     from calipers.measurements.sufficiency import check_tolerance
 
     mistakes, taken = Mistakes(), packed(taken, data)
     options = MeasureOptions(data=taken, compute=compute, calibration=calibration)
     inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": taken.tokenizer}
-    mistakes.check(_check_output, output, overwrite, inputs)
+    # A run that was killed may have left something beside its output: measure() looks at that.
+    is_left = output.with_name(output.name + PARTIAL).exists()
+    replaces, sources = overwrite or is_left, None if is_left else inputs
+    mistakes.check(check_measurements_file, output, replaces, sources)
     source = mistakes.check(model_source, model)
     dataset = mistakes.check(data_source, data, "calibration", "measure with")
     tolerance = mistakes.check(check_tolerance, tolerance)
@@ -116,18 +118,6 @@ def measure(
         **vars(options),
     )
     return about(result, output, tolerance, taken.num_samples if until_stable else None)
-
-
-def _check_output(output: Path, overwrite: bool, inputs: dict[str, object]) -> None:
-    """Say what is wrong before anything is loaded.
-
-    But a run that was killed may have left something beside its output, which has to be looked at.
-    """
-    from calipers.measurements.store import check_measurements_file
-
-    if not output.with_name(output.name + PARTIAL).exists():
-        check_output_file(output, overwrite, inputs)
-    check_measurements_file(output, overwrite=True)
 
 
 def merge(files: Files, output: Output, overwrite: Overwrite = False) -> CommandOutput:

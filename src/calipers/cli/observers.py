@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="NAME", help="The observer to tell all about.", show_default=False),
+    typer.Argument(metavar="NAME", help="The observer to tell all about."),
 ]
 
 
@@ -33,29 +33,27 @@ def observers(
     from calipers.observers import Observer
 
     if name is not None:
-        one = ObserverInfo.of(Observer.get_value_from_registry(name, allow_code=changes.allow_code))
-        return CommandOutput(one.as_dict(), _single(one))
+        observer = Observer.get_value_from_registry(name, allow_code=changes.allow_code)
+        info = ObserverInfo.of(observer)
+        return CommandOutput(info.as_dict(), _view(info))
     known = [
         ObserverInfo.of(Observer.get_value_from_registry(each, allow_code=False))
         for each in Observer.registered_names()
     ]
-    return CommandOutput([each.as_dict() for each in known], _list(known))
-
-
-def _list(known: list[ObserverInfo]) -> list[RenderableType]:
     rows = table("name", "what it does", "when to use it")
-    for each in known:
-        rows.add_row(each.name, each.does, each.when)
-    return [
+    for info in known:
+        rows.add_row(info.name, info.does, info.when)
+    view: list[RenderableType] = [
         rows,
-        *(f"{alias} is another name of {each.name}." for each in known for alias in each.aliases),
+        *(f"{alias} is another name of {info.name}." for info in known for alias in info.aliases),
         "In one sentence: optimal for weights, histogram_mse for static activations. Where a model "
         "has massive activations, no static int8 range serves: make them dynamic.",
         "More about one: calipers observers NAME",
     ]
+    return CommandOutput([info.as_dict() for info in known], view)
 
 
-def _single(info: ObserverInfo) -> list[RenderableType]:
+def _view(info: ObserverInfo) -> list[RenderableType]:
     facts = {"also called": ", ".join(info.aliases)} if info.aliases else {}
     facts |= {
         "remembers": info.remembers,

@@ -83,6 +83,7 @@ Data = Annotated[
         "Python.",
     ),
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 TrustRemoteCode = Annotated[ComputeOptions, Only("trust_remote_code")]
 
 DEMO = "demo"
@@ -95,21 +96,19 @@ _DATA_KINDS = (
 
 def group_of(annotation: Any) -> tuple[type[OptionGroup], list[str]] | None:
     """Return the group that a parameter of a command is, and which of its options there are."""
-    chosen: list[Any] = []
+    group, chosen = annotation, Without()
     if get_origin(annotation) is Annotated:
-        annotation, *chosen = get_args(annotation)
-    if not (isinstance(annotation, type) and issubclass(annotation, OptionGroup)):
+        group, chosen = get_args(annotation)[:2]
+    if not (isinstance(group, type) and issubclass(group, OptionGroup)):
         return None
-    names = list(annotation.flags())
-    for each in chosen:
-        names = [n for n in names if (n in each.names) != isinstance(each, Without)]
-    return annotation, names
+    is_left_out = isinstance(chosen, Without)
+    return group, [name for name in group.flags() if (name in chosen.names) != is_left_out]
 
 
 def parameters_of(group: type[OptionGroup], names: list[str]) -> Iterator[Parameter]:
     """Return the options of a group as parameters that typer reads."""
     docs = group.docs()
-    for each in fields(group):  # type: ignore[arg-type]
+    for each in fields(group):
         if each.name in names:
             flags, metavar = each.metadata["flags"], each.metadata["metavar"]
             kind: Any = {"": bool, "N": int}.get(metavar, str)
@@ -172,7 +171,7 @@ def as_typed(term: Option | Call) -> str:
     flag = FLAGS.get(term.name)
     if flag is None:
         return str(term)
-    if not term.has_value or term.value is True:
+    if term.value is ... or term.value is True:
         return flag
     if term.value is False:
         return f"--no-{flag.removeprefix('--')}"
@@ -227,7 +226,7 @@ def is_demo(data: str | None) -> bool:
 
 
 def packed(options: DataOptions, data: str | None) -> DataOptions:
-    """Return options with which the texts of ``demo``, which are pieces, are joined.
+    """Return options that join the texts of ``demo``, which are pieces.
 
     >>> [packed(DataOptions(), name).packing for name in ("demo", "my.jsonl")]
     [True, None]

@@ -72,6 +72,18 @@ def _recipe(
 
 
 def _view(result: DryRun, every: bool) -> list[RenderableType]:
+    from calipers.engine.presets import targets_text
+
+    # where each scheme runs: a column of it would leave narrow terminals none for names
+    schemes = {
+        (f"{row.format} per {row.strategy}", targets_text(row.runs_on))
+        for row in result.rows
+        if row.tensor == "weight"
+    }
+    runs_on = [
+        f"{scheme}: runs on {targets}." if targets else f"{scheme}: not known where it runs."
+        for scheme, targets in sorted(schemes)
+    ]
     tensors = counted(len(result.rows), "tensor")
     size = f"{format_size(result.before)} → {format_size(result.after)}"
     share = f"{result.after / result.before:.0%}" if result.before else "–"
@@ -79,7 +91,7 @@ def _view(result: DryRun, every: bool) -> list[RenderableType]:
         _table(result, every),
         f"{tensors} quantized; the checkpoint: {size} ({share}).",
         "It needs no data.",
-        *_where_it_runs(result),
+        *runs_on,
     ]
     if result.needs_data:
         number = counted(sum(row.data == "yes" for row in result.rows), "tensor")
@@ -93,19 +105,6 @@ def _view(result: DryRun, every: bool) -> list[RenderableType]:
         memory = format_size(result.statistics)
         view.append(f"With --data, statistics take about {memory} of memory.")
     return view
-
-
-def _where_it_runs(result: DryRun) -> Iterable[str]:
-    """Say where each scheme runs; a column of it would leave narrow terminals none for names."""
-    from calipers.engine.presets import targets_text
-
-    schemes = {
-        (f"{row.format} per {row.strategy}", targets_text(row.runs_on))
-        for row in result.rows
-        if row.tensor == "weight"
-    }
-    for scheme, targets in sorted(schemes):
-        yield f"{scheme}: runs on {targets}." if targets else f"{scheme}: not known where it runs."
 
 
 def _about_feedback(needs: FeedbackNeeds) -> list[str]:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from calipers import OneshotResult
-    from calipers.judging.activations import ActivationCost
     from calipers.judging.costs import ModuleCosts
     from calipers.planning.plan import Plan
 
@@ -57,7 +56,6 @@ MeasurementsFile = Annotated[
         "--measurements",
         metavar="FILE",
         help="What calipers measure has found of this model, instead of --data.",
-        exists=False,
     ),
 ]
 
@@ -129,28 +127,20 @@ def quantize(
             "report": shlex.join(["calipers", "report", str(output), "-o", "report.html"]),
         },
     }
-    view = [
-        *_head(summary),
-        *worst_modules(worst),
-        *activation_lines(result.costs, advice),
-        *([summary["better"]] if summary["better"] else []),
-        "",
-        *_commands(summary),
-    ]
-    return CommandOutput(summary, view)
+    losses = [*worst_modules(worst), *activation_lines(result.costs, advice)]
+    return CommandOutput(summary, _view(summary, losses))
 
 
 def _figures(result: OneshotResult, output: Path) -> dict[str, Any]:
     """Return what is known of a checkpoint as plain data; sizes are bytes of tensors."""
     from calipers.checkpoint.headers import size_on_disk
-    from calipers.checkpoint.quantized import QuantizedCheckpoint
 
     rows, ran_in = result.plan.rows(), result.forward_dtype
     return {
         "output": str(output),
         "before": None if result.source is None else size_on_disk(result.source),
         "after": size_on_disk(output),
-        "bits_per_weight": QuantizedCheckpoint.open(output).bits_per_weight if rows else None,
+        "bits_per_weight": result.bits_per_weight,
         "seconds": result.seconds,
         "pipeline": result.pipeline,
         "samples": result.samples,
@@ -209,7 +199,7 @@ def _next(
 # What is shown of the checkpoint
 
 
-def _head(summary: Mapping[str, Any]) -> list[RenderableType]:
+def _view(summary: Mapping[str, Any], losses: Sequence[RenderableType]) -> list[RenderableType]:
     from rich.text import Text
 
     before, after, bits = (summary[key] for key in ("before", "after", "bits_per_weight"))
@@ -220,7 +210,13 @@ def _head(summary: Mapping[str, Any]) -> list[RenderableType]:
         (row["tensor"], f"{row['format']} per {row['strategy']}, {row['observer']}")
         for row in summary["quantized"]
     )
-    return [
+    commands = {
+        "What each layer loses": summary["look"]["show"],
+        "Whether it will load and run elsewhere": summary["look"]["lint"],
+        "All of it as a page": summary["look"]["report"],
+        "Next, on text that calibration has not seen": summary["next"],
+    }
+    view: list[RenderableType] = [
         Text.assemble(
             (f"Written to {summary['output']}", "bold"),
             f": {size}{share}{about_bits}, in {summary['seconds']:.1f} s.",
@@ -230,7 +226,13 @@ def _head(summary: Mapping[str, Any]) -> list[RenderableType]:
             for (tensor, how), number in kinds.items()
         ),
         _about_data(summary),
+        *losses,
+        *([summary["better"]] if summary["better"] else []),
+        "",
     ]
+    for purpose, command in commands.items():
+        view += [Text(f"{purpose}:", style="bold"), ShellCommand(command)]
+    return view
 
 
 def _about_data(summary: Mapping[str, Any]) -> str:
@@ -244,36 +246,17 @@ def _about_data(summary: Mapping[str, Any]) -> str:
     return "No data was needed" + (", and --data was not read." if summary["has_data"] else ".")
 
 
-def _commands(summary: Mapping[str, Any]) -> list[RenderableType]:
-    from rich.text import Text
-
-    commands = {
-        "What each layer loses": summary["look"]["show"],
-        "Whether it will load and run elsewhere": summary["look"]["lint"],
-        "All of it as a page": summary["look"]["report"],
-        "Next, on text that calibration has not seen": summary["next"],
-    }
-    parts: list[RenderableType] = []
-    for purpose, command in commands.items():
-        words = tuple(map(shlex.quote, shlex.split(command)))
-        parts += [Text(f"{purpose}:", style="bold"), ShellCommand(words)]
-    return parts
-
-
 @dataclass(frozen=True)
 class ShellCommand:
-    """A command that can be copied out of a terminal of any width, and pasted as it is.
+    """A command that can be copied out of a terminal of any width, and pasted as it is."""
 
-    :param words: as the shell wants them, with their quotes
-    """
-
-    words: tuple[str, ...]
+    command: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
         line = " "
-        for word in self.words:
+        for word in map(shlex.quote, shlex.split(self.command)):
             if line.strip() and len(line) + len(word) + 3 > options.max_width:
                 yield Text(f"{line} \\")
                 line = "   "
@@ -333,10 +316,6 @@ def advice_on(
     """
     from calipers.judging.costs import COSTLY, costly
 
-    def has_better_range(cost: ActivationCost, is_float: bool) -> bool:
-        """Whether a range that loses little is to be expected: none holds a few huge integers."""
-        return cost.typical_error <= COSTLY and (is_float or cost.largest < _CLOSE * cost.limit)
-
     bad = costly(costs)
     planned = {(module.name, tensor.base_name): tensor for module, tensor in plan}
     tensors = {at: planned[at] for at in bad if at in planned}
@@ -355,10 +334,13 @@ def advice_on(
         if "int8" in formats:
             lines.append("--scheme FP8: static too, but floats keep small values beside large ones")
     observers = {tensor.observer.name for tensor in tensors.values() if tensor.observer}
-    if observers - {"histogram_mse"} and all(
-        has_better_range(bad[at], tensor.format.startswith("float"))
+    # whether ranges that lose little are to be expected: none holds a few huge integers
+    has_better_ranges = all(
+        bad[at].typical_error <= COSTLY
+        and (tensor.format.startswith("float") or bad[at].largest < _CLOSE * bad[at].limit)
         for at, tensor in tensors.items()
-    ):
+    )
+    if has_better_ranges and observers - {"histogram_mse"}:
         lines.append("--activation-observer histogram_mse: the range with the least error")
     kept = "it stays as it is" if len(bad) == 1 else "they stay as they are"
     names = list(dict.fromkeys(name for name, _ in bad))[:SHOWN]

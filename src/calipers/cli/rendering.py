@@ -32,12 +32,8 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LOWEST = 0.05
 """The part of the values, the smallest ones, that an axis may have in its first column."""
 _HEAT = (
-    "",
-    "black on color(229)",
-    "black on color(221)",
-    "black on color(214)",
-    "black on color(208)",
-    "white on color(160)",
+    *("", "black on color(229)", "black on color(221)", "black on color(214)"),
+    *("black on color(208)", "white on color(160)"),
 )
 """From what is harmless to what is not, in colours of 256."""
 
@@ -135,7 +131,7 @@ def _ranges(numbers: Iterable[int]) -> str:
             runs[-1] = [runs[-1][0], number]
         else:
             runs.append([number])
-    if runs == [runs[0]] and len(runs[0]) == 1:
+    if len(runs) == 1 and len(runs[0]) == 1:
         return str(runs[0][0])
     return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"
 
@@ -244,6 +240,8 @@ class HeatMap:
     def _lines(self, left: int, columns: Sequence[tuple[int, int]]) -> Iterator[Text]:
         from rich.text import Text
 
+        from calipers.reporting.html import share_of_scale
+
         head = f"{'layer':<{left}}"
         for number, width in columns:
             name, most = self.grid.kinds[number], width - 2
@@ -255,8 +253,12 @@ class HeatMap:
             line = Text(f"{layer:<{left}}", no_wrap=True, overflow="ellipsis")
             for number, width in columns:
                 value = values[number]
+                style = "dim"
+                if value is not None:
+                    share = share_of_scale(value, self.ends)
+                    style = _HEAT[min(len(_HEAT) - 1, int(share * len(_HEAT)))]
                 line.append(" ")
-                line.append(self._cell(value).rjust(width - 1), self._style(value))
+                line.append(self._cell(value).rjust(width - 1), style)
             yield line
 
     def _cell(self, value: float | None) -> str:
@@ -264,11 +266,3 @@ class HeatMap:
             return "· "
         cell = f"{value:{self.form}} "
         return cell if float(cell) else cell.lstrip("-")
-
-    def _style(self, value: float | None) -> str:
-        if value is None:
-            return "dim"
-        from calipers.reporting.html import share_of_scale
-
-        share = share_of_scale(value, self.ends)
-        return _HEAT[min(len(_HEAT) - 1, int(share * len(_HEAT)))]

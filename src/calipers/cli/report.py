@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.cli.app import CommandOutput
-from calipers.cli.options import TrustRemoteCode, model_source
+from calipers.cli.options import Overwrite, TrustRemoteCode, model_source
 from calipers.errors import counted, format_size
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ Advice = Annotated[
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes: an HTML file.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
 def report(
@@ -84,7 +83,7 @@ def report(
         "output": str(output),
         "file_size": size,
         "model": content.model,
-        "checkpoints": {each.name: _about(each) for each in content.checkpoints},
+        "checkpoints": {each.name: _facts(each) for each in content.checkpoints},
         "missing": list(content.missing),
     }
     view: list[RenderableType] = [
@@ -100,7 +99,7 @@ def report(
     return CommandOutput(data, view)
 
 
-def _about(facts: CheckpointFacts) -> dict[str, Any]:
+def _facts(facts: CheckpointFacts) -> dict[str, Any]:
     worst = next(iter(facts.ranked), None)
     return {
         "size": facts.size,

@@ -13,11 +13,9 @@ from calipers.cli.rendering import facts_table, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from calipers.engine.presets import PresetInfo
-
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="NAME", help="The preset to tell all about.", show_default=False),
+    typer.Argument(metavar="NAME", help="The preset to tell all about."),
 ]
 
 
@@ -26,23 +24,31 @@ def schemes(name: Name = None) -> CommandOutput:
 
     Example: calipers schemes NVFP4
     """
-    from calipers.engine.presets import PresetInfo, preset_names
+    from calipers.engine.presets import PresetInfo, preset_names, targets_text
 
     if name is not None:
-        one = PresetInfo.of(name)
-        return CommandOutput(one.as_dict(), _single(one))
-    known = [PresetInfo.of(each) for each in preset_names()]
-    return CommandOutput([each.as_dict() for each in known], _list(known))
-
-
-def _list(presets: list[PresetInfo]) -> list[RenderableType]:
+        preset = PresetInfo.of(name)
+        facts = {
+            "name": preset.name,
+            "weights": preset.weights,
+            "activations": preset.activations,
+            "bits": f"{preset.bits:.4g} per weight, scales included",
+            "data": "needed, for activations" if preset.needs_data else "not needed",
+            "runs on": targets_text(preset.runs_on),
+            "when": preset.when,
+        }
+        note = "The same as a recipe, to be changed and given with --recipe:"
+        return CommandOutput(
+            preset.as_dict(), [facts_table(facts), "", f"{note}\n\n{preset.recipe}"]
+        )
+    presets = [PresetInfo.of(each) for each in preset_names()]
     columns = ("name", "weights", "activations", "bits", "data", "vLLM", "when to use it")
     rows = table(*columns, numbers=("bits",), wrapped=("activations", "when to use it"))
     for each in presets:
         data, bits = "yes" if each.needs_data else "no", f"{each.bits:.4g}"
         where = _in_vllm(each.runs_on)
         rows.add_row(each.name, each.weights, each.activations, bits, data, where, each.when)
-    return [
+    view: list[RenderableType] = [
         rows,
         "bits: per weight in the checkpoint, scales included (a layer of 4096 × 4096, bfloat16)",
         "data: whether activations must be measured; some observers of weights want data, too",
@@ -53,6 +59,7 @@ def _list(presets: list[PresetInfo]) -> list[RenderableType]:
         "one with large values, as most models have, costs the others their precision",
         "More about one: calipers schemes NAME",
     ]
+    return CommandOutput([preset.as_dict() for preset in presets], view)
 
 
 def _in_vllm(targets: Mapping[str, str]) -> str:
@@ -65,19 +72,3 @@ def _in_vllm(targets: Mapping[str, str]) -> str:
     told = [] if cpu is None else [f"CPU {cpu}".strip()]
     told += [] if cuda is None else [cuda or "CUDA"]
     return ", ".join(told) or "–"
-
-
-def _single(preset: PresetInfo) -> list[RenderableType]:
-    from calipers.engine.presets import targets_text
-
-    facts = {
-        "name": preset.name,
-        "weights": preset.weights,
-        "activations": preset.activations,
-        "bits": f"{preset.bits:.4g} per weight, scales included",
-        "data": "needed, for activations" if preset.needs_data else "not needed",
-        "runs on": targets_text(preset.runs_on),
-        "when": preset.when,
-    }
-    note = "The same as a recipe, to be changed and given with --recipe:"
-    return [facts_table(facts), "", f"{note}\n\n{preset.recipe}"]

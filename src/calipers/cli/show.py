@@ -152,23 +152,20 @@ class _Tensors:
         numbers = [column for column in columns if column != "magnitudes"]
         rows = table("tensor", *columns, numbers=numbers, wrapped=("tensor",))
         for row in self.rows:
-            cells = self._cells(row)
+            ends = [row[end] for end in ("min", "max") if row[end] is not None]
+            cells = {
+                "min": "–" if row["min"] is None else f"{row['min']:.4g}",
+                "max": "–" if row["max"] is None else f"{row['max']:.4g}",
+                "max|x|": f"{max(map(abs, ends)):.4g}" if ends else "–",
+                "readers": str(len(row["readers"])),
+                "tokens": f"{row['tokens']:,}",
+                "÷ rms": "–" if row["peak"] is None else f"{row['peak']:.1f}",
+                "magnitudes": self.axis.draw(row["histogram"]),
+                "size": format_size(row["size"]),
+                "share": f"{row['share']:.1%}",
+            }
             rows.add_row(row["tensor"], *(cells[column] for column in columns))
         yield rows
-
-    def _cells(self, row: dict[str, Any]) -> dict[str, str]:
-        sides = {s: "–" if row[s] is None else f"{row[s]:.4g}" for s in ("min", "max")}
-        largest = max((abs(row[s]) for s in sides if row[s] is not None), default=None)
-        return {
-            **sides,
-            "max|x|": "–" if largest is None else f"{largest:.4g}",
-            "readers": str(len(row["readers"])),
-            "tokens": f"{row['tokens']:,}",
-            "÷ rms": "–" if row["peak"] is None else f"{row['peak']:.1f}",
-            "magnitudes": self.axis.draw(row["histogram"]),
-            "size": format_size(row["size"]),
-            "share": f"{row['share']:.1%}",
-        }
 
 
 # Checkpoints

@@ -27,9 +27,8 @@ EVALUATION_SAMPLES = 256
 class Variant:
     """How a model is quantized, and the folder its checkpoint goes to.
 
-    :param weights: the observer of weights
+    :param weights: the observer of weights; ``options`` are its options
     :param inputs: the observer of inputs, where they are static
-    :param method: how weights are rounded
     """
 
     scheme: str
@@ -49,8 +48,8 @@ class Variant:
     def recipe(self) -> QuantizationModifier:
         """What is done to the model."""
         weights = {"name": self.weights, **self.options}
-        who: dict[str, Any] = {"weight_observer": weights, "input_observer": self.inputs}
-        return QuantizationModifier(scheme=self.scheme, **who, ignore=IGNORED_BY_DEFAULT)
+        observers: dict[str, Any] = {"weight_observer": weights, "input_observer": self.inputs}
+        return QuantizationModifier(scheme=self.scheme, **observers, ignore=IGNORED_BY_DEFAULT)
 
 
 HESSIAN = {"importance": "hessian"}
@@ -102,8 +101,6 @@ def run_demo(
 
     :param folder: where the checkpoints go; those of an earlier demo are replaced
     :param tell: is told what happens next; by default nobody is
-    :param progress: whether to show progress bars; None: where a person looks at standard error,
-        and elsewhere a line about every 30 seconds
     """
     bars = Progress.of(progress)
     calibration = library_pieces("calibration")

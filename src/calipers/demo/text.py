@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sysconfig
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -19,19 +18,8 @@ Part = Literal["training", "calibration", "evaluation"]
 _PIECE = 2048
 # Tests, tables of data, generated files, and what some distributions leave out.
 _LEFT_OUT = {
-    "__phello__",
-    "dist-packages",
-    "distutils",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "tkinter",
-    "turtledemo",
+    *("__phello__", "dist-packages", "distutils", "encodings", "ensurepip", "idlelib", "lib2to3"),
+    *("pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo"),
 }
 
 
@@ -48,11 +36,12 @@ def part_of(module: str) -> Part:
 def library_texts(part: Part) -> dict[str, str]:
     """Return the sources of one part of the standard library, by file name."""
     root = Path(sysconfig.get_path("stdlib"))
-    texts = {
-        str(path.relative_to(root)): path.read_text(encoding="utf-8", errors="replace")
-        for path in _sources(root)
-        if part_of(path.relative_to(root).parts[0].removesuffix(".py")) == part
-    }
+    texts: dict[str, str] = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        is_left_out = _LEFT_OUT & set(name.parts) or name.parts[0].startswith("_sysconfigdata")
+        if not is_left_out and part_of(name.parts[0].removesuffix(".py")) == part:
+            texts[str(name)] = path.read_text(encoding="utf-8", errors="replace")
     if not any(texts.values()):
         raise DataError(
             "The demo calibrates and evaluates with the sources of Python's standard library, and "
@@ -69,10 +58,3 @@ def library_pieces(part: Part) -> list[str]:
         for text in library_texts(part).values()
         for start in range(0, len(text), _PIECE)
     ]
-
-
-def _sources(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not _LEFT_OUT & set(parts) and not parts[0].startswith("_sysconfigdata"):
-            yield path

@@ -48,12 +48,10 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
     if not any(map(hessians_of, plan.modules)):
         return None
     topology = Topology.of(model)
-    inside: dict[str, list[ModuleSpec]] = {layer: [] for layer in topology.layers}
-    outside: list[ModuleSpec] = []
+    by_layer: dict[str | None, list[ModuleSpec]] = {None: [], **{x: [] for x in topology.layers}}
     for module in plan.modules:
-        layer = topology.layer_of(module.name)
-        (outside if layer is None else inside[layer]).append(module)
-    layers = list(inside.values())
+        by_layer[topology.layer_of(module.name)].append(module)
+    outside, *layers = by_layer.values()
     if plan.propagation == "float":
         most = max(map(hessian_bytes, (*layers, outside)))
         return FeedbackNeeds(plan.propagation, 1, most, hessian_bytes(plan.modules))
@@ -161,22 +159,24 @@ def dry_run(model: PreTrainedModel, recipe: Recipe) -> DryRun:
     change += sum(tensors[name].nbytes for name in alone)
     rows = []
     for (module, tensor), row in zip(plan, plan.rows(), strict=True):
-        sizes = [_stored_size(tensor.base_name, s[alike[module.name]]) for s in (before, after)]
+        base, example = tensor.base_name, alike[module.name]
+        # What is stored for a tensor: itself, its packed form, its scales.
+        stored = [
+            sum(s for n, s in sizes[example].items() if n == base or n.startswith(f"{base}_"))
+            for sizes in (before, after)
+        ]
         targets = scheme_runs_on(module.scheme) if tensor.base_name == "weight" else {}
-        rows.append(DryRunRow(**row, before=sizes[0], after=sizes[1], runs_on=targets))
+        rows.append(DryRunRow(**row, before=stored[0], after=stored[1], runs_on=targets))
     return DryRun(
         tuple(rows), tuple(plan.measured), plan.needs_data, total, total + change, needs, memory
     )
-
-
-Sizes = Mapping[str, Mapping[str, int]]
 
 
 def _alike(model: PreTrainedModel, plan: Plan, ties: Mapping[str, str]) -> dict[str, str]:
     """Return for each module the first one of the same form; those with tied tensors are unlike."""
     tied = {name for pair in ties.items() for name in pair}
     first: dict[Hashable, str] = {}
-    found = {}
+    examples = {}
     for module in plan.modules:
         own = module_state(model.get_submodule(module.name))
         form: Hashable = (
@@ -186,11 +186,13 @@ def _alike(model: PreTrainedModel, plan: Plan, ties: Mapping[str, str]) -> dict[
         )
         if any(f"{module.name}.{name}" in tied for name in own):
             form = module.name
-        found[module.name] = first.setdefault(form, module.name)
-    return found
+        examples[module.name] = first.setdefault(form, module.name)
+    return examples
 
 
-def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec], copies: Container[str]) -> Sizes:
+def _sizes(
+    model: PreTrainedModel, modules: Iterable[ModuleSpec], copies: Container[str]
+) -> dict[str, dict[str, int]]:
     """Return the bytes of the tensors of some modules; a tied copy takes none."""
     return {
         each.name: {
@@ -199,12 +201,3 @@ def _sizes(model: PreTrainedModel, modules: Iterable[ModuleSpec], copies: Contai
         }
         for each in modules
     }
-
-
-def _stored_size(base_name: str, sizes: Mapping[str, int]) -> int:
-    """Add up what is stored for a tensor: itself, its packed form, its scales."""
-    return sum(
-        size
-        for name, size in sizes.items()
-        if name == base_name or name.startswith(f"{base_name}_")
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +13,19 @@ import torch
 
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.data.columns import check_mask
-from calipers.calibration.pipelines import (
-    free_memory,
-    usable_device,
-)
+from calipers.calibration.pipelines import free_memory, usable_device
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
 from calipers.checkpoint.writer import parse_size
 from calipers.errors import (
+    Call,
     ConfigurationError,
     MeasurementsError,
     Mistakes,
     Option,
     check_whole_number,
+    counted,
     no_meaning,
     not_allowed,
 )
@@ -52,22 +51,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What a call is given, read.
-
-    :param recipe: with all changes put on top
-    :param measurements: those that stand for data, if any
-    """
-
-    recipe: Recipe
-    measurements: Measurements | None = None
-
-
 def read_arguments(
     model: Any, recipe: Any, dataset: Any, measurements: Any, options: OneshotOptions
-) -> Arguments:
-    """Read what a call is given; all that is wrong with it is refused at once."""
+) -> tuple[Recipe, Measurements | None]:
+    """Read the recipe, with all changes put on top, and the measurements that stand for data.
+
+    All that is wrong with what a call is given is refused at once.
+    """
     mistakes = Mistakes()
     inputs = {"model": model, "recipe": recipe, "data": dataset, "measurements": measurements}
     mistakes.check(check_arguments, inputs, options)
@@ -76,7 +66,7 @@ def read_arguments(
     if measurements is not None:
         seen = mistakes.check(read_measurements, measurements)
     mistakes.tell()
-    return Arguments(parsed if seen is None else parsed.on_float_inputs(), seen)
+    return (parsed if seen is None else parsed.on_float_inputs()), seen
 
 
 def check_arguments(inputs: Mapping[str, Any], options: OneshotOptions) -> None:
@@ -93,7 +83,7 @@ def check_arguments(inputs: Mapping[str, Any], options: OneshotOptions) -> None:
     mistakes.check(parse_size, output.max_shard_size)
     mistakes.check(check_options, options)
     if inputs.get("measurements") is not None:
-        mistakes.check(_check_beside_measurements, inputs.get("data"), options)
+        mistakes.check(check_not_running, options, inputs.get("data"))
     mistakes.tell()
 
 
@@ -132,8 +122,11 @@ def _check_choice(option: str, value: object, allowed: tuple[str, ...]) -> None:
         raise not_allowed(option, value, allowed)
 
 
-def check_not_running(options: OneshotOptions) -> None:
-    """Refuse options of a model that runs, and more than one process, where none does."""
+def check_not_running(options: OneshotOptions, dataset: Any = None) -> None:
+    """Refuse data, options of a model that runs, and more than one process, where none runs."""
+    if dataset is not None:
+        problem = "There are both " + Option("dataset") + " and " + Option("measurements")
+        raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
     compute = options.compute
     if compute.gives("dtype") and compute.dtype != "auto":
         raise no_meaning("dtype", compute.dtype, "a model that does not run")
@@ -143,13 +136,6 @@ def check_not_running(options: OneshotOptions) -> None:
             f"Quantizing without data is work for one process, and this is one of {processes}",
             hint="Start it by itself, or calibrate with data, which all of them share.",
         )
-
-
-def _check_beside_measurements(dataset: Any, options: OneshotOptions) -> None:
-    if dataset is not None:
-        problem = "There are both " + Option("dataset") + " and " + Option("measurements")
-        raise ConfigurationError(problem, hint="Keep one: measurements stand for data.")
-    check_not_running(options)
 
 
 def read_measurements(measurements: Measurements | str | Path) -> Measurements:
@@ -173,6 +159,18 @@ def tensors_without_data(plan: Plan, model: torch.nn.Module) -> list[str]:
         if tensor.needs_data and not tensor.has_data_on(model.get_submodule(module.name))
     ]
     return [*tensors, *(f"{name}.input" for name in plan.measured)]
+
+
+def data_missing(tensors: Sequence[str], problem: str, remedy: str) -> ConfigurationError:
+    """Return the error of a plan that needs data where there is none."""
+    return ConfigurationError(
+        f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is {tensors[0]}), "
+        "and " + problem,
+        hint=remedy
+        + ", or choose dynamic activations and observers that look at weights alone. "
+        + Call("plan.table")
+        + " shows which tensors need data",
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,16 +15,11 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage, settle_unseen
-from calipers.calibration.pipelines import (
-    NewValues,
-    Part,
-    Parts,
-    Run,
-    run_basic,
-    run_datafree,
-)
+from calipers.calibration.pipelines import NewValues, Part, Parts, Run, run_basic, run_datafree
 from calipers.calibration.sequential import run_sequential
 from calipers.checkpoint.auxiliary_files import source_folder
+from calipers.checkpoint.compression import shapes_of_quantized
+from calipers.checkpoint.headers import bits_per_weight, stored_tensors
 from calipers.checkpoint.state import tied_names
 from calipers.engine.applying import apply_changes, check_changes, give_schemes
 from calipers.errors import CalipersWarning, shortened
@@ -36,9 +32,9 @@ from calipers.planning.plan import Plan
 from calipers.recipes import Recipe
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
+from calipers.solvers.gptq import CurvatureCache
 from calipers.statistics.base import Statistic
 from calipers.steps.base import Changes, Layer
-from calipers.steps.gptq import CurvatureCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,6 +135,13 @@ class OneshotResult(Solution, NotebookView):
         """The folder that the model came from, if it is at hand."""
         return source_folder(self.model)
 
+    @cached_property
+    def bits_per_weight(self) -> float | None:
+        """The bits that a quantized weight takes in the checkpoint, scales included."""
+        if self.output_dir is None:
+            return None
+        return bits_per_weight(stored_tensors(self.output_dir), shapes_of_quantized(self.model))
+
     def __repr__(self) -> str:
         return f"OneshotResult({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
 
@@ -159,7 +162,8 @@ class StepDriver:
 
     :param solution: what it fills in
     :param curvatures: factorised Hessians, shared with drivers that solve the same modules
-    :param keep_codes: whether changes carry the codes of weights, for a checkpoint to be written
+    :param keep_codes: whether changes carry the codes of weights, which are stored as they are.
+        Those of a whole model would take the memory of its checkpoint
     """
 
     model: torch.nn.Module
@@ -204,7 +208,7 @@ class StepDriver:
             self.measurements,
             self.ranks,
             self.progress,
-            unseen={name: done for name, done in applied if name in wanted},
+            unseen={name: policy for name, policy in applied if name in wanted},
             curvatures=self.curvatures,
         )
         changes = Changes()
@@ -231,33 +235,27 @@ class StepDriver:
 
         The needed statistic that saw least counts.
         """
+
+        def count(name: str, statistic: Statistic) -> tuple[int, str | None]:
+            """Return the tokens, and by what sums of an earlier run are known to be the same."""
+            is_left = self.measurements.is_from_earlier_run(name, statistic)
+            digest = digest_of(statistic.fields().items()) if is_left else None
+            return statistic.num_tokens, digest
+
         needed = {name: self.measurements.needed(name) for name in names}
-        own = [
-            [(each.num_tokens, self._left_digest(name, each)) for each in statistics]
-            for name, statistics in needed.items()
-        ]
+        own = [[count(name, each) for each in needed[name]] for name in needed]
         everywhere = self.ranks.share(own)
         for (name, statistics), *counted in zip(needed.items(), *everywhere, strict=True):
-            totals = map(_total_tokens, statistics, *counted)
-            if statistics:
+            totals = []
+            for statistic, *counts in zip(statistics, *counted, strict=True):
+                tokens, digests = zip(*counts, strict=True)
+                # What an earlier run has left in all processes alike was seen once.
+                is_common = digests[0] is not None and len(set(digests)) == 1
+                if is_common:
+                    statistic.synced.update(statistic.fields())  # not added up again
+                totals.append(tokens[0] if is_common else sum(tokens))
+            if totals:
                 self.solution.coverage.tokens[name] = min(totals)
-
-    def _left_digest(self, name: str, statistic: Statistic) -> str | None:
-        """Return by what sums that an earlier run has left are known to be the same."""
-        is_left = self.measurements.is_from_earlier_run(name, statistic)
-        return digest_of(statistic.fields().items()) if is_left else None
-
-
-def _total_tokens(statistic: Statistic, *counted: tuple[int, str | None]) -> int:
-    """Return what a statistic has seen in all processes, from the count and digest of each.
-
-    What an earlier run has left in all of them alike was seen once.
-    """
-    counts, digests = zip(*counted, strict=True)
-    if digests[0] is not None and len(set(digests)) == 1:
-        statistic.mark_common()
-        return int(counts[0])
-    return sum(counts)
 
 
 @dataclass
@@ -281,15 +279,12 @@ class ModelSink:
                 tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
         return tensors
 
-    def freeze(self, model: PreTrainedModel) -> Mapping[str, Tensor]:
-        """Give the model all changes; it then computes with fake quantization.
-
-        Returns the codes of its weights, if they were kept.
-        """
+    def freeze(self, model: PreTrainedModel) -> None:
+        """Give the model all changes; it then computes with fake quantization."""
         modules = self.driver.solution.plan.modules
         give_schemes(model, modules)
         ties = tied_names(model) if self.changes.tensors else {}
-        return apply_changes(model, modules, self.changes, ties)
+        apply_changes(model, modules, self.changes, ties)
 
 
 @dataclass(frozen=True)

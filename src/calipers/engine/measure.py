@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,6 @@ from calipers.planning.specs import SENSITIVITY
 from calipers.runtime.distributed import joined_ranks
 from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
-from calipers.runtime.ranks import Ranks
 from calipers.statistics.sums import Sensitivity
 from calipers.topology.experts import fused_experts, unfuse_experts
 
@@ -128,12 +127,13 @@ def measure(
                 partial = PartialFile(place, save_every)
                 check_measurements_file(output_file, overwrite)  # another writer was waited for
             with left_as_found(loaded):
-                found = job.measure(loaded, dataset, tokenizer, collected, partial)
+                result = job.measure(loaded, dataset, tokenizer, collected, partial)
             with ranks.step("writing the measurements"):
                 if partial is not None:
-                    partial.finish(found, overwrite=overwrite)
-    _warn_of_unseen(found, ranks)
-    return found
+                    partial.finish(result, overwrite=overwrite)
+    if ranks.rank == 0:
+        _warn_of_unseen(result)
+    return result
 
 
 def check_save_every(seconds: object) -> None:
@@ -167,16 +167,17 @@ class _MeasureJob(Job):
                 inputs = {"model": start, "data": dataset, "tokenizer": options.data.tokenizer}
                 remove_superfluous(Path(os.path.realpath(output_file)))
                 check_measurements_file(output_file, overwrite, inputs)
-        self.ranks.agree(
-            {
-                "collect": list(collected),
-                "until_stable": self.tolerance,
-                "pipeline": options.calibration.pipeline,
-                "calibrate_all_experts": options.calibration.calibrate_all_experts,
-                "dtype": dtype_choice(options.compute.dtype),
-                **options.data.sampling(),
-            }
-        )
+        dtype, pipeline = dtype_choice(options.compute.dtype), options.calibration.pipeline
+        self.ranks.agree({**self._common(collected), "pipeline": pipeline, "dtype": dtype})
+
+    def _common(self, collected: tuple[str, ...]) -> dict[str, Any]:
+        """Return what processes, and a run and the one that goes on with it, have in common."""
+        return {
+            "collect": list(collected),
+            "until_stable": self.tolerance,
+            "calibrate_all_experts": self.options.calibration.calibrate_all_experts,
+            **self.options.data.sampling(),
+        }
 
     def measure(
         self,
@@ -191,37 +192,31 @@ class _MeasureJob(Job):
         device, dtype = self.device_and_dtype(model)
         with self.ranks.step("planning"), self.progress.waiting("reading the data"):
             about = MeasurementsInfo(type(model).__name__, model_fingerprint(model))
-            plan = self._plan(model, collected)
+            every = options.calibration.calibrate_all_experts
+            plan = _plan(model, collected, calibrate_all_experts=every)
             stops = () if self.tolerance is None else stopping_points(options.data.num_samples)
             cut = {"part_of": half_of, "stops": stops}
             batches = self.batches_for(model, dataset, tokenizer, for_ranges=True, **cut)
             chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
         if "sensitivity" in collected and chosen != "basic":
-            raise ConfigurationError(
-                f"'sensitivity' needs the whole model at once, and its data runs '{chosen}'",
-                hint="Pass "
-                + Option("pipeline", "basic")
-                + ", or leave it out of "
-                + Option("collect"),
-            )
-        seen = _Seen(about, batches)
+            problem = f"'sensitivity' needs the whole model at once, and its data runs '{chosen}'"
+            remedy = "Pass " + Option("pipeline", "basic") + ", or leave it out of "
+            raise ConfigurationError(problem, hint=remedy + Option("collect"))
+        run = _DataRun(self, model, plan, chosen, device, dtype, about, batches, partial)
         done = 0
         if partial is not None and chosen == "basic" and self.ranks.world_size == 1:
+            order = str(list(_digests(batches)))
             done = partial.begin(
                 {
                     "model": about.fingerprint,
                     "dtype": str(dtype).removeprefix("torch."),
-                    "collect": list(collected),
                     "halves": "digest",
-                    "until_stable": self.tolerance,
-                    "calibrate_all_experts": options.calibration.calibrate_all_experts,
-                    **options.data.sampling(),
-                    "data": seen.digest(),
+                    **self._common(collected),
+                    "data": hashlib.sha256(order.encode()).hexdigest()[:16],
                 }
             )
-        known = None if partial is None else partial.earlier()
-        run = _DataRun(self, model, plan, chosen, device, dtype, seen, partial, known or {})
+            run.known = partial.earlier() or {}
         last = len(batches.ends) - 1
         for number, end in enumerate(batches.ends):
             if end > done or self.ranks.world_size > 1:
@@ -229,7 +224,7 @@ class _MeasureJob(Job):
                 done = end
             if end < done and number < last:
                 continue  # an earlier run has gone on here
-            measured = Measurements.of_tensors(self._info(seen, end), unified(run.known))
+            measured = run.measurements(end)
             if number == last:
                 return measured
             assert self.tolerance is not None
@@ -240,24 +235,6 @@ class _MeasureJob(Job):
                 return measured
             del measured  # sums that go on are not kept as they were
         raise AssertionError("the last of the data is the end of it")
-
-    def _plan(self, model: PreTrainedModel, collected: Collection[str]) -> Plan:
-        """Plan for a model whose fused experts become modules, where they can be told apart."""
-        for name, error in _unfused(model).items():
-            if error is not None:
-                error.add_hint("They are not measured.")
-                warnings.warn(CalipersWarning(error.context.text), stacklevel=2)
-                continue
-            every = self.options.calibration.calibrate_all_experts
-            vars(model.get_submodule(name))["calibrate_all_experts"] = every
-        return collecting_plan(model, collected)
-
-    def _info(self, seen: _Seen, count: int) -> MeasurementsInfo:
-        """Return what all processes have seen when this one has run so many batches."""
-        own = seen.info(count)
-        everywhere = self.ranks.share((list(own.samples), own.tokens))
-        samples = sorted(each for samples, _ in everywhere for each in samples)
-        return replace(own, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
 
 
 @dataclass
@@ -273,13 +250,14 @@ class _DataRun:
     pipeline: str
     device: torch.device
     dtype: torch.dtype
-    seen: _Seen
+    about: MeasurementsInfo
+    batches: Batches
     partial: PartialFile | None
-    known: Tensors
+    known: Tensors = field(default_factory=dict)
 
     def go_through(self, start: int, end: int) -> None:
         """Let batches run, and know what was seen of them in all processes, too."""
-        job, batches = self.job, self.seen.batches
+        job, batches = self.job, self.batches
         is_alone = job.ranks.world_size == 1
         before, self.known = self.known, {}
         freed = FreedMemory()
@@ -303,7 +281,7 @@ class _DataRun:
                     _add_sensitivities(self.model, calibration, batches.batches[start + index])
                 if self.partial is not None and is_alone:
                     number = start + index + 1
-                    self.partial.save(self.seen.info(number), so_far, number)
+                    self.partial.save(self._info(number), so_far, number)
                 freed.count(_FREED_BY_BATCH)
 
             run = Run(
@@ -323,24 +301,19 @@ class _DataRun:
         found = with_halves(first.tensors(), second.tensors())
         self.known = merged(before, found) if before else found
 
+    def measurements(self, count: int) -> Measurements:
+        """Return what all processes have seen when this one has run so many batches."""
+        own = self._info(count)
+        everywhere = self.job.ranks.share((list(own.samples), own.tokens))
+        samples = sorted(each for samples, _ in everywhere for each in samples)
+        info = replace(own, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
+        return Measurements.of_tensors(info, unified(self.known))
 
-@dataclass(frozen=True)
-class _Seen:
-    """The data of a process, and what of it was seen after so many batches."""
-
-    about: MeasurementsInfo
-    batches: Batches
-
-    def info(self, count: int) -> MeasurementsInfo:
-        """Return what to say after so many batches."""
+    def _info(self, count: int) -> MeasurementsInfo:
+        """Return what this process has seen after so many batches."""
         chosen = Batches(self.batches.batches[:count])
         samples = sorted(each for digests in _digests(chosen) for each in digests)
         return replace(self.about, samples=tuple(samples), tokens=chosen.num_tokens)
-
-    def digest(self) -> str:
-        """Return by what the data is known: its samples, in their order and in batches."""
-        order = str(list(_digests(self.batches)))
-        return hashlib.sha256(order.encode()).hexdigest()[:16]
 
 
 def _add_sensitivities(model: PreTrainedModel, calibration: Calibration, batch: Batch) -> None:
@@ -358,16 +331,19 @@ def _add_sensitivities(model: PreTrainedModel, calibration: Calibration, batch: 
     add_sensitivities(model, wanted, moved(batch, device), seeds, call_model)
 
 
-def _unfused(model: PreTrainedModel) -> dict[str, FusedExpertsError | None]:
-    """Let fused experts become modules, and return for each of them why it has not."""
-    found: dict[str, FusedExpertsError | None] = {}
+def _plan(
+    model: PreTrainedModel, collected: Collection[str], *, calibrate_all_experts: bool = True
+) -> Plan:
+    """Plan for a model whose fused experts become modules, where they can be told apart."""
     for name in fused_experts(model):
         try:
             unfuse_experts(model, [name])
-            found[name] = None
         except FusedExpertsError as error:
-            found[name] = error
-    return found
+            error.add_hint("They are not measured.")
+            warnings.warn(CalipersWarning(error.context.text), stacklevel=2)
+        else:
+            vars(model.get_submodule(name))["calibrate_all_experts"] = calibrate_all_experts
+    return collecting_plan(model, collected)
 
 
 def expected_memory(
@@ -375,26 +351,28 @@ def expected_memory(
 ) -> int:
     """Estimate the bytes that the statistics of :func:`measure` take, without reading weights."""
     skeleton = load_skeleton(model, trust_remote_code=trust_remote_code)
-    _unfused(skeleton)
-    return statistics_bytes(skeleton, collecting_plan(skeleton, check_collected(collect)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalipersWarning)  # measure warns
+        plan = _plan(skeleton, check_collected(collect))
+    return statistics_bytes(skeleton, plan)
 
 
 def _digests(batches: Batches) -> Iterator[list[str]]:
     return (sample_digests(each["input_ids"], each["attention_mask"]) for each in batches)
 
 
-def _warn_of_unseen(found: Measurements, ranks: Ranks) -> None:
-    tensors = found.tensors()
+def _warn_of_unseen(measurements: Measurements) -> None:
+    tensors = measurements.tensors()
     unseen = [
         ".".join(place)
         for place, statistics in tensors.items()
         if not all(each.num_tokens for each in statistics.values())
     ]
-    if unseen and ranks.rank == 0:
-        told = CalipersWarning(
+    if unseen:
+        warning = CalipersWarning(
             f"{len(unseen)} of {counted(len(tensors), 'tensor')} saw no token: {shortened(unseen)}",
             hint="Merge with measurements of other data, or let experts see all tokens: "
             + Option("calibrate_all_experts", True)
             + ".",
         )
-        warnings.warn(told, stacklevel=3)
+        warnings.warn(warning, stacklevel=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,12 @@ from calipers.calibration.pipelines import Part, Run
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.checkpoint.writer import write_checkpoint
-from calipers.engine.job import Arguments, Job, read_arguments, tensors_without_data
+from calipers.engine.job import (
+    Job,
+    data_missing,
+    read_arguments,
+    tensors_without_data,
+)
 from calipers.engine.loop import (
     PIPELINES,
     ModelSink,
@@ -27,8 +31,8 @@ from calipers.engine.loop import (
     report,
     run_parts,
 )
-from calipers.engine.quantize import check_same_model, driver_for, quantize_files
-from calipers.errors import ANY, Call, ConfigurationError, Option, Text, counted
+from calipers.engine.quantize import driver_for, quantize_files
+from calipers.errors import ANY, Option, Text
 from calipers.measurements import Measurements
 from calipers.options import (
     CalibrationOptions,
@@ -48,8 +52,6 @@ from calipers.runtime.precision import dtype_choice
 from calipers.runtime.progress import Progress
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
-
     from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
@@ -105,41 +107,31 @@ def oneshot(
         changes=changes,
         output=output,
     )
-    if _goes_from_disk_to_disk(model, dataset, options):
+    into = options.output.output_dir
+    is_written = dataset is None and into is not None
+    if isinstance(model, (str, Path)) and is_written and find_launch().world_size == 1:
+        # Nothing runs and nobody gets the model: it need not be loaded.
         return quantize_files(model, recipe, measurements, options)
     start = time.monotonic()
     with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _OneshotJob(options, ranks, Progress.of(wanted))
-        arguments = job.read(model, recipe, dataset, measurements)
-        into = options.output.output_dir
+        recipe, seen = job.read(model, recipe, dataset, measurements)
         with job.loaded(model, apart_from=into) as (loaded, tokenizer), unchanged_on_error(loaded):
-            if arguments.measurements is None:
-                sink = job.measure_and_solve(loaded, arguments.recipe, dataset, tokenizer)
+            if seen is None:
+                sink = job.measure_and_solve(loaded, recipe, dataset, tokenizer)
             else:
-                sink = job.solve_measured(loaded, arguments)
+                sink = job.solve_measured(loaded, recipe, seen)
             solution = sink.driver.solution
             if ranks.rank == 0:
                 report(solution)
-            job.write(loaded, tokenizer, arguments.recipe, sink)
+            job.write(loaded, tokenizer, recipe, sink)
     return OneshotResult(
         **vars(solution),
         model=loaded,
-        recipe=arguments.recipe,
+        recipe=recipe,
         output_dir=None if into is None else Path(into),
         seconds=time.monotonic() - start,
-    )
-
-
-def _goes_from_disk_to_disk(
-    model: PreTrainedModel | str | Path, dataset: Any, options: OneshotOptions
-) -> TypeGuard[str | Path]:
-    """Whether a model need not be loaded: nothing runs, and nobody gets it."""
-    return (
-        isinstance(model, (str, Path))
-        and dataset is None
-        and options.output.output_dir is not None
-        and find_launch().world_size == 1
     )
 
 
@@ -149,15 +141,17 @@ class _OneshotJob(Job):
 
     options: OneshotOptions
 
-    def read(self, model: Any, recipe: Any, dataset: Any, measurements: Any) -> Arguments:
+    def read(
+        self, model: Any, recipe: Any, dataset: Any, measurements: Any
+    ) -> tuple[Recipe, Measurements | None]:
         """Read the arguments, which must be the same in all processes."""
         options, changes = self.options, self.options.changes
         with self.ranks.step("reading the arguments"):
-            arguments = read_arguments(model, recipe, dataset, measurements, options)
+            read, seen = read_arguments(model, recipe, dataset, measurements, options)
         self.ranks.agree(
             {
                 "method": changes.method,
-                "recipe": arguments.recipe.to_yaml(),
+                "recipe": read.to_yaml(),
                 "allow_code": changes.allow_code,
                 "pipeline": options.calibration.pipeline,
                 "on_unseen": options.calibration.on_unseen,
@@ -167,19 +161,19 @@ class _OneshotJob(Job):
                 **options.data.sampling(),
             }
         )
-        return arguments
+        return read, seen
 
-    def solve_measured(self, model: PreTrainedModel, arguments: Arguments) -> ModelSink:
+    def solve_measured(
+        self, model: PreTrainedModel, recipe: Recipe, measurements: Measurements
+    ) -> ModelSink:
         """Solve from measurements; the model stays as it is."""
-        check_same_model(model_fingerprint(model), arguments.measurements)
-        on_unseen = self.options.calibration.on_unseen
         driver = driver_for(
             model,
-            arguments.recipe,
-            arguments.measurements,
-            on_unseen,
+            model_fingerprint(model),
+            recipe,
+            measurements,
+            self.options.calibration.on_unseen,
             progress=self.progress,
-            keep_codes=self.options.output.output_dir is not None,
         )
         sink = ModelSink(driver)
         with torch.no_grad():
@@ -190,22 +184,18 @@ class _OneshotJob(Job):
         self, model: PreTrainedModel, recipe: Recipe, dataset: Any, tokenizer: Any
     ) -> ModelSink:
         """Plan, let data run as far as the plan needs it, and solve; the model stays as it is."""
+        options = self.options.calibration
         device, dtype = self.device_and_dtype(model)
         with self.ranks.step("planning"), self.progress.waiting("reading the data"):
-            plan = plan_for(
-                model,
-                recipe,
-                calibrate_all_experts=self.options.calibration.calibrate_all_experts,
-            )
+            plan = plan_for(model, recipe, calibrate_all_experts=options.calibrate_all_experts)
             batches = self._batches(model, plan, dataset, tokenizer)
             chosen = "datafree"
             if batches is not None:
                 chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
-        policy = self.options.calibration.on_unseen
-        solution = Solution(plan, Coverage(policy), pipeline=chosen)
+        solution = Solution(plan, Coverage(options.on_unseen), pipeline=chosen)
         with Calibration(
-            model, plan, share_inputs=self.options.calibration.share_inputs, dtype=dtype
+            model, plan, share_inputs=options.share_inputs, dtype=dtype
         ) as calibration:
             driver = StepDriver(
                 model,
@@ -213,10 +203,9 @@ class _OneshotJob(Job):
                 solution,
                 self.ranks,
                 self.progress,
-                keep_codes=self.options.output.output_dir is not None,
             )
             sink = ModelSink(driver)
-            fails = policy == "error" and self.ranks.rank == 0
+            fails = options.on_unseen == "error" and self.ranks.rank == 0
             early = EarlyLook(calibration) if fails else None
             run = Run(calibration, self.ranks, self.progress, device, dtype, early)
             for _ in run_parts(PIPELINES[chosen](run, batches), sink):
@@ -235,7 +224,11 @@ class _OneshotJob(Job):
         if not wanting:
             return None
         if dataset is None or self.options.calibration.pipeline == "datafree":
-            raise _no_data(wanting, has_dataset=dataset is not None)
+            problem, remedy = "there is no " + Option("dataset"), "Pass " + Option("dataset", ANY)
+            if dataset is not None:
+                problem = Option("pipeline", "datafree") + " uses none"
+                remedy = Text("Choose another pipeline")
+            raise data_missing(wanting, problem, remedy)
         for_ranges = plan.has_static_activations
         # Sums do not depend on how samples are batched. Observers with moving averages do, and what
         # runs on the float model is to be that of a file of measurements, to the bit.
@@ -254,7 +247,7 @@ class _OneshotJob(Job):
         """Freeze the model, and write the checkpoint if one is wanted."""
         output = self.options.output
         with self.ranks.step("freezing the model"):
-            codes = sink.freeze(model)
+            sink.freeze(model)
         with self.ranks.step("writing the checkpoint"):
             if output.output_dir is not None and self.ranks.rank == 0:
                 # Without one of its own, the files beside the model are the tokenizer's.
@@ -265,24 +258,7 @@ class _OneshotJob(Job):
                     recipe=recipe.to_yaml(),
                     tokenizer=None if is_own else tokenizer,
                     notes=sink.driver.solution.provenance(),
-                    codes=codes,
                     overwrite=output.overwrite,
                     max_shard_size=output.max_shard_size,
                     progress=self.progress,
                 )
-
-
-def _no_data(tensors: Sequence[str], *, has_dataset: bool) -> ConfigurationError:
-    """Refuse a plan that needs data where none runs."""
-    problem, remedy = "there is no " + Option("dataset"), "Pass " + Option("dataset", ANY)
-    if has_dataset:
-        problem = Option("pipeline", "datafree") + " uses none"
-        remedy = Text("Choose another pipeline")
-    return ConfigurationError(
-        f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is "
-        f"{tensors[0]}), and " + problem,
-        hint=remedy
-        + ", or choose dynamic activations and observers that look at weights alone. "
-        + Call("plan.table")
-        + " shows which tensors need data",
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationStat
 from compressed_tensors.quantization import initialize_module_for_quantization as initialize
 
 from calipers.checkpoint.compression import sizes_of_module
-from calipers.errors import not_allowed
 from calipers.options import IGNORED_BY_DEFAULT
 from calipers.planning.specs import TensorSpec, tensor_specs
 from calipers.recipes import load_recipe
@@ -55,13 +55,6 @@ RUNS: Mapping[str, Mapping[str, str]] = {
 """Target → preset → what it takes there: a CPU, or the least compute capability; '' is nothing."""
 
 
-def check_target(target: str) -> str:
-    """Return the name of a target; refuse one that is not known."""
-    if target not in RUNS:
-        raise not_allowed("target", target, RUNS)
-    return target
-
-
 def runs_on(name: str) -> dict[str, str]:
     """Return the targets that run a preset, with what it takes there.
 
@@ -77,11 +70,7 @@ def runs_on(name: str) -> dict[str, str]:
 
 
 def scheme_runs_on(scheme: QuantizationScheme) -> dict[str, str]:
-    """Return the targets that run a scheme: those of the preset that it equals but for its groups.
-
-    >>> scheme_runs_on(preset("W8A16", ("Linear",))) == runs_on("W8A16")
-    True
-    """
+    """Return the targets that run a scheme: those of its preset, whatever the size of groups."""
     name = _presets_by_form().get(_form(scheme))
     return {} if name is None else runs_on(name)
 
@@ -102,22 +91,12 @@ def _presets_by_form() -> dict[Any, str]:
 
 def _form(scheme: QuantizationScheme) -> tuple[Any, ...]:
     """Return what kernels are chosen by."""
+    fields = attrgetter("num_bits", "type", "strategy", "symmetric", "dynamic", "scale_dtype")
     tensors = (getattr(scheme, field) for field in ARGS_FIELDS)
-    return tuple(
-        args
-        and (
-            args.num_bits,
-            args.type,
-            args.strategy,
-            args.symmetric,
-            args.dynamic,
-            args.scale_dtype,
-        )
-        for args in tensors
-    )
+    return tuple(args and fields(args) for args in tensors)
 
 
-_WIDTH = 4096
+_WIDTH = 4096  # of the Linear layer whose stored bits are told: a common one
 _TOO_FEW = "for research: too few bits for most models"
 _STORED_IN_8 = "for research: few bits in arithmetic, but stored in 8"
 _WHEN = {
@@ -174,6 +153,10 @@ class PresetInfo:
         name = preset_name(name)
         scheme = preset(name, ("Linear",))
         tensors = {tensor.base_name: tensor for tensor in tensor_specs(scheme)}
+        layer = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device="meta", dtype=torch.bfloat16)
+        initialize(layer, scheme)
+        layer.quantization_status = QuantizationStatus.FROZEN
+        sizes = sizes_of_module(layer)
         quantized = {
             key: args_to_data(args)
             for key in ("weights", "input_activations")
@@ -185,7 +168,7 @@ class PresetInfo:
             name=name,
             weights=_described(tensors.get("weight")),
             activations=_described(tensors.get("input")),
-            bits=_bits_per_weight(scheme),
+            bits=8 * sum(n for key, n in sizes.items() if key.startswith("weight")) / _WIDTH**2,
             needs_data=any(tensor.needs_data for tensor in tensors.values()),
             when=_WHEN.get(name, ""),
             runs_on=runs_on(name),
@@ -209,12 +192,3 @@ def _described(tensor: TensorSpec | None) -> str:
         return "–"
     dynamic = {True: ["dynamic"], "local": ["dynamic scales"]}.get(tensor.args.dynamic, [])
     return ", ".join([tensor.format, tensor.strategy, *dynamic])
-
-
-def _bits_per_weight(scheme: QuantizationScheme) -> float:
-    """Look at what would be stored of a layer of a common size."""
-    layer = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device="meta", dtype=torch.bfloat16)
-    initialize(layer, scheme)
-    layer.quantization_status = QuantizationStatus.FROZEN
-    sizes = sizes_of_module(layer)
-    return 8 * sum(n for name, n in sizes.items() if name.startswith("weight")) / _WIDTH**2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -21,25 +20,19 @@ from calipers.checkpoint.reader import (
     loading_counted,
 )
 from calipers.checkpoint.state import offloaded_tensors, tied_names
-from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights
+from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, model_fingerprint
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, parse_size, write_stream
 from calipers.engine.applying import give_schemes
 from calipers.engine.job import (
     check_not_running,
+    data_missing,
     read_arguments,
     tensors_without_data,
 )
 from calipers.engine.loop import OneshotResult, Solution, StepDriver, report
 from calipers.engine.streaming import CheckpointSink, PreparedModel
-from calipers.errors import (
-    ANY,
-    ConfigurationError,
-    MeasurementsError,
-    ModelLoadError,
-    Option,
-    counted,
-)
+from calipers.errors import ANY, ConfigurationError, MeasurementsError, ModelLoadError, Option
 from calipers.measurements import Measurements
 from calipers.options import (
     CalibrationOptions,
@@ -56,7 +49,7 @@ from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import SingleProcess
-from calipers.steps.gptq import CurvatureCache
+from calipers.solvers.gptq import CurvatureCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,8 +91,9 @@ def quantize(
     :param keywords: the options of all groups, one by one: ``overwrite``, ``weight_observer``, …
     """
     place = {} if output_dir is None else {"output_dir": output_dir}
-    given = {**keywords, **place}
-    groups = QuantizeOptions.merged(given, compute=compute, changes=changes, output=output)
+    groups = QuantizeOptions.merged(
+        {**keywords, **place}, compute=compute, changes=changes, output=output
+    )
     options = OneshotOptions(
         compute=groups.compute,
         calibration=CalibrationOptions(on_unseen=on_unseen),
@@ -118,14 +112,14 @@ def quantize_files(
 ) -> OneshotResult:
     """Go from the files of a model to those of its checkpoint."""
     start = time.monotonic()
-    arguments = read_arguments(model, recipe, None, measurements, options)
+    recipe, seen = read_arguments(model, recipe, None, measurements, options)
     progress, output = Progress.of(options.compute.progress), options.output
     trusted = options.compute.trust_remote_code
     with progress.waiting("reading the model") as begin, loading_counted(begin):
         prepared = prepare_model(
             model,
-            arguments.recipe,
-            arguments.measurements,
+            recipe,
+            seen,
             on_unseen=options.calibration.on_unseen,
             trust_remote_code=trusted,
             output_dir=output.output_dir,
@@ -137,11 +131,10 @@ def quantize_files(
             tokenizer = load_tokenizer(given, loaded, trust_remote_code=trusted)
     prepared.device = usable_device(options.compute.device) or prepared.device
     sink, solution = CheckpointSink(prepared, progress), prepared.driver.solution
-    seen = arguments.measurements
     common = {
         "calipers": version("calipers"),
         "model": prepared.fingerprint,
-        "recipe": arguments.recipe.to_yaml(),
+        "recipe": recipe.to_yaml(),
         "measurements": None if seen is None else seen.digest(),
         "on_unseen": options.calibration.on_unseen,
         "max_shard_size": parse_size(output.max_shard_size),
@@ -152,7 +145,7 @@ def quantize_files(
         sink.names,
         TensorStream(sink.tensors, solution.provenance, common, sink.state),
         output.output_dir,
-        recipe=arguments.recipe.to_yaml(),
+        recipe=recipe.to_yaml(),
         tokenizer=tokenizer,
         overwrite=output.overwrite,
         max_shard_size=output.max_shard_size,
@@ -161,7 +154,7 @@ def quantize_files(
     return OneshotResult(
         **vars(solution),
         model=loaded,
-        recipe=arguments.recipe,
+        recipe=recipe,
         output_dir=path,
         seconds=time.monotonic() - start,
     )
@@ -185,45 +178,70 @@ def prepare_model(
     skeleton = skeleton_for(name, recipe, trust_remote_code)
     if output_dir is not None:
         check_apart(output_dir, skeleton)
-    keep_codes = output_dir is not None
     stored, ties = {}, tied_names(skeleton)
     folder = source_folder(skeleton)
     if folder is not None:
         # Of a name on the hub, whatever is missing is downloaded.
         with nullcontext() if Path(name).is_dir() else suppress(ModelLoadError):
             stored = stored_tensors(folder)
+
+    def with_schemes(model: PreTrainedModel, fingerprint: str) -> tuple[StepDriver, frozenset[str]]:
+        """Plan, and give modules their schemes; also return the names of all tensors before."""
+        driver = driver_for(
+            model,
+            fingerprint,
+            recipe,
+            seen,
+            on_unseen,
+            curvatures,
+            keep_codes=output_dir is not None,
+        )
+        driver.settle(driver.solution.plan.names)
+        names = frozenset(offloaded_tensors(model))
+        give_schemes(model, driver.solution.plan.modules)
+        return driver, names
+
     own = StoredWeights.of(skeleton, stored, ties, offloaded_tensors(skeleton))
     if own is not None:
         fingerprint = own.fingerprint()
-        check_same_model(fingerprint, seen)
-        driver = driver_for(skeleton, recipe, seen, on_unseen, curvatures, keep_codes=keep_codes)
-        driver, names = _with_schemes(driver)
+        driver, names = with_schemes(skeleton, fingerprint)
         weights = StoredWeights.of(skeleton, stored, ties, names)
         if weights is not None:
             return PreparedModel(skeleton, driver, weights, fingerprint)
     model = load_model(name, trust_remote_code=trust_remote_code)
-    fingerprint = LoadedWeights(model, frozenset()).fingerprint()
-    check_same_model(fingerprint, seen)
-    driver = driver_for(model, recipe, seen, on_unseen, curvatures, keep_codes=keep_codes)
-    driver, names = _with_schemes(driver)
+    fingerprint = model_fingerprint(model)
+    driver, names = with_schemes(model, fingerprint)
     return PreparedModel(model, driver, LoadedWeights(model, names), fingerprint)
 
 
 def driver_for(
     model: PreTrainedModel,
+    fingerprint: str,
     recipe: Recipe,
     seen: Measurements | None,
-    on_unseen: OnUnseen = "error",
+    on_unseen: OnUnseen,
     curvatures: CurvatureCache | None = None,
     progress: Progress | None = None,
     *,
     keep_codes: bool = False,
 ) -> StepDriver:
-    """Plan for a model that does not run, and return what solves it from measurements, if any."""
+    """Plan for a model that does not run, and return what solves it from measurements, if any.
+
+    Measurements of another model, or of another state of its weights, are refused.
+    """
+    if seen is not None and seen.info is not None and seen.info.fingerprint != fingerprint:
+        raise MeasurementsError(
+            f"are of another model, or of other weights of it: {seen.info.model} with the "
+            f"fingerprint {seen.info.fingerprint[:8]}, and this one has {fingerprint[:8]}",
+            subject="The measurements",
+            hint="Measure this model, or quantize the one that was measured.",
+        )
     plan = plan_for(model, recipe)
-    needing = tensors_without_data(plan, model)
-    if seen is None and needing:
-        raise _no_measurements(needing)
+    missing = tensors_without_data(plan, model)
+    if seen is None and missing:
+        remedy = "Pass " + Option("measurements", ANY) + ", which 'calipers measure' makes, or "
+        remedy += Option("dataset", ANY) + " (to oneshot, in Python)"
+        raise data_missing(missing, "there are no " + Option("measurements"), remedy)
     known = Measurements() if seen is None else derived_measurements(plan, seen)
     solution = Solution(plan, Coverage(on_unseen))
     if seen is not None and seen.info is not None:
@@ -240,14 +258,6 @@ def driver_for(
     )
 
 
-def _with_schemes(driver: StepDriver) -> tuple[StepDriver, frozenset[str]]:
-    """Give modules their schemes; also return the names of all tensors before."""
-    driver.settle(driver.solution.plan.names)
-    names = frozenset(offloaded_tensors(driver.model))
-    give_schemes(driver.model, driver.solution.plan.modules)
-    return driver, names
-
-
 def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedModel:
     """Build a model without values, as transformers has it; else as the names in its files say."""
     check_location(str(name), gguf=True)
@@ -258,29 +268,3 @@ def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedM
     for modifier in recipe.modifiers:
         unknown.check_patterns([pattern for part in modifier.target_patterns() for pattern in part])
     return unknown
-
-
-def check_same_model(fingerprint: str, seen: Measurements | None) -> None:
-    """Refuse measurements of another model, or of another state of its weights."""
-    if seen is None or seen.info is None or seen.info.fingerprint == fingerprint:
-        return
-    raise MeasurementsError(
-        f"are of another model, or of other weights of it: {seen.info.model} with the fingerprint "
-        f"{seen.info.fingerprint[:8]}, and this one has {fingerprint[:8]}",
-        subject="The measurements",
-        hint="Measure this model, or quantize the one that was measured.",
-    )
-
-
-def _no_measurements(tensors: Sequence[str]) -> ConfigurationError:
-    """Refuse a plan that needs data where there are no measurements."""
-    return ConfigurationError(
-        f"The recipe needs data for {counted(len(tensors), 'tensor')} (the first is {tensors[0]}), "
-        "and there are no " + Option("measurements"),
-        hint="Pass "
-        + Option("measurements", ANY)
-        + ", which 'calipers measure' makes, or "
-        + Option("dataset", ANY)
-        + " (to oneshot, in Python); or choose dynamic activations and observers that look at "
-        "weights alone",
-    )

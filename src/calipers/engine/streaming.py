@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,18 +165,8 @@ class ErrorSink:
         return {}
 
 
-class _StoredTensor(NamedTuple):
-    """A tensor of the checkpoint.
-
-    :param number: the place of its module in the model
-    :param module: the name of that in the model
-    :param name: its own on disk
-    """
-
-    number: int
-    module: str
-    name: str
-    tensor: Tensor
+_StoredTensor = tuple[int, str, str, Tensor]
+"""The place of a module in the model, its name, the name of a tensor on disk, and the tensor."""
 
 
 class CheckpointSink:
@@ -270,7 +260,7 @@ class CheckpointSink:
             for local, tensor in state.items():
                 stored = name_on_disk(self.names, name, module, local)
                 if stored is not None:
-                    yield _StoredTensor(self._next, name, stored, tensor)
+                    yield self._next, name, stored, tensor
             self._freed.count(sum(tensor.nbytes for tensor in state.values()))
             self._next += 1
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
 from typing_extensions import ParamSpec
@@ -74,8 +75,7 @@ class Context:
 
     def as_dict(self, spelling: Spelling = str) -> dict[str, str]:
         """Return what is said as plain data, without what is not."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: _listed(each).spelt(spelling) for name, each in found.items() if each}
+        return {name: _listed(value).spelt(spelling) for name, value in vars(self).items() if value}
 
 
 def _listed(words: str | Collection[str]) -> Text:
@@ -101,7 +101,8 @@ class _WithContext:
         return str(self.context.text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), self.args, vars(self))
+        # not by the constructor, which takes something else in every class
+        return copyreg.__newobj__, (type(self),), {**vars(self), "args": self.args}  # type: ignore[attr-defined]
 
     def spelt(self, spelling: Spelling) -> str:
         """Return the message, in which ``spelling`` says how options are spelt."""
@@ -118,14 +119,6 @@ class _WithContext:
     def _change(self, **fields: Unpack[Fields]) -> None:
         self.context = replace(self.context, **fields)
         self.args = (str(self),)
-
-
-def _rebuilt(kind: type[Any], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
-    """Make an error as it was before it was copied or sent, whatever its constructor takes."""
-    made = kind.__new__(kind, *args)
-    made.args = args
-    vars(made).update(state)
-    return made
 
 
 def text_of(error: BaseException) -> Text:
@@ -190,10 +183,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class UnseenModulesError(CalipersError, ValueError):
-    """Modules whose parameters need data that never reached them.
-
-    :param names: the modules
-    """
+    """Modules whose parameters need data that never reached them: ``names``."""
 
     exit_code = 4
 
@@ -257,7 +247,6 @@ class ImportanceUnsupportedError(ImportanceError, NotImplementedError):
 class RecipeError(ConfigurationError):
     """A recipe that cannot be read, or that does not make sense.
 
-    :param what: what is wrong, without the place
     :param path: the keys that lead to it, as far as they are known
     :param source: the file, or another word for where the recipe comes from
     :param line: the line in it
@@ -289,8 +278,7 @@ class RecipeError(ConfigurationError):
 
     def add_line(self, source: str | None, line: int | None) -> None:
         """Say where in a file it is, as far as that is known."""
-        place = [*([source] if source else []), *([f"line {line}"] if line else [])]
-        self.add_place(", ".join(place))
+        self.add_place(joined(", ", [source or "", f"line {line}" if line else ""]))
 
 
 class CodeNotAllowedError(RecipeError):
@@ -301,10 +289,7 @@ class CodeNotAllowedError(RecipeError):
 
 
 class SeveralMistakesError(ConfigurationError):
-    """What several checks found.
-
-    :param mistakes: what each of them raised
-    """
+    """What several checks raised: ``mistakes``."""
 
     def __init__(self, mistakes: list[CalipersError]) -> None:
         self.mistakes = mistakes
@@ -369,5 +354,5 @@ def library_errors(told_as: Callable[[str], CalipersError]) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        problem = f"{type(error).__name__}: {in_one_line(str(error))}".rstrip(".: ")
-        raise told_as(problem) from error
+        words = f"{type(error).__name__}: {in_one_line(str(error))}".rstrip(".: ")
+        raise told_as(words) from error

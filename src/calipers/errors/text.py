@@ -30,7 +30,7 @@ class _Marked(str):
 class Option(_Marked):
     """An option of a function, with its value if that matters; as a string, it is Python.
 
-    :param value: left out for the option itself
+    :param value: ``...`` for the option itself
     :param owner: the class that it belongs to, where it is not a function's
 
     >>> print(Option("overwrite", True), Option("dataset", ANY), Option("dtype"))
@@ -49,11 +49,6 @@ class Option(_Marked):
         option = super().__new__(cls, spelt)
         option.name, option.value, option.owner = name, value, owner
         return option
-
-    @property
-    def has_value(self) -> bool:
-        """Whether it is named with a value."""
-        return self.value is not ...
 
 
 class Call(_Marked):
@@ -202,11 +197,7 @@ def printable(text: str) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "module"), counted(2, "module")
-    ('1 module', '2 modules')
-    """
+    """Return a number with its noun: ``1 module``, ``2 modules``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

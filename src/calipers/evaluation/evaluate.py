@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,14 +62,23 @@ class Comparison:
         self,
         base: PreTrainedModel,
         batches: Batches,
-        device: torch.device,
         progress: Progress,
+        compute: ComputeOptions,
         *,
         measure_layers: bool,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        self._dtype = dtype
-        self._base, self._batches, self._device = base, batches, device
+        choice = dtype_choice(compute.dtype)
+        self._device = usable_device(compute.device) or base.device
+        self._dtype = forward_dtype(choice, base, self._device)
+        if choice == "auto" and self._dtype != base.dtype:
+            own, chosen = (str(each).removeprefix("torch.") for each in (base.dtype, self._dtype))
+            warning = CalipersWarning(
+                f"This CPU has no {own} instructions: the models compute in {chosen}, with the "
+                f"weights that they have in {own}",
+                hint=Option("dtype", own) + " is slower, and closer to what others run.",
+            )
+            warnings.warn(warning, stacklevel=3)
+        self._base, self._batches = base, batches
         self._progress, self._measure_layers = progress, measure_layers
         self._done: dict[str, Checkpoint] = {}
         self._layers: dict[str, tuple[LayerError, ...]] = {}
@@ -105,7 +114,7 @@ class Comparison:
             )
         self._sums |= {"tokens": sums["tokens"], key("nll", BASE): sums["nll"]}
 
-    def load_and_run(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
+    def load_and_run(self, checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
         """Load a checkpoint, run it beside the float model, and let go of it."""
         with hide_library_bars(), checkpoint.failures_explained():
             loading = self._progress.waiting(f"loading {checkpoint.name}")
@@ -117,34 +126,25 @@ class Comparison:
         name = checkpoint.name
         layers = LayerComparison(self._base, model) if self._measure_layers else None
         found: list[dict[str, Tensor]] = []
-        with (
-            without_accelerate_hooks(model),
-            onloaded([self._base, model], self._device),
-            self._computing(model),
-        ):
-            for number, batch in self._counted(name, found):
-                mask = counted_tokens(batch)
-                # A checkpoint is ready only when it has run once: transformers unpacks it then.
-                with nullcontext() if layers is None else layers.other_runs():
-                    logits = self._logits(model, batch)
-                with nullcontext() if layers is None else layers.base_runs(mask):
-                    kept = None if self._kept is None else self._kept[number].to(self._device)
-                    base = self._logits(self._base, batch) if kept is None else kept
-                found.append(self._scored(name, number, logits, batch, base))
-            self._measure_noise(name, model, found)
+        with without_accelerate_hooks(model), onloaded([self._base, model], self._device):
+            if self._dtype not in (None, model.dtype):  # transformers unpacks it when it first runs
+                token = torch.zeros(1, 1, dtype=torch.int64)
+                self._logits(model, {"input_ids": token, "attention_mask": torch.ones_like(token)})
+            with computing_in(self._dtype, [self._base, model]):
+                for number, batch in self._counted(name, found):
+                    mask = counted_tokens(batch)
+                    # A checkpoint is ready only when it has run once: transformers unpacks it then.
+                    with nullcontext() if layers is None else layers.other_runs():
+                        logits = self._logits(model, batch)
+                    with nullcontext() if layers is None else layers.base_runs(mask):
+                        kept = None if self._kept is None else self._kept[number].to(self._device)
+                        base = self._logits(self._base, batch) if kept is None else kept
+                    found.append(self._scored(name, number, logits, batch, base))
+                self._measure_noise(name, model, found)
         sums = _joined(found)
         self._sums |= {key(kind, name): sums[kind] for kind in ("nll", "kl", "agreed")}
         self._layers[name] = () if layers is None else layers.errors()
         self._done[name] = checkpoint
-
-    @contextmanager
-    def _computing(self, model: PreTrainedModel) -> Iterator[None]:
-        """Have both models compute in the chosen dtype, with the weights they have in their own."""
-        if self._dtype not in (None, model.dtype):  # transformers unpacks it when it first runs
-            token = torch.zeros(1, 1, dtype=torch.int64)
-            self._logits(model, {"input_ids": token, "attention_mask": torch.ones_like(token)})
-        with computing_in(self._dtype, [self._base, model]):
-            yield
 
     def check_same_model(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model."""
@@ -184,7 +184,11 @@ class Comparison:
         """Return what was found so far."""
         counted = self._sums["tokens"] > 0
         bootstrap = Bootstrap({name: each[counted] for name, each in self._sums.items()})
-        noise = {name: self._perplexity_noise(name) for name in (BASE, *self._done)}
+        totals = {name: each.sum() for name, each in self._sums.items()}
+        noise = {}
+        for name in (BASE, *self._done):
+            nats = torch.tensor(self._noise[name], dtype=torch.float64)
+            noise[name] = float(perplexity(totals, name) * nats.expm1())
         base = bootstrap.estimate(partial(perplexity, name=BASE))
         scores = {}
         for name, checkpoint in self._done.items():
@@ -207,11 +211,6 @@ class Comparison:
             bootstrap,
             self._vocabulary,
         )
-
-    def _perplexity_noise(self, name: str) -> float:
-        """By how much roundings can change the perplexity of a model."""
-        value = perplexity({name: each.sum() for name, each in self._sums.items()}, name)
-        return float(value * torch.tensor(self._noise[name], dtype=torch.float64).expm1())
 
     def _counted(
         self, name: str, found: Sequence[Mapping[str, Tensor]]
@@ -284,14 +283,23 @@ def evaluate(
     :param keywords: the options of both groups, one by one
     """
     options = EvaluateOptions.merged(keywords, data=data, compute=compute)
-    trusted = options.compute.trust_remote_code
+    data, compute = options.data, options.compute
+    trusted = compute.trust_remote_code
     named = _named(checkpoints)
-    usable_device(options.compute.device)
-    check_mask(options.data.mask)
-    dtype_choice(options.compute.dtype)
+    # Wrong options are refused before anything is loaded.
+    usable_device(compute.device)
+    check_mask(data.mask)
+    dtype_choice(compute.dtype)
     with hide_library_bars():
         found = [find_checkpoint(name, at, trust_remote_code=trusted) for name, at in named.items()]
     sizes = {name: _stored_size(source) for name, source in named.items()}
+    bars = Progress.of(compute.progress)
+    with bars.waiting("loading the float model") as begin, loading_counted(begin):
+        base = load_model(model, trust_remote_code=trusted, quantized=True)
+        tokenizer = load_tokenizer(data.tokenizer, base, trust_remote_code=trusted)
+    with bars.waiting("reading the data"):
+        sampling = {**data.sampling(), **limits_of(base, data.max_seq_length)}
+        batches = calibration_batches(dataset, tokenizer, use="evaluation", **sampling)
 
     def tell() -> Evaluation:
         known = comparison.evaluation(_stored_size(model), sizes)
@@ -299,7 +307,8 @@ def evaluate(
             each(known)
         return known
 
-    with _compared(model, dataset, layers, options) as comparison:
+    with without_accelerate_hooks(base):
+        comparison = Comparison(base, batches, bars, compute, measure_layers=layers)
         for checkpoint in found:
             comparison.check_same_model(checkpoint)
         comparison.run_base()
@@ -308,36 +317,6 @@ def evaluate(
             comparison.load_and_run(checkpoint, trust_remote_code=trusted)
             known = tell()
     return known
-
-
-@contextmanager
-def _compared(
-    model: Source, dataset: Any, layers: bool, options: EvaluateOptions
-) -> Iterator[Comparison]:
-    """Load the float model and the data."""
-    data, compute = options.data, options.compute
-    bars = Progress.of(compute.progress)
-    with bars.waiting("loading the float model") as begin, loading_counted(begin):
-        base = load_model(model, trust_remote_code=compute.trust_remote_code, quantized=True)
-        tokenizer = load_tokenizer(
-            data.tokenizer, base, trust_remote_code=compute.trust_remote_code
-        )
-    with bars.waiting("reading the data"):
-        sampling = {**data.sampling(), **limits_of(base, data.max_seq_length)}
-        batches = calibration_batches(dataset, tokenizer, use="evaluation", **sampling)
-    computes_in = dtype_choice(compute.dtype)
-    with without_accelerate_hooks(base):
-        device = usable_device(compute.device) or base.device
-        forward = forward_dtype(computes_in, base, device)
-        if computes_in == "auto" and forward != base.dtype:
-            own, chosen = (str(each).removeprefix("torch.") for each in (base.dtype, forward))
-            warning = CalipersWarning(
-                f"This CPU has no {own} instructions: the models compute in {chosen}, with the "
-                f"weights that they have in {own}",
-                hint=Option("dtype", own) + " is slower, and closer to what others run.",
-            )
-            warnings.warn(warning, stacklevel=3)
-        yield Comparison(base, batches, device, bars, measure_layers=layers, dtype=forward)
 
 
 def _named(checkpoints: Mapping[str, Source] | Sequence[str | Path]) -> dict[str, Source]:

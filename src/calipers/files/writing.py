@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, TypeAlias
@@ -148,24 +148,29 @@ class OutputFile:
 @contextmanager
 def output_file(path: Path) -> Iterator[OutputFile]:
     """Own the place of a file; what a process that died has left there is removed."""
-    made = [folder for folder in path.parents if not folder.exists()]
-    try:
+    with ExitStack() as stack:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(parents_made(path))
             owned = LockedFolder.claim(work_folder(path))
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
             raise cannot_write_file(path, error.strerror or str(error)) from error
-        try:
-            place = OutputFile(path, owned.path)
-            (owned.path / "new").unlink(missing_ok=True)
-            yield place
-        finally:
-            owned.release()
+        stack.callback(owned.release)
+        (owned.path / "new").unlink(missing_ok=True)
+        yield OutputFile(path, owned.path)
+
+
+@contextmanager
+def parents_made(path: Path) -> Iterator[None]:
+    """Make the folders around a path; if the block fails, those that it made are removed."""
+    made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except BaseException:
         for folder in made:
-            with suppress(OSError):
+            with suppress(OSError):  # somebody else has put something there
                 folder.rmdir()
         raise
 

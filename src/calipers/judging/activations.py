@@ -132,63 +132,40 @@ def activation_cost(
     """
     scales = qparams["scale"].double().flatten().cpu()
     zeros = qparams["zero_point"].double().flatten().cpu()
-    pieces = [
-        _sums(distribution, exact, args, scale, zero)
-        for distribution, scale, zero in zip(seen.distributions(), scales, zeros, strict=True)
-        if len(distribution.values)
-    ]
-    if not pieces:
+    low, high = Format.of(args).limits
+    ends, sums = [], []
+    for distribution, scale, zero in zip(seen.distributions(), scales, zeros, strict=True):
+        if not len(distribution.values):
+            continue
+        rounded = RoundedValues.of(distribution, args, scale, zero, exact=exact)
+        x, counts = rounded.values, rounded.counts
+        errors, energies = rounded.lost, rounded.whole
+        outermost = x[x.abs().argmax()]
+        code = high if outermost > 0 else low
+        ends.append((float(outermost.abs()), float(((code - zero) * scale).abs())))
+        typical = x.abs() <= _magnitude_of_share(1 - LARGEST_SHARE, x, counts)
+        parts = counts, counts[rounded.clipped], errors, energies, errors[typical]
+        sums.append([float(part.sum()) for part in (*parts, energies[typical])])
+    if not sums:
         return None
-    outermost = max(pieces, key=lambda piece: piece.largest / piece.limit if piece.limit else 0)
-    total = _Sums(*map(math.fsum, zip(*pieces, strict=True)))
+    largest, limit = max(ends, key=lambda pair: pair[0] / pair[1] if pair[1] else 0)
+    total, clipped, lost, whole, typical_lost, typical_whole = (
+        math.fsum(part) for part in zip(*sums, strict=True)
+    )
     return ActivationCost(
-        clipped=total.clipped / total.values,
-        error=relative_error(total.lost, total.whole),
-        typical_error=relative_error(total.typical_lost, total.typical_whole),
-        error_in_largest=1 - total.typical_lost / total.lost if total.lost else 0.0,
-        largest=outermost.largest,
-        limit=outermost.limit,
+        clipped=clipped / total,
+        error=relative_error(lost, whole),
+        typical_error=relative_error(typical_lost, typical_whole),
+        error_in_largest=1 - typical_lost / lost if lost else 0.0,
+        largest=largest,
+        limit=limit,
         exact=exact,
     )
 
 
-class _Sums(NamedTuple):
-    """What becomes of the values that share a scale: numbers and sums of squares."""
-
-    largest: float
-    limit: float
-    values: float
-    clipped: float
-    lost: float
-    whole: float
-    typical_lost: float
-    typical_whole: float
-
-
-def _sums(
-    seen: Distribution, exact: bool, args: QuantizationArgs, scale: Tensor, zero: Tensor
-) -> _Sums:
-    rounded = RoundedValues.of(seen, args, scale, zero, exact=exact)
-    x, counts, lost, whole = rounded.values, rounded.counts, rounded.lost, rounded.whole
-    low, high = Format.of(args).limits
-    largest = x[x.abs().argmax()]
-    limit = ((high if largest > 0 else low) - zero) * scale
-    typical = x.abs() <= _magnitude_below_which(1 - LARGEST_SHARE, x.abs(), counts)
-    return _Sums(
-        float(largest.abs()),
-        float(limit.abs()),
-        float(counts.sum()),
-        float(counts[rounded.clipped].sum()),
-        float(lost.sum()),
-        float(whole.sum()),
-        float(lost[typical].sum()),
-        float(whole[typical].sum()),
-    )
-
-
-def _magnitude_below_which(share: float, magnitudes: Tensor, counts: Tensor) -> Tensor:
+def _magnitude_of_share(share: float, values: Tensor, counts: Tensor) -> Tensor:
     """Return the least magnitude that a share of the values, rounded up, stay within."""
-    ordered, order = magnitudes.sort()
+    ordered, order = values.abs().sort()
     reached = counts[order].cumsum(0)
     enough = math.ceil(share * float(reached[-1]))
     return ordered[int((reached < enough).sum())]
@@ -201,11 +178,8 @@ def dynamic_error(seen: Distribution, args: QuantizationArgs, columns: int) -> f
     them stay below; scales are as if it were always that, and larger values as if they had theirs.
     """
     shared = shared_columns(args) or columns
-    x, counts = seen.values.double(), seen.counts.double()
-    ordered, order = x.abs().sort()
-    reached = counts[order].cumsum(0)
-    place = int((reached < (1 - 1 / shared) * float(reached[-1])).sum())
-    largest = ordered[min(place, len(ordered) - 1)]
+    x = seen.values.double()
+    largest = _magnitude_of_share(1 - 1 / shared, x, seen.counts.double())
     if not float(largest):
         return 0.0
     scale = largest / Format.of(args).limits[1]

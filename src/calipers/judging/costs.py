@@ -39,19 +39,6 @@ COSTLY = 0.2
 """A static activation that loses more than this is warned of."""
 
 
-def combined_error(by_weight: float, by_input: float) -> float:
-    """Return the relative error of an output, √(by_weight² + by_input²).
-
-    The rounding errors of a weight and of its input are independent and have a mean of about zero:
-    the expectation of their product vanishes, so that energies add up. This is the error of a
-    module wherever Calipers names one.
-
-    >>> combined_error(0.03, 0.04)
-    0.05
-    """
-    return math.hypot(by_weight, by_input)
-
-
 @dataclass(frozen=True)
 class ModuleCosts:
     """What quantization makes of a module. None: not measured, since no data ran, or not static.
@@ -95,8 +82,16 @@ class ModuleCosts:
 
     @property
     def output_error(self) -> float:
-        """The error of the output by weight and input together; what is not known counts as 0."""
-        return combined_error(self.weight or 0.0, self.input_error or 0.0)
+        """The error of the output by weight and input together; what is not known counts as 0.
+
+        The rounding errors of a weight and of its input are independent and have a mean of about
+        zero: the expectation of their product vanishes, so that energies add up. This is the error
+        of a module wherever Calipers names one.
+
+        >>> ModuleCosts(weight=0.03, input=0.04).output_error
+        0.05
+        """
+        return math.hypot(self.weight or 0.0, self.input_error or 0.0)
 
     @property
     def total_loss(self) -> float | None:
@@ -155,7 +150,7 @@ class Judgement(NamedTuple):
 
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param costs: module → what its activations and its output lose, where data ran
-    :param codes: module → its packed weight, where codes are kept
+    :param codes: module → its packed weight, of those that this process has judged and kept
     """
 
     errors: dict[str, float]
@@ -199,20 +194,18 @@ def judge_layer(
             if codes is not None:
                 mine.codes[name] = codes.cpu()
             if streams is not None or sensitivity is not None:
-                tensors = activations.get(name, ModuleCosts()).tensors
-                mine.costs[name] = module_costs(original, loss, streams, tensors)
+                mine.costs[name] = module_costs(original, loss, streams, activations.get(name, {}))
     costs = {name: asdict(cost) for name, cost in mine.costs.items()}
-    everything = Judgement({}, activations, {})
-    for errors, theirs, codes_of_rank in layer.ranks.share((mine.errors, costs, mine.codes)):
+    of_activations = {name: ModuleCosts(tensors=each) for name, each in activations.items()}
+    everything = Judgement({}, of_activations, mine.codes)
+    for errors, theirs in layer.ranks.share((mine.errors, costs)):
         everything.errors.update(errors)
         everything.costs.update({n: ModuleCosts.from_dict(cost) for n, cost in theirs.items()})
-        if layer.ranks.rank == 0:  # it writes
-            everything.codes.update(codes_of_rank)
     return everything
 
 
-def _judge_activations(layer: Layer, qparams: QParams) -> dict[str, ModuleCosts]:
-    """Work out what the parameters of static activations make of all that was seen."""
+def _judge_activations(layer: Layer, qparams: QParams) -> dict[str, dict[str, ActivationCost]]:
+    """Return module → static activation → its cost."""
     counted: list[tuple[ModuleSpec, TensorSpec, ValueCounts]] = []
     for module in layer.modules:
         for tensor in module.tensors:
@@ -227,12 +220,10 @@ def _judge_activations(layer: Layer, qparams: QParams) -> dict[str, ModuleCosts]
             cost = activation_cost(counts, counts.is_exact, tensor.args, chosen)
             if cost is not None:
                 mine[module.name][tensor.base_name] = asdict(cost)
-    costs: dict[str, ModuleCosts] = {}
+    costs: dict[str, dict[str, ActivationCost]] = defaultdict(dict)
     for theirs in layer.ranks.share(dict(mine)):
         for name, tensors in theirs.items():
-            known = costs.get(name, ModuleCosts())
-            added = {base: ActivationCost(**cost) for base, cost in tensors.items()}
-            costs[name] = replace(known, tensors={**known.tensors, **added})
+            costs[name].update({base: ActivationCost(**cost) for base, cost in tensors.items()})
     return costs
 
 
@@ -302,22 +293,14 @@ def _passed_on(lost: Tensor, x: Tensor, columns: Tensor, gain: float) -> float:
 
 
 def _concentrated(total: float, most: Tensor) -> Tensor:
-    """Let the largest take as much as they can, until nothing is left.
-
-    >>> _concentrated(5.0, torch.tensor([1.0, 4.0, 2.0])).tolist()
-    [0.0, 4.0, 1.0]
-    """
+    """Let the largest take as much as they can, until nothing is left."""
     ordered, order = most.sort(descending=True)
     left = total - (ordered.cumsum(0) - ordered)
     return torch.empty_like(most).scatter_(0, order, left.clamp(min=0).minimum(ordered))
 
 
 def _spread(total: float, most: Tensor) -> Tensor:
-    """Spread a sum evenly; nobody takes more than its most.
-
-    >>> _spread(5.0, torch.tensor([1.0, 10.0, 10.0])).tolist()
-    [1.0, 2.0, 2.0]
-    """
+    """Spread a sum evenly; nobody takes more than its most."""
     ordered = most.sort().values
     taken = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)[:-1]])
     levels = (total - taken) / torch.arange(len(ordered), 0, -1, device=most.device)

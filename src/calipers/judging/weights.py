@@ -15,9 +15,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from calipers.kernels.reductions import sum_of_products, sum_of_squares
-from calipers.kernels.resources import runs
 from calipers.kernels.rounding import Packed, pack_weight
-from calipers.numerics.layout import strategy_name
+from calipers.numerics.layout import row_tiles, scale_rows
 from calipers.observers import QParamsDict
 from calipers.statistics.base import Statistic
 from calipers.statistics.sums import BlockHessians, SquareSums, TokenSquares
@@ -140,7 +139,7 @@ def weight_loss(
     codes: list[Tensor] = []
 
     def differences() -> Iterator[tuple[Tensor, float]]:
-        for rows in _row_tiles(weight, args):
+        for rows in row_tiles(weight.shape, args, _AT_ONCE):
             packed = _packed(weight[rows], args, qparams, form, rows)
             assert packed.values is not None
             if packed.codes is not None:
@@ -153,14 +152,6 @@ def weight_loss(
     return loss, torch.cat(codes) if codes else None
 
 
-def _row_tiles(weight: Tensor, args: QuantizationArgs) -> Iterator[slice]:
-    """Cut a weight into some rows at a time, and not through blocks."""
-    rows, columns = weight.shape
-    height = args.block_structure[0] if args.block_structure else 1
-    for part in runs(-(-rows // height), each=height * columns, tile=_AT_ONCE):
-        yield slice(part.start * height, min(part.stop * height, rows))
-
-
 def _packed(
     weight: Tensor,
     args: QuantizationArgs,
@@ -171,10 +162,8 @@ def _packed(
     """Pack a weight, or some rows of it; of those, with the values that codes stand for."""
     scale, zero_point = (qparams[key].to(weight.device) for key in ("scale", "zero_point"))
     global_scale = qparams["global_scale"]
-    if rows is not None and strategy_name(args) != "tensor":
-        height = args.block_structure[0] if args.block_structure else 1
-        blocks = slice(rows.start // height, -(-rows.stop // height))
-        scale, zero_point = scale[blocks], zero_point[blocks]
+    if rows is not None:
+        scale, zero_point = (scale_rows(value, rows, args) for value in (scale, zero_point))
     return pack_weight(
         weight,
         scale.to(weight.dtype),  # as the module holds it

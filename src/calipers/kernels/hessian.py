@@ -51,10 +51,6 @@ class Rounding(NamedTuple):
         zeros = None if self.zeros is None else self.zeros[:, self.groups]
         return quantize_dequantize(values, self.scales[:, self.groups], zeros, self.fmt)
 
-    def permuted(self, order: Tensor) -> Rounding:
-        """Return the same for columns in another order."""
-        return self._replace(groups=self.groups[order])
-
     def checked(self, target: Tensor) -> Rounding:
         """Return the same in the dtype and on the device of a target; refuse what does not fit."""
         (rows, columns), (scales, zeros, groups, fmt) = target.shape, self
@@ -83,12 +79,6 @@ def feed_back(target: Tensor, factor: Tensor, rounding: Rounding, block: int = 1
     :param target: what is quantized, (rows, columns)
     :param factor: M of H = M D Mᵀ, (columns, columns); only what is above its diagonal is read
     :param block: columns that are worked on at a time
-
-    >>> from compressed_tensors.quantization import QuantizationArgs
-    >>> w, m = torch.tensor([[0.4, 0.4, 0.4]]), torch.tensor([[1.0, 1, 1], [0, 1, 1], [0, 0, 1]])
-    >>> groups, fmt = torch.zeros(3, dtype=torch.int64), Format.of(QuantizationArgs(num_bits=4))
-    >>> feed_back(w, m, Rounding(torch.ones(1, 1), None, groups, fmt))
-    tensor([[0., 1., 0.]])
     """
     target = _working(target)
     rounding = rounding.checked(target)
@@ -214,7 +204,15 @@ def descend_in_place(
         for columns in _blocks(target, block):
             pull = hessian[columns] @ (now - wanted)
             for i, j in enumerate(range(columns.start, columns.stop)):
-                best = _best(now[j], pull[i], hessian[j, j], rounding, groups[j], rows)
+                curvature = hessian[j, j]
+                if not float(curvature) > 0:
+                    continue
+                best = _rounded(now[j] - pull[i] / curvature, rounding, groups[j], rows)
+                step = best - now[j]
+                least = LEAST_GAIN * step * step * curvature
+                # Twice the pull is the slope of the error.
+                gains = step * (step * curvature + 2 * pull[i]) < -least
+                best = torch.where(gains, best, now[j])
                 pull.addr_(hessian[j, columns], best - now[j])
                 now[j] = best
         changed = values[rows] != now.T
@@ -226,18 +224,6 @@ def descend_in_place(
     if pulls is not None:
         torch.mm(values - target, hessian, out=pulls)
     return total
-
-
-def _best(
-    now: Tensor, pull: Tensor, curvature: Tensor, rounding: Rounding, group: int, rows: Tensor
-) -> Tensor:
-    """Return what a column becomes, given half the slope of the error and its curvature."""
-    if not float(curvature) > 0:
-        return now
-    best = _rounded(now - pull / curvature, rounding, group, rows)
-    step = best - now
-    gains = step * (step * curvature + 2 * pull) < -LEAST_GAIN * step * step * curvature
-    return torch.where(gains, best, now)
 
 
 def choose_candidates(

@@ -94,14 +94,6 @@ def best_scales(
     are tried then, and the best ones moved to where their codes err least, until those stay.
     NaN and Inf count as zero, which quantizes without error. No scale is taken under which a value
     becomes one beyond ``most``.
-
-    >>> from calipers.numerics.formats import Integers, windows_of
-    >>> fmt = Format(Integers(2))
-    >>> x = torch.tensor([[[[-2.0, 1.0, 0.9]]]])
-    >>> low, high = x.amin((0, 2, 3)), x.amax((0, 2, 3))
-    >>> found = best_scales(x, low, high, fmt, windows=windows_of(fmt), storable=None)
-    >>> round(found.scales.item(), 4), round(found.errors.item(), 4)
-    (0.9833, 0.0083)
     """
     if storable is None and norm != 2:
         raise ValueError("Only squared errors can be minimized over every float.")
@@ -272,7 +264,16 @@ def _sweep(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
         errors, at = errors.topk(min(keep, errors.shape[1]), largest=False)
         kept.take(scales.gather(1, at), number, errors)
     found = kept.result((search.low == 0) & (search.high == 0))
-    return _rescored(search, x.double(), w, found)
+    # Differences of large sums are not exact enough: the errors of a few are summed anew.
+    x, divisors = x.double(), found.scales.masked_fill(found.scales == 0, 1).unsqueeze(-1)
+    errors = torch.zeros_like(found.errors)
+    for number, window in enumerate(search.windows):
+        of_window = (_errors(search, x, window, divisors).square_() * w.unsqueeze(1)).sum(-1)
+        errors = torch.where(found.windows == number, of_window, errors)
+    errors, at = errors.masked_fill_(found.scales == 0, 0).sort(dim=1, stable=True)
+    at = at[:, : search.keep]
+    scales = found.scales.gather(1, at).to(search.low.dtype)
+    return Optimum(scales, found.windows.gather(1, at), errors[:, : search.keep])
 
 
 def _changes(
@@ -291,19 +292,6 @@ def _changes(
     changes, linear, quadratic = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     changes, at = changes.sort(dim=1, descending=True, stable=True)
     return changes, linear.gather(1, at), quadratic.gather(1, at)
-
-
-def _rescored(search: ScaleSearch, x: Tensor, w: Tensor, found: Optimum) -> Optimum:
-    """Sum the errors of a few candidates anew: differences of large sums are not exact enough."""
-    errors = torch.zeros_like(found.errors)
-    for number, window in enumerate(search.windows):
-        scales = found.scales.masked_fill(found.scales == 0, 1).unsqueeze(-1)
-        of_window = (_errors(search, x, window, scales).square_() * w.unsqueeze(1)).sum(-1)
-        errors = torch.where(found.windows == number, of_window, errors)
-    errors, at = errors.masked_fill_(found.scales == 0, 0).sort(dim=1, stable=True)
-    at = at[:, : search.keep]
-    scales = found.scales.gather(1, at).to(search.low.dtype)
-    return Optimum(scales, found.windows.gather(1, at), errors[:, : search.keep])
 
 
 def _moved(search: ScaleSearch, values: Tensor, weights: Tensor | None, found: Optimum) -> Optimum:

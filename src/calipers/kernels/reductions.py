@@ -170,10 +170,6 @@ def summarize_channels(
 
     :param mask: which tokens count, bool; None for all
     :param counts: what :func:`count_values` returns for the whole matrix; it is added to
-
-    >>> summary = summarize_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
-    >>> summary.extrema.tolist(), summary.square_sums.tolist()
-    ([[1.0, -2.0], [3.0, 4.0]], [10.0, 20.0])
     """
     kept = tokens if mask is None else tokens[mask]
     if counts is not None:

@@ -108,9 +108,6 @@ class FreedMemory:
 
     Tensors of one layer after another leave holes between small things that stay; without this a
     process that holds one layer at a time grows by a part of each.
-
-    >>> freed = FreedMemory()
-    >>> freed.count(12_582_912)
     """
 
     def __init__(self, most: int = _TRIMMED) -> None:

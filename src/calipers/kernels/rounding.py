@@ -16,7 +16,7 @@ from torch import Tensor
 from calipers.kernels.operations import Workload, operation
 from calipers.kernels.resources import TILE, runs
 from calipers.numerics.formats import Format
-from calipers.numerics.layout import indivisible_by, shared_columns, strategy_name
+from calipers.numerics.layout import block_height, indivisible_by, scale_shape, shared_columns
 from calipers.numerics.qparams import quantize_dequantize
 
 IN_WORDS = frozenset({CompressionFormat.pack_quantized})
@@ -105,18 +105,13 @@ def _shared(asked: Packing) -> tuple[int, int] | None:
     if weight.dim() != 2 or not weight.numel() or not scale.dim():
         return None
     rows, columns = weight.shape
-    strategy = strategy_name(args)
-    if strategy == "block":
-        height, width = args.block_structure
-    elif strategy in ("tensor", "channel", "group", "tensor_group"):
-        height, width = rows if strategy == "tensor" else 1, shared_columns(args) or columns
-        if indivisible_by(columns, args):
-            return None
-    else:
+    if not args.block_structure and indivisible_by(columns, args):
         return None
-    expected = (1,) if strategy == "tensor" else (-(-rows // height), -(-columns // width))
-    parts = [scale] if zero_point is None else [scale, zero_point]
-    return (height, width) if all(part.shape == expected for part in parts) else None
+    expected = scale_shape(weight.shape, args)
+    if any(part is not None and part.shape != expected for part in (scale, zero_point)):
+        return None
+    height = rows if expected == (1,) else block_height(args)
+    return height, shared_columns(args) or columns
 
 
 @operation(lambda asked, *_: Workload((asked.weight,)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
@@ -43,15 +42,8 @@ def stored_loss(
     return stored_weight_loss(pairs, original, streams)
 
 
-class Comparison(NamedTuple):
-    """What a weight has lost: as it is stored, and with scales from its extrema."""
-
-    stored: WeightLoss
-    usual: WeightLoss
-
-
-def compare(module: StoredModule, model: OriginalModel) -> Comparison | None:
-    """Measure what quantization has done to a weight; None where it cannot be compared."""
+def compare(module: StoredModule, model: OriginalModel) -> tuple[float, float] | None:
+    """Return the error of a weight as it is stored, and with scales from its extrema, if known."""
     stored, args = model.weight(module.name), module.weights
     if stored is None or stored.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return None
@@ -67,7 +59,7 @@ def compare(module: StoredModule, model: OriginalModel) -> Comparison | None:
         "zero_point": zero_point,
         "global_scale": global_scale if has_global_scale(args) else None,
     }
-    return Comparison(loss, weight_loss(original, args, qparams)[0])
+    return loss.error, weight_loss(original, args, qparams)[0].error
 
 
 def check_same_weights(model: OriginalModel, modules: Iterable[StoredModule]) -> Iterator[Finding]:
@@ -77,11 +69,11 @@ def check_same_weights(model: OriginalModel, modules: Iterable[StoredModule]) ->
         if shape is None:
             continue
         stored = model.weight(module.name)
-        problem = ""
         if stored is None:
             problem = f"has a weight, and '{model.folder}' has none of that name"
         elif stored.shape != shape:
             problem = f"has a weight of shape {shape}, and that of the original is {stored.shape}"
-        if problem:
-            hint = "Give the model that the checkpoint was made from."
-            yield Finding("error", "other-model", module.name, problem, hint)
+        else:
+            continue
+        hint = "Give the model that the checkpoint was made from."
+        yield Finding("error", "other-model", module.name, problem, hint)

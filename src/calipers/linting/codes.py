@@ -18,7 +18,7 @@ from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.kernels.reductions import count_values
 from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_PAIRS, IN_WORDS
-from calipers.linting.against import Comparison, compare, grid_of
+from calipers.linting.against import compare, grid_of
 from calipers.linting.check import Check
 from calipers.linting.results import Finding, LintedWeight
 from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
@@ -59,8 +59,9 @@ class CodeCounts(NamedTuple):
 class InspectedWeight:
     """A quantized weight whose tensors are there and fit each other.
 
-    :param counts: how its codes are used; None where Calipers does not know the format
-    :param comparison: what it has lost; None where there is no original to compare it with
+    :param counts: None where Calipers does not know the format
+    :param error: ‖Q(W) − W‖ / ‖W‖; None where there is no original to compare it with
+    :param usual_error: the same for scales from the extrema of the original
     """
 
     name: str
@@ -68,7 +69,8 @@ class InspectedWeight:
     form: CompressionFormat
     shape: tuple[int, ...]
     counts: CodeCounts | None = None
-    comparison: Comparison | None = None
+    error: float | None = None
+    usual_error: float | None = None
 
     @classmethod
     def of(cls, module: StoredModule, original: OriginalModel | None) -> InspectedWeight:
@@ -81,12 +83,12 @@ class InspectedWeight:
         if grid_of(args) is None:
             return cls(module.name, args, form, shape)
         counts = count_codes(codes.map(), form, args, shape)
-        comparison = None if original is None else compare(module, original)
-        return cls(module.name, args, form, shape, counts, comparison)
+        errors = None if original is None else compare(module, original)
+        return cls(module.name, args, form, shape, counts, *(errors or ()))
 
     def summary(self) -> LintedWeight:
         """Return what the result of lint tells of it."""
-        counts, comparison = self.counts, self.comparison
+        counts = self.counts
         return LintedWeight(
             self.name,
             f"{QuantizationType(self.args.type).value}{self.args.num_bits} "
@@ -95,8 +97,8 @@ class InspectedWeight:
             codes_used=None if counts is None else counts.used,
             codes=None if counts is None else counts.available,
             saturated=None if counts is None else counts.saturated,
-            error=None if comparison is None else comparison.stored.error,
-            usual_error=None if comparison is None else comparison.usual.error,
+            error=self.error,
+            usual_error=self.usual_error,
         )
 
 
@@ -105,53 +107,42 @@ class CodesCheck(Check):
 
     def of_weight(self, weight: InspectedWeight) -> Iterator[Finding]:
         """Check a quantized weight whose tensors are there and fit each other."""
-        yield from check_codes(weight)
-        yield from check_original(weight)
-
-
-def check_codes(weight: InspectedWeight) -> Iterator[Finding]:
-    """Find codes that the format does not have, and weights that use theirs badly."""
-    name, counts = weight.name, weight.counts
-    if counts is None:
-        return
-    if counts.outside:
-        problem = f"has {counts.outside:,} codes that {weight.args.num_bits} bits do not have"
-        hint = "Correct num_bits of the config, or quantize the module again."
-        yield Finding("error", "code-range", name, problem, hint)
-    if counts.nan:
-        yield Finding("error", "code-nan", name, f"has {counts.nan:,} codes that are NaN", _AGAIN)
-    usual = usual_saturation(weight.args, weight.form, weight.shape)
-    odds = _ODDS * usual / (1 - usual)
-    if counts.saturated > max(_LEAST_SATURATED, odds / (1 + odds)):
-        problem = (
-            f"has {counts.saturated:.1%} of its values at the lowest or highest code, where "
-            f"normal values would have about {usual:.1%}"
-        )
-        hint = "Its scales are too small, or belong to another weight: quantize it again."
-        yield Finding("warning", "codes-saturated", name, problem, hint)
-    many = counts.total >= _VALUES_PER_CODE * counts.available
-    if many and counts.used <= max(1, counts.available // 4):
-        problem = f"uses {counts.used} of {counts.available} codes"
-        hint = "Its scales are too large, or its values are all alike: look at the weight."
-        yield Finding("warning", "codes-unused", name, problem, hint)
-
-
-def check_original(weight: InspectedWeight) -> Iterator[Finding]:
-    """Find a weight that has lost far more than its format costs."""
-    if weight.comparison is None:
-        return
-    error, usual = weight.comparison.stored.error, weight.comparison.usual.error
-    if error <= _TIMES * usual + _ROUNDINGS:
-        return
-    problem = (
-        f"differs from the original by {error:.1%} of its norm; scales from its extrema "
-        f"would give {usual:.1%}"
-    )
-    hint = (
-        "Its codes or scales are damaged or belong to another weight, unless its values were "
-        "changed on purpose before (smoothing, rotations, training)."
-    )
-    yield Finding("error", "error-high", weight.name, problem, hint)
+        name, counts = weight.name, weight.counts
+        if counts is None:
+            return
+        if counts.outside:
+            problem = f"has {counts.outside:,} codes that {weight.args.num_bits} bits do not have"
+            hint = "Correct num_bits of the config, or quantize the module again."
+            yield Finding("error", "code-range", name, problem, hint)
+        if counts.nan:
+            problem = f"has {counts.nan:,} codes that are NaN"
+            yield Finding("error", "code-nan", name, problem, _AGAIN)
+        usual = usual_saturation(weight.args, weight.form, weight.shape)
+        odds = _ODDS * usual / (1 - usual)
+        if counts.saturated > max(_LEAST_SATURATED, odds / (1 + odds)):
+            problem = (
+                f"has {counts.saturated:.1%} of its values at the lowest or highest code, where "
+                f"normal values would have about {usual:.1%}"
+            )
+            hint = "Its scales are too small, or belong to another weight: quantize it again."
+            yield Finding("warning", "codes-saturated", name, problem, hint)
+        many = counts.total >= _VALUES_PER_CODE * counts.available
+        if many and counts.used <= max(1, counts.available // 4):
+            problem = f"uses {counts.used} of {counts.available} codes"
+            hint = "Its scales are too large, or its values are all alike: look at the weight."
+            yield Finding("warning", "codes-unused", name, problem, hint)
+        if weight.error is None or weight.usual_error is None:
+            return
+        if weight.error > _TIMES * weight.usual_error + _ROUNDINGS:
+            problem = (
+                f"differs from the original by {weight.error:.1%} of its norm; scales from its "
+                f"extrema would give {weight.usual_error:.1%}"
+            )
+            hint = (
+                "Its codes or scales are damaged or belong to another weight, unless its values "
+                "were changed on purpose before (smoothing, rotations, training)."
+            )
+            yield Finding("error", "error-high", name, problem, hint)
 
 
 # Codes

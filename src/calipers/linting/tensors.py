@@ -43,7 +43,18 @@ def check_present(module: StoredModule) -> Iterator[Finding]:
     """Find tensors that the scheme asks for and that are missing."""
     for kind, expected in module.defects:
         if kind == "missing" and expected.role == "codes":
-            yield _without_codes(module, expected)
+            other = "weight" if expected.local == "weight_packed" else "weight_packed"
+            if other not in module.tensors:
+                problem = f"has no '{expected.local}', and other tensors of a quantized module"
+                yield Finding("error", "weight-missing", module.name, problem, _AGAIN)
+                continue
+            assert module.form is not None
+            stored, wanted = module.tensors[other].dtype, listing(map(_dtype, expected.dtypes))
+            problem = (
+                f"has '{other}' of {_dtype(stored)}, and the format '{module.form.value}' stores "
+                f"'{expected.local}' of {wanted}"
+            )
+            yield Finding("error", "config-format", module.name, problem, _CONFIG)
         elif kind == "missing":
             problem = f"has no '{expected.local}', which its scheme asks for"
             if expected.side != "weight":
@@ -51,20 +62,6 @@ def check_present(module: StoredModule) -> Iterator[Finding]:
             of_states = expected.side in ("q", "k", "v")
             check = "kv-scale" if of_states else expected.role.replace("_", "-")
             yield Finding("error", f"{check}-missing", module.name, problem, _AGAIN)
-
-
-def _without_codes(module: StoredModule, expected: ExpectedTensor) -> Finding:
-    assert module.form is not None
-    other = "weight" if expected.local == "weight_packed" else "weight_packed"
-    if other not in module.tensors:
-        problem = f"has no '{expected.local}', and other tensors of a quantized module"
-        return Finding("error", "weight-missing", module.name, problem, _AGAIN)
-    found, wanted = _dtype(module.tensors[other].dtype), listing(map(_dtype, expected.dtypes))
-    problem = (
-        f"has '{other}' of {found}, and the format '{module.form.value}' stores "
-        f"'{expected.local}' of {wanted}"
-    )
-    return Finding("error", "config-format", module.name, problem, _CONFIG)
 
 
 def check_fitting(module: StoredModule) -> Iterator[Finding]:

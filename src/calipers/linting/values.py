@@ -65,7 +65,10 @@ def check_scales(module: StoredModule) -> Iterator[Finding]:
         for kind, count in _bad_scales(scale, tiny).items():
             words, severity = _BAD_SCALES[kind]
             if kind == "negative" and local.startswith("weight"):
-                if local == "weight_scale" and _takes_signed_scales(module.weights):
+                # A negative scale lets the lowest integer stand for a positive value.
+                args = module.weights
+                is_signed = args and args.symmetric and args.type == QuantizationType.INT
+                if local == "weight_scale" and is_signed:
                     continue
                 severity = "warning"
             if count:
@@ -76,11 +79,6 @@ def check_scales(module: StoredModule) -> Iterator[Finding]:
             problem = "is exactly 1.0" if scale.numel() == 1 else "holds nothing but exactly 1.0"
             hint = "That is what parameters have before anything is measured: calibrate again."
             yield Finding("warning", "scale-default", name, problem, hint)
-
-
-def _takes_signed_scales(args: QuantizationArgs | None) -> bool:
-    """Whether a negative scale is of use: it lets the lowest integer stand for a positive value."""
-    return args is not None and args.symmetric and args.type == QuantizationType.INT
 
 
 def _parameters(module: StoredModule, kinds: tuple[str, ...]) -> Iterator[tuple[str, StoredTensor]]:
@@ -167,11 +165,8 @@ def check_plain(module: StoredModule) -> Iterator[Finding]:
         if not any(extrema(part.view(1, 1, 1, -1)).nonfinite for part in parts):
             continue
         name = f"{module.name}.{local}".lstrip(".")
-        counts = {
-            "nan": sum(int(part.isnan().sum()) for part in parts),
-            "inf": sum(int(part.isinf().sum()) for part in parts),
-        }
-        for kind, count in counts.items():
+        for kind, is_kind in (("nan", torch.isnan), ("inf", torch.isinf)):
+            count = sum(int(is_kind(part).sum()) for part in parts)
             if count:
                 problem = f"has {count:,} of {values.numel():,} values that are {kind}"
                 yield Finding("error", f"tensor-{kind}", name, problem, hint)

@@ -180,9 +180,8 @@ class _Outgoing(NamedTuple):
 def encoded(info: MeasurementsInfo, tensors: Tensors) -> Iterator[bytes | memoryview]:
     """Give the bytes of a file, part by part."""
     text, stored = _described(info, tensors)
-    entries: dict[str, Any] = {
-        "__metadata__": {HEADER: text, CHECKSUM: _checksum_of(text, stored)},
-    }
+    metadata = {HEADER: text, CHECKSUM: _checksum_of(text, stored)}
+    entries: dict[str, Any] = {"__metadata__": metadata}
     # The widest numbers come first, so that each tensor lies at a multiple of their size.
     order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))
     start = 0
@@ -283,11 +282,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class Decoded(NamedTuple):
-    """What a file says.
-
-    :param tensors: statistics whose larger fields stay in the file until they are needed
-    :param digest: its checksum
-    """
+    """What a file says; the larger fields of statistics stay in it until they are needed."""
 
     info: MeasurementsInfo
     tensors: dict[Place, dict[str, Statistic]]
@@ -362,11 +357,10 @@ class _FileReader:
             raise self._damaged(f"its header does not speak of '{unused[0]}'")
         if header.complete != (not header.run):
             raise self._damaged("it says that it is complete, and how to go on")
-        model, samples = header.model, tuple(header.samples)
         info = MeasurementsInfo(
-            model.model_class,
-            model.fingerprint,
-            samples,
+            header.model.model_class,
+            header.model.fingerprint,
+            tuple(header.samples),
             header.tokens,
             header.calipers,
             header.run,

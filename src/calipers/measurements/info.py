@@ -18,10 +18,9 @@ class MeasurementsInfo:
     """Of which model and which data measurements are.
 
     :param model: the class of the model
-    :param fingerprint: by what its weights are known
+    :param fingerprint: of its weights
     :param samples: the digests of the samples that were seen, sorted; one seen twice stands twice
-    :param tokens: how many tokens they have
-    :param calipers: the version of Calipers that measured
+    :param calipers: the version that measured
     :param run: of a run that is not finished, what it needs to go on; empty when it is
     """
 
@@ -68,9 +67,7 @@ class MeasurementsInfo:
 
 
 def sample_digest(token_ids: Tensor) -> str:
-    """Return by what a sample is known: 64 bits of a digest of its tokens, in hex.
-
-    :param token_ids: those of the sample alone, without padding
+    """Return by what a sample is known: 64 bits of a digest of its tokens without padding, in hex.
 
     >>> import torch
     >>> sample_digest(torch.tensor([1, 2, 3]))
@@ -81,23 +78,11 @@ def sample_digest(token_ids: Tensor) -> str:
 
 
 def half_of(token_ids: Tensor) -> int:
-    """Return to which half of the data a sample belongs, by its digest: 0 or 1.
-
-    It is the same in every run, process and order.
-
-    :param token_ids: those of the sample alone, without padding
-
-    >>> import torch
-    >>> half_of(torch.tensor([1, 2, 3]))
-    1
-    """
+    """Return to which half of the data a sample belongs, 0 or 1: by its digest, so in every run."""
     return int(sample_digest(token_ids)[-1], 16) % 2
 
 
 def sample_digests(token_ids: Tensor, mask: Tensor) -> list[str]:
-    """Return the digests of the rows of a batch; a row of padding alone is none.
-
-    :param mask: which tokens are not padding
-    """
+    """Return the digests of the rows of a batch; a row of padding alone is none."""
     kept = (ids[marks != 0] for ids, marks in zip(token_ids, mask, strict=True))
     return [sample_digest(ids) for ids in kept if len(ids)]

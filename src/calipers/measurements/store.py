@@ -51,14 +51,6 @@ class Measurements(NotebookView):
     A tensor may have several statistics, each under the key by which whoever needs it asks. Two
     keys of one tensor may stand for the same statistic. Those of :func:`calipers.measure` say of
     which model and which data they are: they can be saved, loaded and merged.
-
-    :param info: of which model and which data they are
-
-    >>> from calipers.statistics.sums import SquareSums
-    >>> seen = Measurements()
-    >>> sums = seen.add("layers.0.up_proj", "input", "importance", SquareSums())
-    >>> seen.get("layers.0.up_proj", "input", "importance") is sums
-    True
     """
 
     def __init__(self, info: MeasurementsInfo | None = None) -> None:
@@ -236,14 +228,30 @@ class Measurements(NotebookView):
 
     def summary(self) -> dict[str, Any]:
         """Return what there is, as plain data; sizes are bytes in a file."""
-        rows, sizes = [], dict[str, int]()
+        rows, sizes = list[dict[str, Any]](), dict[str, int]()
         for readers, statistics in readers_of(self.with_halves()):
             size = size_of(statistics)
             for key, number in size.items():
                 kind = "halves" if is_of_half(key) else key
                 sizes[kind] = sizes.get(kind, 0) + number
             whole = {key: each for key, each in statistics.items() if not is_of_half(key)}
-            rows.append(_row(list(map(name_of, readers)), whole, sum(size.values())))
+            known = (each.fields() for each in whole.values())
+            extrema = next((fields for fields in known if "min_vals" in fields), {})
+            magnitudes = magnitudes_of(whole)
+            rows.append(
+                {
+                    "tensor": name_of(readers[0]),
+                    "readers": list(map(name_of, readers)),
+                    "tokens": min((each.num_tokens for each in whole.values()), default=0),
+                    "min": float(extrema["min_vals"].min()) if extrema else None,
+                    "max": float(extrema["max_vals"].max()) if extrema else None,
+                    "rms": magnitudes and magnitudes.rms,
+                    "peak": magnitudes and magnitudes.peak,
+                    "histogram": magnitudes and magnitudes.as_dict(),
+                    "statistics": list(whole),
+                    "size": sum(size.values()),
+                }
+            )
         total = sum(sizes.values())
         for row in rows:
             row["share"] = row["size"] / total if total else 0.0
@@ -289,21 +297,3 @@ def check_measurements_file(
             hint="Choose another one, or remove it yourself.",
         )
     return target
-
-
-def _row(readers: list[str], statistics: Statistics, size: int) -> dict[str, Any]:
-    """Return what a summary tells of a tensor."""
-    fields = next((f for f in (s.fields() for s in statistics.values()) if "min_vals" in f), {})
-    seen = magnitudes_of(statistics)
-    return {
-        "tensor": readers[0],
-        "readers": readers,
-        "tokens": min((each.num_tokens for each in statistics.values()), default=0),
-        "min": float(fields["min_vals"].min()) if fields else None,
-        "max": float(fields["max_vals"].max()) if fields else None,
-        "rms": None if seen is None else seen.rms,
-        "peak": None if seen is None else seen.peak,
-        "histogram": None if seen is None else seen.as_dict(),
-        "statistics": list(statistics),
-        "size": size,
-    }

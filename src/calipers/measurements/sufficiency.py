@@ -10,11 +10,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from torch import Tensor
 
 from calipers.errors import MeasurementsError, counted, not_allowed
 from calipers.measurements.tensors import Halves, Statistics
@@ -48,10 +47,8 @@ class TensorSufficiency:
 
     Movements are shares of the value itself; None where nothing can be said.
 
-    :param tensor: its name
     :param readers: all names under which it is read
-    :param tokens: how many were seen
-    :param half_tokens: how many of them in each half
+    :param half_tokens: how many tokens were seen in each half
     :param minmax: by how much the largest magnitude grows when the data doubles: the scale of
         ``static_minmax``
     :param mse: the standard error of the scale of least squared error for int8: ``histogram_mse``
@@ -78,12 +75,7 @@ class TensorSufficiency:
 
 @dataclass(frozen=True)
 class Sufficiency(NotebookView):
-    """Whether data sufficed for a model.
-
-    :param tensors: each distinct tensor, in the order of the model
-    :param samples: how many samples were seen
-    :param tolerance: which movement is small enough
-    """
+    """Whether data sufficed for a model: each distinct tensor, in the order of the model."""
 
     tensors: tuple[TensorSufficiency, ...]
     samples: int
@@ -202,15 +194,6 @@ def no_halves() -> MeasurementsError:
     )
 
 
-class _Compared(NamedTuple):
-    """What two halves tell of a tensor; the statistics themselves are let go."""
-
-    readers: tuple[str, ...]
-    tokens: int
-    half_tokens: tuple[int, int]
-    movements: dict[str, float]
-
-
 def sufficiency_of(
     tensors: Iterable[tuple[tuple[str, ...], Statistics, Halves]], samples: int, tolerance: float
 ) -> Sufficiency:
@@ -223,36 +206,26 @@ def sufficiency_of(
         first, second = (min(each.num_tokens for each in half.values()) for half in halves)
         tokens = min(each.num_tokens for each in statistics.values())
         movements = dict(_movements(statistics, halves, (first, second)))
-        compared.append(_Compared(readers, tokens, (first, second), movements))
+        compared.append((readers, tokens, (first, second), movements))  # statistics are let go
     typical = {}
     for kind in ("minmax", "mse", "importance"):
-        found = [each.movements[kind] for each in compared if kind in each.movements]
+        found = [movements[kind] for *_, movements in compared if kind in movements]
         typical[kind] = median(found) / _MEDIAN_OF_NORMAL if found else 0.0
     rows = []
     for readers, tokens, half_tokens, movements in compared:
-        moderated = {
-            kind: _moderated(movements[kind], usual) if kind in movements else None
-            for kind, usual in typical.items()
-        }
+        # A standard error, from what this pair of halves and all other tensors tell of it.
+        moderated: dict[str, float | None] = dict.fromkeys(typical)
+        for kind, movement in movements.items():
+            both = math.sqrt((movement**2 + _PRIOR * typical[kind] ** 2) / (1 + _PRIOR))
+            moderated[kind] = float(f"{both:.6g}")  # sums in another order round to the same
         known = [value for value in moderated.values() if value is not None]
         is_sufficient = all(half_tokens) and SURE * max(known, default=math.inf) <= tolerance
         rows.append(
             TensorSufficiency(
-                readers[0],
-                readers,
-                tokens,
-                half_tokens,
-                **moderated,
-                is_sufficient=is_sufficient,
+                readers[0], readers, tokens, half_tokens, **moderated, is_sufficient=is_sufficient
             )
         )
     return Sufficiency(tuple(rows), samples, tolerance)
-
-
-def _moderated(found: float, typical: float) -> float:
-    """Estimate a standard error from what one pair of halves and all other tensors tell of it."""
-    both = math.sqrt((found**2 + _PRIOR * typical**2) / (1 + _PRIOR))
-    return float(f"{both:.6g}")  # sums in another order round to the same
 
 
 def _movements(
@@ -266,28 +239,21 @@ def _movements(
     for key, first in halves.first.items():
         both = first, halves.second[key]
         if isinstance(whole[key], Extrema):
-            one, other = (magnitude(each) for each in both)
+            ends = [each.fields() for each in both]
+            one, other = (
+                max(-float(each["min_vals"].min()), float(each["max_vals"].max()), 0.0)
+                for each in ends
+            )
             largest = max(one, other)
             yield "minmax", abs(one - other) / 2 / largest if largest else 0.0
         elif isinstance(whole[key], SquareSums):
-            shares = [energy_shares(each) for each in both]
+            sums = [each.fields()["_imatrix_sum"] for each in both]
+            shares = [each / each.sum() if float(each.sum()) else each for each in sums]
             yield "importance", float((shares[0] - shares[1]).abs().sum()) * part
         elif isinstance(whole[key], ValueCounts):
             one, other = (least_error_scale(each) for each in both)
             scale = least_error_scale(whole[key])
             yield "mse", abs(one - other) * part / scale if scale else 0.0
-
-
-def magnitude(extrema: Any) -> float:
-    """Return the largest magnitude of all values."""
-    return max(-float(extrema.min_vals.min()), float(extrema.max_vals.max()), 0.0)
-
-
-def energy_shares(squares: Any) -> Tensor:
-    """Return the share of Σx² that each channel has."""
-    sums: Tensor = squares._imatrix_sum
-    total = sums.sum()
-    return sums / total if float(total) else sums
 
 
 def least_error_scale(counts: Any) -> float:

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from calipers.statistics.base import Statistic
 from calipers.statistics.value_counts import ValueCounts
 from calipers.topology.names import split_layer, without_numbers
+
+
+def octave_counts(
+    sizes: Tensor, counts: Tensor, parts: int = 1, most: int | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """Count magnitudes above zero in bins; bin i holds 2^(i/parts) ≤ |x| < 2^((i+1)/parts).
+
+    :param sizes: the magnitudes, in float64
+    :param counts: how often each occurred
+    :param most: at most so many octaves: the first bin holds all smaller magnitudes, too
+    :return: the number of the first bin, and the count of each
+    """
+    if not len(sizes):
+        return 0, ()
+    bins = (sizes.log2() * parts).floor().long()
+    first, last = int(bins.min()), int(bins.max())
+    first = first if most is None else max(first, last - most * parts)
+    places = (bins - first).clamp(min=0)
+    summed = counts.new_zeros(last - first + 1).index_add_(0, places, counts)
+    return first, tuple(summed.tolist())
 
 
 @dataclass(frozen=True)
@@ -19,10 +40,7 @@ class Magnitudes:
     """How often magnitudes occurred, by powers of two.
 
     :param rms: √(Σx² / n) over all finite values
-    :param largest: the largest magnitude
-    :param zeros: how many values are zero
     :param exponent: of the first count: that of magnitudes from 2^exponent up to twice as much
-    :param counts: one for each power of two, from the least that occurred to the largest
     """
 
     rms: float
@@ -53,16 +71,9 @@ def magnitudes_of(statistics: Mapping[str, Statistic]) -> Magnitudes | None:
     if not total:
         return None
     rms = math.sqrt(float((sizes.square() * counts).sum()) / total)
-    zeros = int(counts[sizes == 0].sum())
-    if zeros == total:
-        return Magnitudes(0.0, 0.0, zeros, 0, ())
-    sizes, counts = sizes[sizes > 0], counts[sizes > 0]
-    exponents = torch.frexp(sizes).exponent.long() - 1
-    first = int(exponents.min())
-    found = counts.new_zeros(int(exponents.max()) - first + 1).index_add_(
-        0, exponents - first, counts
-    )
-    return Magnitudes(rms, float(sizes.max()), zeros, first, tuple(found.tolist()))
+    is_zero = sizes == 0
+    histogram = octave_counts(sizes[~is_zero], counts[~is_zero])
+    return Magnitudes(rms, float(sizes.max()), int(counts[is_zero].sum()), *histogram)
 
 
 OUTSIDE = "–"
@@ -100,26 +111,21 @@ def layer_grid(numbers: Mapping[str, float]) -> LayerGrid:
         cells[place] = max(number, cells.get(place, number))
     layers = sorted(dict.fromkeys(layer for layer, _ in cells), key=_by_number)
     kinds = list(dict.fromkeys(kind for _, kind in cells))
+    short = []  # the shortest ends of names by which they are told apart
+    for kind in kinds:
+        others = [f".{other}" for other in kinds if other != kind]
+        parts = kind.split(".")
+        ends = (".".join(parts[-length:]) for length in range(1, len(parts)))
+        unique = (end for end in ends if not any(o.endswith(f".{end}") for o in others))
+        short.append(next(unique, kind))
     values = tuple(tuple(cells.get((layer, kind)) for kind in kinds) for layer in layers)
     # Where all layers are of one stack, numbers tell them apart.
     one_stack = len({layer.rpartition(".")[0] for layer in layers if layer}) == 1
     names = (layer.rpartition(".")[2] if one_stack else layer for layer in layers)
-    return LayerGrid(tuple(name or OUTSIDE for name in names), _column_names(kinds), values)
+    return LayerGrid(tuple(name or OUTSIDE for name in names), tuple(short), values)
 
 
 def _by_number(layer: str) -> tuple[bool, str, int]:
     """Order the layers of a stack by their numbers; what is in none comes last."""
     stack, _, number = layer.rpartition(".")
     return not number, stack, int(number or 0)
-
-
-def _column_names(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the shortest ends of names by which they are told apart."""
-    names = []
-    for kind in kinds:
-        others = [f".{other}" for other in kinds if other != kind]
-        parts = kind.split(".")
-        ends = (".".join(parts[-length:]) for length in range(1, len(parts)))
-        unique = (end for end in ends if not any(o.endswith(f".{end}") for o in others))
-        names.append(next(unique, kind))
-    return tuple(names)

@@ -212,11 +212,7 @@ class Format:
 
 @cache
 def _exponent_bits(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """Return the integers of the same size, and the bits that an exponent has: those of infinity.
-
-    >>> hex(_exponent_bits(torch.float32)[1])
-    '0x7f800000'
-    """
+    """Return the integers of the same size, and the bits of an exponent: those of infinity."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return integers, int(torch.tensor(torch.inf, dtype=dtype, device="cpu").view(integers))
 
@@ -259,11 +255,7 @@ def windows_of(fmt: Format, signed: bool = False) -> tuple[Window, ...]:
 
 
 def magnitudes_of(fmt: Format) -> Tensor:
-    """Return every number of the grid without its sign, ascending from zero.
-
-    >>> magnitudes_of(Format(Integers(3)))
-    tensor([0., 1., 2., 3., 4.])
-    """
+    """Return every number of the grid without its sign, ascending from zero."""
     if fmt.grid.is_uniform:
         widest = -fmt.limits[0] if fmt.symmetric else fmt.limits[1] - fmt.limits[0]
         return torch.arange(widest + 1, dtype=torch.float32, device="cpu")
@@ -341,11 +333,7 @@ def stored_scales(
 
 
 def fine_scales(around: float) -> Tensor:
-    """Return the floats of 11 significant bits from 2⁻³⁰ to 4 times a magnitude.
-
-    >>> fine_scales(1.0)[[0, -1]].log2().round()
-    tensor([-30., 2.])
-    """
+    """Return the floats of 11 significant bits from 2⁻³⁰ to 4 times a magnitude."""
     mantissas = 1 + torch.arange(1024, dtype=torch.float64) / 1024
     octaves = torch.arange(-30, 2, dtype=torch.float64) + math.floor(math.log2(around))
     scales = (mantissas * octaves.exp2()[:, None]).flatten().float()
@@ -363,11 +351,7 @@ def _positive(dtype: torch.dtype) -> Tensor:
 
 
 def halvable_from(storable: Tensor) -> float:
-    """Return the scale from which on half of every storable scale can be stored too.
-
-    >>> halvable_from(torch.tensor([1.0, 3.0, 4.0, 6.0, 8.0]))
-    6.0
-    """
+    """Return the scale from which on half of every storable scale can be stored too."""
     halves = storable / 2
     at = torch.searchsorted(storable, halves).clamp(max=len(storable) - 1)
     last_failing = int((storable[at] != halves).nonzero().max())

@@ -8,6 +8,7 @@ weights, such as the experts of a layer, has its leading dimensions in front of 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,47 @@ def indivisible_by(size: int, args: QuantizationArgs) -> int | None:
     """
     width = shared_columns(args)
     return None if width is None or size % width == 0 else width
+
+
+def scale_shape(shape: Sequence[int], args: QuantizationArgs) -> tuple[int, ...] | None:
+    """Return the shape of the scales of a weight; ``None`` where a weight has no such scales.
+
+    >>> scale_shape((256, 300), QuantizationArgs(strategy="block", block_structure=[128, 128]))
+    (2, 3)
+    """
+    *rows, columns = shape
+    width = shared_columns(args) or columns
+    strategy = strategy_name(args)
+    if strategy not in _WEIGHT:
+        return None
+    if strategy == "tensor":
+        return (1,)
+    if strategy == "channel":
+        return (*rows, 1)
+    rows[-1] = -(-rows[-1] // block_height(args))
+    return (*rows, -(-columns // width))
+
+
+def block_height(args: QuantizationArgs) -> int:
+    """Return how many rows of a weight a block has; 1 where scales are not those of blocks."""
+    height: int = args.block_structure[0] if args.block_structure else 1
+    return height
+
+
+def row_tiles(shape: Sequence[int], args: QuantizationArgs, tile: int) -> Iterator[slice]:
+    """Cut the rows of a weight into tiles of about so many numbers, and not through blocks."""
+    rows, columns = shape
+    height = block_height(args)
+    step = height * max(1, tile // max(1, height * columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def scale_rows(scale: Tensor, rows: slice, args: QuantizationArgs) -> Tensor:
+    """Return the scales, or zero points, of some rows of a weight, which begin with a block."""
+    if strategy_name(args) == "tensor":
+        return scale
+    height = block_height(args)
+    return scale[rows.start // height : -(-rows.stop // height)]
 
 
 def has_few_scales(args: QuantizationArgs) -> bool:
@@ -182,8 +224,7 @@ class Layout:
         """Return how many of so many rows of a weight share a scale."""
         if self.args.strategy == QuantizationStrategy.TENSOR:
             return rows
-        height: int = self.args.block_structure[0] if self.args.block_structure else 1
-        return height
+        return block_height(self.args)
 
     def from_rows(self, value: Tensor) -> Tensor:
         """Undo ``by_rows``: one row of scales or zero points for all that share them."""
@@ -229,9 +270,7 @@ class Layout:
         if self.args.strategy == QuantizationStrategy.CHANNEL:
             return value.view(1, *value.shape[:-1], 1, 1, value.shape[-1])
         if self.args.strategy in _GROUPED:
-            ordered = self._ordered(value)
-            groups, width = self._groups(ordered.shape[-1])
-            return ordered.reshape(1, *ordered.shape[:-1], groups, 1, width)
+            return self._grouped(self._ordered(value))[None].unsqueeze(-2)
         height, width = self.args.block_structure
         rows, columns = value.shape
         below, beside = -rows % height, -columns % width
@@ -271,18 +310,14 @@ class Layout:
         return value.index_select(-1, self.order.to(value.device))
 
     def _grouped(self, value: Tensor) -> Tensor:
-        return value.reshape(*value.shape[:-1], *self._groups(value.shape[-1]))
-
-    def _groups(self, size: int) -> tuple[int, int]:
-        """Return how many groups so many columns have, and their width."""
-        group_size: int = self.args.group_size
+        size, group_size = value.shape[-1], self.args.group_size
         if indivisible_by(size, self.args):
             raise LayoutError(
                 f"Strategy '{strategy_name(self.args)}' needs group_size to divide the last "
                 f"dimension of '{self.base_name}': {size} is not divisible by {group_size}",
                 hint=sizes_that_divide(size),
             )
-        return size // group_size, group_size
+        return value.reshape(*value.shape[:-1], size // group_size, group_size)
 
 
 def strategy_name(args: QuantizationArgs) -> str:

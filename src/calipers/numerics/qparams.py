@@ -69,7 +69,10 @@ def safe_qparams(
     if is_float and torch.finfo(stored).max > torch.finfo(dtype).max:  # where the library fails
         min_vals, max_vals = min_vals.float(), max_vals.float()
     if args.symmetric:
-        return _symmetric(min_vals, max_vals, fmt, args, global_scale)
+        low, high = _ends(fmt, min_vals.device)
+        half = (high - low).to(min_vals.dtype) / 2
+        scale = _stored(_absmax(min_vals, max_vals) / half, args, global_scale)
+        return scale, _stored_zero_point(torch.zeros_like(scale, dtype=min_vals.dtype), args)
     scale, zero_point = _asymmetric(min_vals, max_vals, fmt, args, global_scale)
     # max − min may be too wide for its own dtype; its scale is not.
     wide_scale, wide_zero = _asymmetric(
@@ -78,10 +81,9 @@ def safe_qparams(
     fits = torch.isfinite(scale)
     zero_point = _choose(fits, zero_point, wide_zero)
     # An empty range has zero point 0/0; any would do.
-    low, high = fmt.limits
-    empty = (min_vals >= 0) & (max_vals.clamp(min=0) / (high - low) == 0)
-    empty = empty.reshape(scale.shape)
-    zero_point = _choose(empty, torch.zeros_like(zero_point), zero_point)
+    lowest, highest = fmt.limits
+    empty = (min_vals >= 0) & (max_vals.clamp(min=0) / (highest - lowest) == 0)
+    zero_point = _choose(empty.reshape(scale.shape), torch.zeros_like(zero_point), zero_point)
     return torch.where(fits, scale, wide_scale.to(scale.dtype)), zero_point
 
 
@@ -119,30 +121,16 @@ def store_qparams(module: torch.nn.Module, base_name: str, qparams: Mapping[str,
             update_offload_parameter(module, f"{base_name}_{suffix}", value)
 
 
-def quantize_dequantize(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    fmt: Format,
-    working: torch.dtype = torch.float32,
-) -> Tensor:
+def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """Return what is left of ``x`` after rounding to the grid.
 
     ``scale`` and ``zero_point`` broadcast with ``x`` and have its dtype. Bit-equal to
     ``fake_quantize`` without a global scale, and without its temporaries.
-
-    :param working: what quotients are rounded to first, if it has fewer digits than ``x``
     """
-    low, high = fmt.limits
-    is_narrow = working.itemsize < x.dtype.itemsize and working.itemsize < 4
     codes = x / scale
-    if is_narrow:
-        codes = codes.to(working).to(x.dtype)
     if zero_point is not None:
         codes += zero_point
-        if is_narrow:
-            codes = codes.to(working).to(x.dtype)
-    fmt.round_(codes.clamp_(low, high))
+    fmt.round_(codes.clamp_(*fmt.limits))
     if zero_point is not None:
         codes -= zero_point
     return codes.mul_(scale)
@@ -156,19 +144,6 @@ def _choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
 
 
 # The arithmetic of compressed-tensors
-
-
-def _symmetric(
-    min_vals: Tensor,
-    max_vals: Tensor,
-    fmt: Format,
-    args: QuantizationArgs,
-    global_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    low, high = _ends(fmt, min_vals.device)
-    half = (high - low).to(min_vals.dtype) / 2
-    scale = _stored(_absmax(min_vals, max_vals) / half, args, global_scale)
-    return scale, _stored_zero_point(torch.zeros_like(scale, dtype=min_vals.dtype), args)
 
 
 def _asymmetric(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -39,13 +38,16 @@ from calipers.observers.definition import (
     QParamsDict,
     check_countable,
     usual_global_scale,
-    weights_or_unweighted,
 )
-from calipers.observers.inputs import InputHook, published
+from calipers.observers.inputs import InputHook
 from calipers.observers.options import ObserverOptions, parse_options
 from calipers.observers.registry import class_in_file, is_file_of_code, observer_registry
 from calipers.registry import Registry
-from calipers.solvers.importance import Importance, Weights, importance_named
+from calipers.solvers.importance import (
+    Importance,
+    ImportanceTarget,
+    importance_named,
+)
 from calipers.solvers.scales import Solutions
 from calipers.statistics import ranges
 from calipers.statistics.base import Lock, Reduction, Statistic, guarded
@@ -58,9 +60,6 @@ C = TypeVar("C", bound=type)
 
 Update = TypeVar("Update", bound=Callable[..., None])
 
-_RESULTS = ("_scale", "_zero_point")
-"""What an observer of the first generation keeps."""
-
 
 def in_pieces(update: Update) -> Update:
     """Mark an ``update_statistics_from_observed`` that asks only ``extrema`` and ``pieces``.
@@ -70,11 +69,6 @@ def in_pieces(update: Update) -> Update:
     """
     update.in_pieces = update  # type: ignore[attr-defined]
     return update
-
-
-def is_in_pieces(update: Callable[..., None]) -> bool:
-    """Whether an update is marked itself; a mark that ``functools.wraps`` copied does not count."""
-    return getattr(update, "in_pieces", None) is update
 
 
 class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
@@ -106,6 +100,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     """What the class does, as pure functions: engines need no object of a class that has its own,
     but show tensors to objects of a subclass that has none."""
     gathers_inputs: ClassVar[bool] = False
+    usual_importance: ClassVar[str] = "none"
+    """How the errors of a weight count, unless an option ``importance`` says otherwise."""
     remembers: ClassVar[str] = ""
     when: ClassVar[str] = ""
 
@@ -126,7 +122,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     observed_like: Tensor
 
     _solutions: Solutions | None = None  # of the last weight, where its scales are chosen
-    _has_warned = False
+    has_warned = False
+    """Whether somebody has told that importance cannot be used."""
     _observation: Observation | None = None  # what it is being shown
     _hook: InputHook | None = None
     _scale: Tensor  # of the first generation
@@ -260,13 +257,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @classmethod
     def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
         """Return how errors count under some options."""
-        name = cls.importance_name(options) if base_name == "weight" else "none"
-        return importance_named(name, options.nonfinite)
-
-    @classmethod
-    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
-        """Return the name of the importance by which the errors of a weight are counted."""
-        return "none"
+        chosen = getattr(options, "importance", cls.usual_importance)
+        return importance_named(chosen if base_name == "weight" else "none", options.nonfinite)
 
     @classmethod
     def label_of(cls, base_name: str, module_name: str = "") -> str:
@@ -279,8 +271,10 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @classmethod
     def all_reductions(cls) -> dict[str, Reduction]:
         """Collect the fields that classes declare; the first generation keeps its results, too."""
-        results = {} if cls.writes_update() else dict.fromkeys(_RESULTS, Reduction.LAST)
-        return declared_by(cls) | results
+        declared = declared_by(cls)
+        if not cls.writes_update():
+            declared |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
+        return declared
 
     @classmethod
     def writes_update(cls) -> bool:
@@ -291,22 +285,37 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     def _updates_as_defined(cls) -> bool:
         return cls.update_statistics_from_observed is Observer.update_statistics_from_observed
 
-    def option_named(self, name: str) -> str | None:
-        """Return the option that an attribute stands for; None where it stands for none."""
-        options, option = self.__dict__.get("options"), ALIASES.get(name, name)
-        return option if options is not None and option in type(options).model_fields else None
+    def _has_option(self, name: str) -> bool:
+        options = self.__dict__.get("options")
+        return options is not None and name in type(options).model_fields
 
-    def set_option(self, name: str, value: Any) -> None:
-        """Change an option, which is checked."""
-        given = {**self.options.model_dump(), name: value}
-        self.__dict__["options"] = parse_options(type(self.options), given, self.registered_name())
-        self.apply_options()
+    def __getattr__(self, name: str) -> Any:
+        option = ALIASES.get(name, name)
+        if self._has_option(option):
+            return getattr(self.__dict__["options"], option)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        option = ALIASES.get(name, name)
+        if self._has_option(option):
+            given, kind = {**self.options.model_dump(), option: value}, type(self.options)
+            self.__dict__["options"] = parse_options(kind, given, self.registered_name())
+            self.apply_options()
+        else:
+            super().__setattr__(name, value)
 
     def apply_options(self) -> None:
         """Tell the statistics the options that concern them; what they know stays."""
         for name in self.range_statistic.settings:
             setattr(self.range_statistic, name, getattr(self.options, name))
-        self.weigh_by(self.importance_under(self.base_name, self.options))
+        self.weighing = self.importance_under(self.base_name, self.options)
+        before, inputs = self.inputs, self.weighing.statistic(None, self.args)
+        if inputs is before:  # there are none
+            return
+        self.inputs = inputs
+        if before is not None and inputs is not None and before.declared() == inputs.declared():
+            inputs.owner = before.owner
+            inputs.copy_from(before)
 
     # Observing
 
@@ -333,18 +342,18 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         if seen is None:
             return self
         if seen.extrema.nonfinite and seen.is_finite_nowhere:
-            self._absorb(seen.left_out())
+            self.absorb(**seen.left_out())
             return self
         if seen.extrema.nonfinite and self.has_statistics:
             seen = seen.without_missing(self.min_vals, self.max_vals)
-        if not self._takes_pieces():
+        if not self._update_takes_pieces():
             seen = seen._replace(observed=seen.canonical_view())
         self.__dict__["_observation"] = seen  # setting an attribute of a module costs more
         try:
             self.update_statistics_from_observed(seen.observed)
         finally:
             self.__dict__["_observation"] = None
-        self._absorb(seen.marks())
+        self.absorb(**seen.marks())
         return self
 
     @in_pieces
@@ -366,11 +375,18 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             check_countable(low, high, pieces.dtype, self.label(), ". Nothing was recorded")
         if not definition.takes_extrema:
             seen = Extrema(low, high, 0, shown.extrema.missing if shown else None)
-            weights = self.weights(pieces)
+            layout = shown.layout if shown else Layout.of(self.base_name, self.args)
+            weights, self.has_warned = definition.weights(
+                self.weighing,
+                self.inputs,
+                ImportanceTarget(pieces, layout, self.label()),
+                is_strict=getattr(self.options, "strict", False),
+                has_warned=self.has_warned,
+            )
             low, high, self._solutions = definition.solve(
                 seen, pieces, self.args, self.options, weights
             )
-        self._absorb({"min_vals": low, "max_vals": high})
+        self.absorb(min_vals=low, max_vals=high)
         if self.counts is not None:
             self.counts.count(pieces, shown.tokens if shown else 0)
 
@@ -400,26 +416,28 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             return self._observation.pieces
         return observed.unsqueeze(-2)
 
-    def _takes_pieces(self) -> bool:
+    @classmethod
+    def _update_takes_pieces(cls) -> bool:
         """Whether the update is marked itself, and the methods it asks are our own."""
-        own = type(self)
-        ours = own.extrema is Observer.extrema and own.pieces is Observer.pieces
-        return ours and own.writes_update() and is_in_pieces(own.update_statistics_from_observed)
+        if cls.extrema is not Observer.extrema or cls.pieces is not Observer.pieces:
+            return False
+        update = cls.update_statistics_from_observed
+        # A mark that functools.wraps copied does not count.
+        return cls.writes_update() and getattr(update, "in_pieces", None) is update
 
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, as every statistic does: see ``forward``."""
         self(x, mask=mask)
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Know what statistics of the same tensor tell of it; False where that is not enough.
 
         It is where ranges are those of all data, found by nothing but looking at all values.
         """
         extrema = ranges.Extrema(self.base_name, self.args, nonfinite=self.options.nonfinite)
         counts = None if self.counts is None else copy.deepcopy(self.counts)
-        known = list(known)
         takes_extrema = self.definition is not None and self.definition.takes_extrema
-        has_all = self.kept()["min_vals"] is Reduction.MIN  # a moving average has not
+        has_all = self.declared()["min_vals"] is Reduction.MIN  # a moving average has not
         if not (takes_extrema and has_all and self._updates_as_defined()):
             return False
         if not extrema.derive_from(known):
@@ -525,28 +543,22 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
 
     # Inputs and importance
 
-    def weigh_by(self, weighing: Importance) -> None:
-        """Take note of how errors count; what is known stays, if it is still what is asked for."""
-        self.weighing = weighing
-        before, inputs = self.inputs, weighing.statistic(None, self.args)
-        if inputs is before:  # there are none
-            return
-        self.inputs = inputs
-        if before is not None and inputs is not None and before.declared() == inputs.declared():
-            inputs.owner = before.owner
-            inputs.copy_from(before)
-
     @guarded
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the sums of inputs that were left on a module, or start summing them.
 
         Nothing happens where the observer has no use for them, or there are no ``in_features``.
         """
-        if self.inputs is None or self.take_over(module) or not hasattr(module, "in_features"):
+        channels: Any = getattr(module, "in_features", None)
+        if self.inputs is None or self.take_over(module) or channels is None:
             return
-        self.begin_inputs(module.in_features)
+        sums = self.weighing.statistic(channels, self.args)
+        if sums is not None and not self.inputs.fields():
+            self.inputs = sums
+            sums.update(torch.zeros(0, channels))  # sums of zero
         self.inputs.owner = self.label()
-        self._remove_hook()
+        if self._hook is not None:
+            self._hook.handle.remove()
         self._hook = InputHook(self, module)
 
     @guarded
@@ -554,61 +566,24 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         """Stop summing, and leave the sums on ``module``."""
         hook = self._hook
         if hook is not None and hook.is_on(module):
-            self._remove_hook()
+            hook.handle.remove()
+            self._hook = None
             hook.publish(module)
 
     @guarded
     def take_over(self, module: torch.nn.Module) -> bool:
         """Take the sums that another observer left on ``module``, if it did."""
-        left = published(module, self.weighing.fields)
-        if left is None:
+        fields = self.weighing.fields
+        if not fields or not all(hasattr(module, name) for name in fields):
             return False
-        for name, value in left.items():
-            setattr(self, name, value)
+        for hook in module._forward_pre_hooks.values():
+            other = getattr(hook, "__self__", None)
+            if isinstance(other, InputHook) and {*fields} <= {*other.observer.weighing.fields}:
+                return False  # somebody who gathers the same is at work
+        for name in fields:
+            setattr(self, name, getattr(module, name))
             delattr(module, name)
         return True
-
-    @guarded
-    def begin_inputs(self, columns: Any) -> None:
-        """Begin to sum up inputs of so many channels, unless there are sums already."""
-        if self.inputs is None or self.inputs.fields():
-            return
-        inputs = self.weighing.statistic(columns, self.args)
-        if inputs is not None:
-            self.inputs = inputs
-            inputs.owner = self.label()
-            inputs.update(torch.zeros(0, columns))  # sums of zero
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def weights(self, pieces: Tensor) -> Weights:
-        """Return what the errors of the weight that is being observed are weighed by.
-
-        Where that cannot be, all errors count alike and one warning says so; or it is an error, if
-        the options say ``strict``.
-        """
-        weights, self._has_warned = weights_or_unweighted(
-            partial(self.possible_weights, pieces),
-            is_strict=getattr(self.options, "strict", False),
-            has_warned=self._has_warned,
-        )
-        return weights
-
-    def possible_weights(self, pieces: Tensor) -> Weights:
-        """Return what errors are weighed by; raise where that cannot be."""
-        seen = self._observation
-        layout = Layout.of(self.base_name, self.args) if seen is None else seen.layout
-        definition = self.definition or Definition()
-        return definition.weights(self.weighing, self.inputs, pieces, layout, self.label())
-
-    def fall_back_silently(self) -> None:
-        """Let importance that cannot be used be no news: somebody has told of it."""
-        self._has_warned = True
-
-    # Over ranks
 
     def sync_activation_stats(self) -> list[dist.Work]:
         """Start reducing the statistics over all ranks; wait for what is returned.

@@ -161,12 +161,8 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     gathers_inputs = True
     Options = IMatrixOptions
     options: IMatrixOptions
+    usual_importance = "imatrix"
     definition = _UNDER_IMPORTANCE
-
-    @classmethod
-    def importance_name(cls, options: ObserverOptions) -> str:  # noqa: ARG003
-        """Return the name of the importance by which the errors of a weight are counted."""
-        return "imatrix"
 
 
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):

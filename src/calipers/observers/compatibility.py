@@ -60,7 +60,7 @@ def construct(kind: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     Options in ``args.observer_kwargs`` reach a constructor that names them. One that knows only
     ``quantization_args`` is given that, and its ``base_name`` afterwards.
     """
-    takes = constructor_parameters(kind)
+    takes = parameters_of(kind)
     args = keywords.get("args", keywords.get("quantization_args"))
     options = getattr(args, "observer_kwargs", None) or {}
     keywords = {**{key: value for key, value in options.items() if key in takes}, **keywords}
@@ -74,9 +74,9 @@ def construct(kind: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     return observer
 
 
-def constructor_parameters(kind: Any) -> frozenset[str]:
-    """Return the names of what a constructor takes."""
-    return frozenset(inspect.signature(kind).parameters)
+def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the parameters of a function or constructor."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def calculate_by_piece(
@@ -87,16 +87,16 @@ def calculate_by_piece(
     A method with ``reduce_dims`` is called once for all pieces, others piece by piece, and told
     which one by ``tensor_id`` if they take it.
     """
-    shape = view.shape[1:-1]
-    options = {"global_scale": global_scale} if _takes(calculate, "global_scale") else {}
+    shape, takes = view.shape[1:-1], parameters_of(calculate)
+    options = {"global_scale": global_scale} if "global_scale" in takes else {}
     if shape.numel() == 1:
         results = [calculate(view, **options)]
-    elif _takes(calculate, "reduce_dims"):
+    elif "reduce_dims" in takes:
         results = [calculate(view, reduce_dims=(0, view.ndim - 1), **options)]
     else:
         results = []
         for index, piece in enumerate(view.flatten(1, -2).unbind(1)):
-            named = {"tensor_id": index} if _takes(calculate, "tensor_id") else {}
+            named = {"tensor_id": index} if "tensor_id" in takes else {}
             results.append(calculate(piece, **options, **named))
     scale = torch.cat([torch.as_tensor(scale).reshape(-1) for scale, _ in results])
     zero_point = torch.cat([torch.as_tensor(zero).reshape(-1) for _, zero in results])
@@ -107,7 +107,3 @@ def calculate_by_piece(
             f"points where {shape.numel()} are needed."
         )
     return scale.reshape(shape), zero_point.reshape(shape)
-
-
-def _takes(calculate: Calculate, name: str) -> bool:
-    return name in inspect.signature(calculate).parameters

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from calipers.errors import CalipersWarning, ImportanceError, TensorValueError, text_of
 from calipers.kernels.reductions import Extrema
-from calipers.numerics.layout import Layout
 from calipers.numerics.qparams import global_scale_of
 from calipers.solvers.importance import Importance, ImportanceTarget, Weights
 from calipers.solvers.scales import CountedValues, Problem, Solutions
@@ -78,18 +77,32 @@ class Definition:
         self,
         importance: Importance,
         inputs: Statistic | None,
-        pieces: Tensor,
-        layout: Layout,
-        label: str,
-    ) -> Weights:
-        """Return what the errors of a weight are weighed by; raise where that cannot be."""
-        if self.check_importance is not None:
-            self.check_importance(layout.base_name, layout.args, label)
-        if not importance.fields:
-            return Weights()
-        return importance.weights(
-            inputs, ImportanceTarget(pieces, layout, label, self.least_importance)
-        )
+        target: ImportanceTarget,
+        *,
+        is_strict: bool,
+        has_warned: bool,
+    ) -> tuple[Weights, bool]:
+        """Return what the errors of a weight are weighed by, and whether a warning has been given.
+
+        Where importance cannot be used all errors count alike, which one warning tells; it is an
+        error if the options are strict.
+        """
+        try:
+            if self.check_importance is not None:
+                layout = target.layout
+                self.check_importance(layout.base_name, layout.args, target.label)
+            if not importance.fields:
+                return Weights(), has_warned
+            target = target._replace(least=self.least_importance)
+            return importance.weights(inputs, target), has_warned
+        except ImportanceError as error:
+            if is_strict:
+                error.add_hint("With strict=False it would fall back to plain error")
+                raise
+            if not has_warned:
+                error.add_hint("Falls back to plain error")
+                warnings.warn(CalipersWarning(text_of(error)), stacklevel=4)
+            return Weights(), True
 
     def solve(
         self, seen: Extrema, pieces: Tensor, args: QuantizationArgs, options: Any, weights: Weights
@@ -124,9 +137,9 @@ class SearchedRange:
 
     def __call__(self, seen: Observation) -> Range:
         """Find the range of one tensor."""
-        return self.definition.solve(seen.extrema, seen.pieces, self.args, self.options, Weights())[
-            :2
-        ]
+        definition, options = self.definition, self.options
+        solved = definition.solve(seen.extrema, seen.pieces, self.args, options, Weights())
+        return solved.low, solved.high
 
     def configuration(self) -> dict[str, Any]:
         """Return what two searches have in common that find the same ranges."""
@@ -155,23 +168,3 @@ def check_countable(
         subject=label,
         hint="Scale the tensor down, or use 'static_minmax'",
     )
-
-
-def weights_or_unweighted(
-    weigh: Callable[[], Weights], *, is_strict: bool, has_warned: bool
-) -> tuple[Weights, bool]:
-    """Return what errors are weighed by, and whether a warning has been given.
-
-    Where importance cannot be used all errors count alike, which one warning tells; it is an error
-    if the options are strict.
-    """
-    try:
-        return weigh(), has_warned
-    except ImportanceError as error:
-        if is_strict:
-            error.add_hint("With strict=False it would fall back to plain error")
-            raise
-        if not has_warned:
-            error.add_hint("Falls back to plain error")
-            warnings.warn(CalipersWarning(text_of(error)), stacklevel=4)
-        return Weights(), True

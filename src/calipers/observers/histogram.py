@@ -131,7 +131,7 @@ class ValueCountsObserver(Observer):
             # Copied together: what ranks have in common already stays the same tensor in both.
             fields, synced = copy.deepcopy((other.fields(), other.synced))
         with self.lock:
-            self._replace_fields(fields)
+            self.replace_fields(fields)
             self.synced.update(synced)
         return self
 

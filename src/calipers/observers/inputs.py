@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +28,7 @@ class InputHook:
 
     def __init__(self, observer: GathersInputs, module: Any) -> None:
         self.observer = observer
-        self._handle: RemovableHandle = module.register_forward_pre_hook(self.see, with_kwargs=True)
+        self.handle: RemovableHandle = module.register_forward_pre_hook(self.see, with_kwargs=True)
         self.publish(module)
 
     def see(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,20 +52,5 @@ class InputHook:
 
     def is_on(self, module: torch.nn.Module) -> bool:
         """Whether the hook is this one, not the one of an observer that this one was copied of."""
-        hook = module._forward_pre_hooks.get(self._handle.id)
+        hook = module._forward_pre_hooks.get(self.handle.id)
         return getattr(hook, "__self__", None) is self
-
-    def remove(self) -> None:
-        """Look no longer."""
-        self._handle.remove()
-
-
-def published(module: torch.nn.Module, fields: Iterable[str]) -> dict[str, torch.Tensor] | None:
-    """Return the sums that somebody left on a module; None if any of them is missing, or in use."""
-    names = set(fields)
-    if not names or not all(hasattr(module, name) for name in names):
-        return None
-    hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    if any(isinstance(h, InputHook) and names <= {*h.observer.weighing.fields} for h in hooks):
-        return None  # somebody who gathers the same is at work
-    return {name: getattr(module, name) for name in fields}

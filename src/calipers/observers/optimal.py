@@ -111,12 +111,6 @@ class OptimalObserver(Observer):
                 hint=f"Leave it out for {fmt.name}",
             )
 
-    @classmethod
-    def importance_name(cls, options: ObserverOptions) -> str:
-        """Return the name of the importance by which the errors of a weight are counted."""
-        assert isinstance(options, OptimalOptions)
-        return options.importance
-
     # What is observed
 
     @in_pieces

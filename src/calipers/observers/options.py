@@ -75,19 +75,15 @@ class SearchOptions(ObserverOptions):
         return int(self.maxshrink * self.grid)
 
     @property
-    def factors(self) -> list[float]:
-        """The shrink factors, from the whole range downwards."""
-        return [1 - i / self.grid for i in range(self.steps)]
-
-    @property
-    def tried(self) -> RangeGrid:
-        """What is searched."""
-        return RangeGrid(self.factors, self.expand, self.stop_after)
-
-    @property
     def stop_after(self) -> int | None:
         """How many candidates in a row in vain end the search; None for never."""
         return self.patience
+
+    @property
+    def tried(self) -> RangeGrid:
+        """What is searched: shrink factors, from the whole range downwards."""
+        factors = [1 - i / self.grid for i in range(self.steps)]
+        return RangeGrid(factors, self.expand, self.stop_after)
 
 
 class MovingAverageSearchOptions(SearchOptions, MovingAverageOptions):
@@ -112,13 +108,12 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> 
     try:
         return kind(**given)
     except ValidationError as error:
-        problems = "; ".join(map(_problem, error.errors()))
-        raise ConfigurationError(problems, where=f"Observer '{owner}'") from None
-
-
-def _problem(error: Any) -> str:
-    """Put an error of pydantic into one sentence: the option, the demand, the value."""
-    option = error["loc"][0]
-    if error["type"] == "value_error":
-        return f"{option} {error['ctx']['error']}"
-    return f"{option} {error['msg'].replace('Input should', 'must')}, got {error['input']!r}"
+        problems = []
+        for problem in error.errors():
+            if problem["type"] == "value_error":
+                demand = str(problem["ctx"]["error"])
+            else:
+                got = f"got {problem['input']!r}"
+                demand = f"{problem['msg'].replace('Input should', 'must')}, {got}"
+            problems.append(f"{problem['loc'][0]} {demand}")
+        raise ConfigurationError("; ".join(problems), where=f"Observer '{owner}'") from None

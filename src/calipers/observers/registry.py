@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from calipers.errors import ConfigurationError, UnknownObserverError, code_not_allowed
@@ -56,33 +55,24 @@ def class_in_file(name: str, base: type, allow_code: bool) -> Any:
     path, _, class_name = name.rpartition(":")
     if not Path(path).is_file():
         raise ConfigurationError(f"There is no file '{path}' to load '{class_name}' from")
-    if not allow_code and _module_name(Path(path)) not in sys.modules:
-        raise code_not_allowed(name)
-    kind = getattr(_module_of(Path(path)), class_name, None)
+    module_name = f"calipers_plugin:{Path(path).resolve()}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        if not allow_code:
+            raise code_not_allowed(name)
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException as error:
+            del sys.modules[module_name]
+            if not isinstance(error, Exception):
+                raise
+            raise ConfigurationError(f"Loading '{path}' failed: {error!r}") from error
+    kind = getattr(module, class_name, None)
     if not isinstance(kind, type) or not issubclass(kind, base):
         problem = f"'{path}' has no class '{class_name}' derived from {base.__name__}"
         raise ConfigurationError(problem)
     return kind
-
-
-def _module_name(path: Path) -> str:
-    return f"calipers_plugin:{path.resolve()}"
-
-
-def _module_of(path: Path) -> ModuleType:
-    name = _module_name(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, Exception):
-            raise
-        raise ConfigurationError(f"Loading '{path}' failed: {error!r}") from error
-    return module

@@ -16,7 +16,7 @@ from calipers.numerics.layout import check_base_name, has_global_scale, strategy
 from calipers.numerics.library_versions import named_observer
 from calipers.numerics.qparams import qparams_of
 from calipers.observers.base import Observer
-from calipers.observers.compatibility import construct, constructor_parameters
+from calipers.observers.compatibility import construct, parameters_of
 from calipers.observers.definition import (
     Definition,
     QParamsDict,
@@ -25,11 +25,10 @@ from calipers.observers.definition import (
     SolvedTensor,
     check_countable,
     usual_global_scale,
-    weights_or_unweighted,
 )
 from calipers.observers.histogram import covered_range
 from calipers.observers.options import ObserverOptions
-from calipers.solvers.importance import Importance, Weights
+from calipers.solvers.importance import Importance, ImportanceTarget
 from calipers.solvers.scales import CountedValues, common_global_scale
 from calipers.statistics.base import Statistic, full_precision
 from calipers.statistics.ranges import LastRange, observation_of
@@ -98,7 +97,7 @@ class ObserverSpec:
             kind = Observer.get_value_from_registry(memoryless, allow_code=False)
         if is_weight and kind.registered_name().startswith("memoryless"):
             given = {key: value for key, value in given.items() if key not in _OF_A_STREAM}
-        own = given.keys() & constructor_parameters(kind)  # a class may read options itself
+        own = given.keys() & parameters_of(kind)  # a class may read options itself
         options = kind.checked_options(
             base_name, args, {key: value for key, value in given.items() if key not in own}
         )
@@ -148,8 +147,9 @@ class ObserverSpec:
     @property
     def statistics(self) -> dict[str, Callable[[str], Statistic]]:
         """What is measured of a stream: key → what makes it, empty, for the module of a name."""
-        made: dict[str, Callable[[str], Statistic]] = {RANGE: self._range_statistic}
-        return {**made, COUNTS: self._value_counts} if self.definition.counts_values else made
+        if not self.definition.counts_values:
+            return {RANGE: self._range_statistic}
+        return {RANGE: self._range_statistic, COUNTS: self._value_counts}
 
     def _range_statistic(self, module_name: str) -> Statistic:
         definition, options = self.definition, self.options
@@ -264,8 +264,7 @@ class AdaptedSpec(ObserverSpec):
         if len(observers) > 1:
             Observer.fuse(observers)
         for weight, observer in zip(weights, observers, strict=True):
-            if weight.has_warned:
-                observer.fall_back_silently()
+            observer.has_warned = weight.has_warned
             observer.inputs = weight.inputs
             observer(weight.value)
         return [observer.get_qparams() for observer in observers]
@@ -293,12 +292,13 @@ class Weight(NamedTuple):
         if seen is None or (seen.extrema.nonfinite and seen.is_finite_nowhere):
             raise no_statistics(self.module_name)
 
-        def weigh() -> Weights:
-            importance, pieces, layout = spec.importance, seen.pieces, seen.layout
-            return definition.weights(importance, self.inputs, pieces, layout, label)
-
-        is_strict = getattr(options, "strict", False)
-        weights, _ = weights_or_unweighted(weigh, is_strict=is_strict, has_warned=self.has_warned)
+        weights, _ = definition.weights(
+            spec.importance,
+            self.inputs,
+            ImportanceTarget(seen.pieces, seen.layout, label),
+            is_strict=getattr(options, "strict", False),
+            has_warned=self.has_warned,
+        )
         low, high, solutions = definition.solve(
             seen.extrema, seen.pieces, spec.args, options, weights
         )

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
@@ -29,7 +29,7 @@ from calipers.errors import (
     unfit,
 )
 from calipers.numerics.layout import indivisible_by
-from calipers.planning.specs import ModuleSpec, TensorSpec, has_free_groups
+from calipers.planning.specs import ModuleSpec, has_free_groups
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,10 +54,19 @@ def check_patterns(
     """
     if unmatched == "ignore":
         return
+    known = {type(module).__name__ for module in model.modules()}
+    known |= {name for name, _ in model.named_modules() if name}
     for pattern in patterns:
-        if not matches(model, pattern):
-            what = f"'{pattern}' matches no module of {type(model).__name__}"
-            report(what, unmatched, **_advice(model, key, pattern))
+        if matches(model, pattern):
+            continue
+        what = f"'{pattern}' matches no module of {type(model).__name__}"
+        there_is = what_there_is(model)
+        if any(name.endswith(f".{pattern}") for name in known):
+            in_full = f"Names are given in full, or as 're:.*{re.escape(pattern)}'."
+            report(what, unmatched, where=key, hint=f"{in_full} {there_is}")
+        else:
+            meant = None if pattern.startswith("re:") else nearest(pattern, known)
+            report(what, unmatched, where=key, meant=meant, hint=there_is)
 
 
 def report(what: str, unmatched: Unmatched, **fields: Unpack[Fields]) -> None:
@@ -105,18 +114,6 @@ def what_cannot_be(model: torch.nn.Module) -> str:
     )
 
 
-def _advice(model: torch.nn.Module, key: str, pattern: str) -> Fields:
-    """Say what was meant by a pattern that matches nothing, or how names are given."""
-    known = {type(module).__name__ for module in model.modules()}
-    known |= {name for name, _ in model.named_modules() if name}
-    there_is = what_there_is(model)
-    if any(name.endswith(f".{pattern}") for name in known):
-        in_full = f"Names are given in full, or as 're:.*{re.escape(pattern)}'."
-        return {"where": key, "hint": f"{in_full} {there_is}"}
-    meant = None if pattern.startswith("re:") else nearest(pattern, known)
-    return {"where": key, "meant": meant, "hint": there_is}
-
-
 _SHOWN_TENSORS = 5
 _HEADS: dict[str, Callable[[Any], int]] = {
     "num_attention_heads": get_num_attn_heads,
@@ -145,7 +142,12 @@ def check_modules(model: torch.nn.Module, planned: Sequence[ModuleSpec]) -> None
     attention = next((each for each in planned if each.kind != "linear"), None)
     if attention is not None:
         # Ask compressed-tensors for the shape of attention states now, not after all the data.
-        missing = [name for name, find in _HEADS.items() if not _finds(find, model)]
+        missing = []
+        for name, find in _HEADS.items():
+            try:
+                find(cast("Any", model).config.get_text_config(decoder=True))
+            except Exception:  # it promises no kind of error
+                missing.append(name)
         if missing:
             raise unfit(
                 attention.name,
@@ -161,14 +163,6 @@ def check_modules(model: torch.nn.Module, planned: Sequence[ModuleSpec]) -> None
     _check_divisibility(modules, planned)
 
 
-def _finds(find: Callable[[Any], int], model: Any) -> bool:
-    try:
-        find(model.config.get_text_config(decoder=True))
-    except Exception:  # it promises no kind of error
-        return False
-    return True
-
-
 def _check_divisibility(modules: dict[str, torch.nn.Module], planned: Sequence[ModuleSpec]) -> None:
     """Refuse tensors that groups or blocks do not divide; name sizes that fit all weights."""
     lines: list[str] = []
@@ -177,7 +171,13 @@ def _check_divisibility(modules: dict[str, torch.nn.Module], planned: Sequence[M
         for tensor in each.tensors:
             if tensor.base_name in ("q", "k", "v"):
                 continue
-            size = _size(modules[each.name], tensor)
+            module = modules[each.name]
+            if isinstance(module, torch.nn.Embedding):
+                size = module.embedding_dim
+            else:
+                assert isinstance(module, torch.nn.Linear)
+                is_output = tensor.base_name == "output"
+                size = module.out_features if is_output else module.in_features
             width = indivisible_by(size, tensor.args)
             if width is not None:
                 lines.append(
@@ -199,11 +199,3 @@ def _check_divisibility(modules: dict[str, torch.nn.Module], planned: Sequence[M
         sizes = joined(", ", (Option("group_size", size) for size in group_sizes))
         hint = "Sizes that fit every weight: " + sizes + ". Choose one, or ignore these modules"
     raise LayoutError("\n".join([head, *lines[:_SHOWN_TENSORS], *more]), hint=hint)
-
-
-def _size(module: torch.nn.Module, tensor: TensorSpec) -> int:
-    """Return the size of the dimension that groups cut."""
-    if isinstance(module, torch.nn.Embedding):
-        return module.embedding_dim
-    assert isinstance(module, torch.nn.Linear)
-    return module.out_features if tensor.base_name == "output" else module.in_features

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal, get_args
 
@@ -60,37 +60,40 @@ def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Pl
     """Ask for statistics of the input of every Linear module, and for what is on request."""
     measured: dict[str, tuple[Requirement, ...]] = {}
     for name, module in model.named_modules():
+        wanted: list[Requirement] = []
         if isinstance(module, torch.nn.Linear):
-            measured[name] = tuple(_of_linear(module.in_features, collect))
+            of_channels = partial(Extrema, "input", _CHANNEL)
+            wanted += _of_values("input")
+            wanted.append(_required("input", CHANNEL_EXTREMA, of_channels, in_halves=True))
+            wanted.append(_required("input", SQUARES, SquareSums, in_halves=True))
+            if "hessian" in collect:
+                hessian = partial(BlockHessians, module.in_features)
+                wanted.append(_required("input", HESSIAN, hessian))
+            if "outputs" in collect:
+                wanted += _of_values("output")
+            if "sensitivity" in collect:
+                wanted.append(_required("weight", SENSITIVITY, Sensitivity))
         elif "attention" in collect and is_cached_attention_module(module):
-            measured[name] = tuple(each for base in ("q", "k", "v") for each in _of_states(base))
+            for base_name in ("q", "k", "v"):
+                counts = partial(ValueCounts, base_name, "attn_head")
+                extrema = partial(Extrema, base_name, _HEAD)
+                wanted += _of_values(base_name)
+                wanted.append(_required(base_name, HEAD_COUNTS, counts))
+                wanted.append(_required(base_name, HEAD_EXTREMA, extrema))
+        if wanted:
+            measured[name] = tuple(wanted)
     if not measured:
         problem = f"{type(model).__name__} has no Linear module to measure"
         raise ConfigurationError(problem, hint=what_there_is(model))
     return Plan(measured=measured)
 
 
-def _of_linear(channels: int, collect: Collection[str]) -> Iterator[Requirement]:
-    yield from _of_values("input")
-    yield _required("input", CHANNEL_EXTREMA, partial(Extrema, "input", _CHANNEL), in_halves=True)
-    yield _required("input", SQUARES, SquareSums, in_halves=True)
-    if "hessian" in collect:
-        yield _required("input", HESSIAN, partial(BlockHessians, channels))
-    if "outputs" in collect:
-        yield from _of_values("output")
-    if "sensitivity" in collect:
-        yield _required("weight", SENSITIVITY, Sensitivity)
-
-
-def _of_states(base_name: str) -> Iterator[Requirement]:
-    yield from _of_values(base_name)
-    yield _required(base_name, HEAD_COUNTS, partial(ValueCounts, base_name, "attn_head"))
-    yield _required(base_name, HEAD_EXTREMA, partial(Extrema, base_name, _HEAD))
-
-
-def _of_values(base_name: str) -> Iterator[Requirement]:
-    yield _required(base_name, COUNTS, partial(ValueCounts, base_name), in_halves=True)
-    yield _required(base_name, EXTREMA, partial(Extrema, base_name, _TENSOR), in_halves=True)
+def _of_values(base_name: str) -> list[Requirement]:
+    counts, extrema = partial(ValueCounts, base_name), partial(Extrema, base_name, _TENSOR)
+    return [
+        _required(base_name, COUNTS, counts, in_halves=True),
+        _required(base_name, EXTREMA, extrema, in_halves=True),
+    ]
 
 
 def _required(

@@ -54,7 +54,7 @@ class Changes:
         dtype: weights, biases, norms, embeddings
     :param published: module → attributes that it gets, for whoever comes later
     :param notes: module → what was done otherwise than the recipe says, and why
-    :param codes: module → its packed weight, where a checkpoint is written; the engine adds them
+    :param codes: module → its packed weight, from disk to disk; the engine adds them
     """
 
     qparams: QParams = field(default_factory=dict)

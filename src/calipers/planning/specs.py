@@ -136,6 +136,14 @@ class TensorSpec:
             return Importance()
         return self.gathered or self.observer.importance
 
+    def importance_statistic(self, columns: int, module_name: str) -> Statistic:
+        """Return an empty statistic of so many input channels, for a weight with importance."""
+        statistic = self.importance.statistic(columns, self.args)
+        assert statistic is not None
+        assert self.observer is not None
+        statistic.owner = f"{self.observer.name} (weight of {module_name})"
+        return statistic
+
     @property
     def observer_with_options(self) -> str:
         """The observer and the options it was given: ``optimal(importance=hessian)``."""
@@ -175,19 +183,21 @@ def tensor_specs(
 
     :param where: the module that messages name
     """
-    found = ((base_name, args_for(scheme, base_name)) for base_name in _TENSORS_OF[kind])
-    return tuple(_tensor_spec(base, args, step, where) for base, args in found if args is not None)
-
-
-def _tensor_spec(base_name: str, args: QuantizationArgs, step: str, where: str) -> TensorSpec:
-    if base_name == "weight" and args.dynamic:
-        problem = "a weight does not change while the model runs"
-        raise unfit(where, base_name, problem, hint="Set 'dynamic: false'")
-    try:
-        Layout.of(base_name, args)
-        return TensorSpec(base_name, args, ObserverSpec.resolve(base_name, args), step)
-    except CalipersError as error:
-        raise RecipeError.of(error, tensor_of(where, base_name)) from error
+    specs = []
+    for base_name in _TENSORS_OF[kind]:
+        args = args_for(scheme, base_name)
+        if args is None:
+            continue
+        if base_name == "weight" and args.dynamic:
+            problem = "a weight does not change while the model runs"
+            raise unfit(where, base_name, problem, hint="Set 'dynamic: false'")
+        try:
+            Layout.of(base_name, args)
+            observer = ObserverSpec.resolve(base_name, args)
+        except CalipersError as error:
+            raise RecipeError.of(error, tensor_of(where, base_name)) from error
+        specs.append(TensorSpec(base_name, args, observer, step))
+    return tuple(specs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +240,7 @@ class ModuleSpec:
                 for key, create in observer.statistics.items():
                     yield Requirement(tensor.base_name, key, create)
             elif tensor.importance.fields and self.columns is not None:
-                create = partial(_importance_statistic, tensor, self.columns)
+                create = partial(tensor.importance_statistic, self.columns)
                 yield Requirement("input", IMPORTANCE, create, tensor.importance.published)
 
     @property
@@ -255,14 +265,6 @@ class ModuleSpec:
 
 def _of_costs(base_name: str, key: str, make: Callable[[], Statistic]) -> Requirement:
     return Requirement(base_name, key, lambda _name: make(), is_optional=True)
-
-
-def _importance_statistic(tensor: TensorSpec, columns: int, name: str) -> Statistic:
-    statistic = tensor.importance.statistic(columns, tensor.args)
-    assert statistic is not None
-    assert tensor.observer is not None
-    statistic.owner = f"{tensor.observer.name} (weight of {name})"
-    return statistic
 
 
 def module_format(module: torch.nn.Module, scheme: QuantizationScheme) -> CompressionFormat:

@@ -246,7 +246,11 @@ def _read(source: Any, allow_code: bool) -> Recipe:
         return _from_document(Document(dict(source), allow_code=allow_code))
     if isinstance(source, list | tuple):
         return _joined(source, allow_code)
-    if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_path(source)):
+    is_path = isinstance(source, os.PathLike)
+    if isinstance(source, str) and "\n" not in source:
+        is_there = os.path.exists(source) and not os.path.isdir(source)
+        is_path = is_there or source.lower().endswith(_SUFFIXES)
+    if is_path:
         path = FilePath(source)
         try:
             text = read_whole(path, _LARGEST).decode("utf-8")
@@ -300,13 +304,6 @@ def _flat(sources: Iterable[Any]) -> Iterator[Any]:
             yield from _flat(each)
         else:
             yield each
-
-
-def _is_path(text: str) -> bool:
-    if "\n" in text:
-        return False
-    is_there = os.path.exists(text) and not os.path.isdir(text)
-    return is_there or text.lower().endswith(_SUFFIXES)
 
 
 def _from_preset(name: str) -> Recipe:
@@ -367,26 +364,24 @@ def _modifiers(document: Document, body: Any, path: Path) -> Iterator[Modifier]:
             yield from _modifiers(document, each, (*path, index))
     else:
         for name, fields in _mapping(document, body, path, f"'{path[-1]}'").items():
-            yield _modifier(document, name, fields, (*path, name))
-
-
-def _modifier(document: Document, name: str, fields: Any, path: Path) -> Modifier:
-    if name in _FOREIGN and name not in STEPS:
-        absent = RecipeError(f"Calipers does not have '{name}'", allowed=STEPS.names())
-        raise document.located(absent, path)
-    try:
-        kind = STEPS.get(name)
-    except ConfigurationError as error:
-        raise document.located(RecipeError.of(error), path) from None
-    if isinstance(fields, kind):
-        return fields
-    given = {} if fields is None else _mapping(document, fields, path, f"'{name}'")
-    try:
-        modifier = kind(**given)
-    except RecipeError as error:
-        raise document.located(error, path) from None
-    _settle_code(modifier, document, path)
-    return modifier
+            at = (*path, name)
+            if name in _FOREIGN and name not in STEPS:
+                absent = RecipeError(f"Calipers does not have '{name}'", allowed=STEPS.names())
+                raise document.located(absent, at)
+            try:
+                kind = STEPS.get(name)
+            except ConfigurationError as error:
+                raise document.located(RecipeError.of(error), at) from None
+            if isinstance(fields, kind):
+                yield fields
+                continue
+            given = {} if fields is None else _mapping(document, fields, at, f"'{name}'")
+            try:
+                modifier = kind(**given)
+            except RecipeError as error:
+                raise document.located(error, at) from None
+            _settle_code(modifier, document, at)
+            yield modifier
 
 
 def _mapping(document: Document, data: Any, path: Path, what: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,14 @@ from calipers.reporting.inputs import (
     range_of,
     ranges_by_observers,
 )
-from calipers.reporting.modules import ModuleFacts, args_label, facts_of, judged, scheme_label
+from calipers.reporting.modules import (
+    ModuleFacts,
+    args_label,
+    facts_of,
+    judged,
+    median_of,
+    scheme_label,
+)
 from calipers.reporting.outside import Evaluated, Prediction, Sufficiency, number
 
 
@@ -95,16 +101,8 @@ def input_details(
                 ranges = ranges_by_observers(known, seen.values, args, exact=seen.exact)
                 by_format.append(ObserverRanges(args_label(args), ranges))
         histogram = None if seen.values is None else LogHistogram.of(seen.values)
-        details.append(
-            InputDetail(
-                seen.readers,
-                seen.tokens,
-                seen.exact,
-                histogram,
-                seen.channels,
-                tuple(by_format),
-            )
-        )
+        known_of = seen.readers, seen.tokens, seen.exact, histogram, seen.channels
+        details.append(InputDetail(*known_of, tuple(by_format)))
     return tuple(details)
 
 
@@ -115,12 +113,11 @@ def chosen_ranges(
     found = {}
     for name, module in checkpoint.quantized.items():
         seen, args = inputs.get(name), dict(module.sides).get("input")
-        scale = module.read("input_scale") if has_one_range(args) else None
-        if args is None or seen is None or seen.values is None:
+        if args is None or not has_one_range(args) or seen is None or seen.values is None:
             continue
+        scale, zero = module.read("input_scale"), module.read("input_zero_point")
         if scale is None or not scale.numel():
             continue
-        zero = module.read("input_zero_point")
         zero = torch.zeros(1) if zero is None or not zero.numel() else zero
         found[name] = range_of("this checkpoint", seen.values, args, scale, zero, exact=seen.exact)
     return found
@@ -130,12 +127,9 @@ def weight_limits(module: StoredModule) -> WeightLimits | None:
     """Return how far codes reach in the groups of a weight."""
     if module.weights is None or not module.is_sound:
         return None
-    scales = QuantizedWeight.of(module).scales()
-    if not scales.numel():
-        return None
     largest = max(abs(end) for end in Format.of(module.weights).limits)
-    limits = scales.abs().flatten() * largest
-    if not bool(torch.isfinite(limits).all()):
+    limits = QuantizedWeight.of(module).scales().abs().flatten() * largest
+    if not limits.numel() or not bool(torch.isfinite(limits).all()):
         return None
     ends = (float(limits.min()), float(limits.median()), float(limits.max()))
     return WeightLimits(*ends, limits.numel())
@@ -189,18 +183,15 @@ class CheckpointFacts:
     @property
     def median_error(self) -> float | None:
         """The output error of the median module."""
-        errors = [row.output_error for row in self.modules if row.output_error is not None]
-        return median(errors) if errors else None
+        return median_of(row.output_error for row in self.modules)
 
 
 @dataclass(frozen=True)
 class Content:
     """All that the page shows.
 
-    :param inputs: what was seen of each distinct input
     :param weights: module → its weight before it was quantized
     :param predictions: what modules would lose under other schemes
-    :param sufficiency: whether enough data was seen of tensors
     :param missing: what the page cannot show, and why
     """
 
@@ -234,11 +225,7 @@ def gather(
     findings: Mapping[str, Sequence[Finding]] | None = None,
     missing: Sequence[str] = (),
 ) -> Content:
-    """Gather all that the page shows.
-
-    :param findings: checkpoint → what was found wrong with it
-    :param missing: what is not at hand, and why
-    """
+    """Gather all that the page shows; findings by the names of checkpoints."""
     for each in checkpoints:
         measured.check_fits(each)
     facts = tuple(

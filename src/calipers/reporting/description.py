@@ -23,7 +23,6 @@ class CheckpointDescription:
     """What is in a checkpoint that Calipers has written.
 
     :param calipers: the version that wrote it
-    :param model: the class of the model
     :param schemes: how tensors are quantized, a row for each kind
     :param pipeline: how data ran, or where what was known of it came from
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight

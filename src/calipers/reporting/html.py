@@ -26,9 +26,8 @@ def html_table(
     most: int = _MOST_ROWS,
     plots: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
-    """Return rows as a table of HTML; nothing in them is taken for markup.
+    """Return rows of the same columns as a table of HTML; nothing in them is taken for markup.
 
-    :param rows: each with the same columns
     :param most: how many rows are shown; the rest is counted
     :param plots: columns of plots, which are markup: one for each row
     """
@@ -84,10 +83,10 @@ def svg_histogram(histogram: Mapping[str, Any] | None) -> str:
 
     :param histogram: ``counts``, and the ``exponent`` of the first of them; None: an empty plot
     """
-    counts = histogram["counts"] if histogram else []
-    if not counts or histogram is None:
+    if not histogram or not histogram["counts"]:
         return ""
-    most, first = max(counts), histogram["exponent"]
+    counts, first = histogram["counts"], histogram["exponent"]
+    most = max(counts)
     parts = []
     for place, count in enumerate(counts):
         height = 2 + 22 * count / most if count else 0

@@ -17,6 +17,7 @@ from calipers.judging.activations import RoundedValues
 from calipers.judging.weights import Streams
 from calipers.kernels.reductions import count_values
 from calipers.measurements import Measurements, MeasurementsInfo
+from calipers.measurements.summary import octave_counts
 from calipers.measurements.tensors import Statistics, readers_of
 from calipers.numerics.formats import Format
 from calipers.observers.spec import ObserverSpec
@@ -48,9 +49,8 @@ class Channel:
 class ChannelRanges:
     """The extrema of the channels of an input; of many, those of runs of equal length.
 
-    :param count: how many channels there are
-    :param width: how many of them share a pair of extrema
-    :param median: the median of the largest magnitudes of channels
+    :param width: how many channels share a pair of extrema
+    :param median: of the largest magnitudes of channels
     :param outliers: how many channels are outliers
     :param worst: the largest outliers
     """
@@ -103,10 +103,6 @@ class LogHistogram(NamedTuple):
 
     Bin i holds 2^((first+i)/4) ≤ |x| < 2^((first+i+1)/4); the first one all smaller magnitudes but
     zero, too.
-
-    :param first: the number of the first bin
-    :param counts: of each bin
-    :param zeros: how many values are zero
     """
 
     first: int
@@ -126,16 +122,9 @@ class LogHistogram(NamedTuple):
         LogHistogram(first=0, counts=(3, 0, 0, 0, 1), zeros=5)
         """
         filled = seen.values != 0
-        magnitudes, counts = seen.values[filled].double().abs(), seen.counts[filled]
-        zeros = int(seen.counts[~filled].sum())
-        if not len(magnitudes):
-            return cls(0, (), zeros)
-        bins = (magnitudes.log2() * BINS_PER_OCTAVE).floor().long()
-        last = int(bins.max())
-        first = max(int(bins.min()), last - _MOST_OCTAVES * BINS_PER_OCTAVE)
-        places = (bins - first).clamp(min=0)
-        summed = torch.zeros(last - first + 1, dtype=torch.int64).index_add_(0, places, counts)
-        return cls(first, tuple(summed.tolist()), zeros)
+        sizes = seen.values[filled].double().abs()
+        bins = octave_counts(sizes, seen.counts[filled], BINS_PER_OCTAVE, _MOST_OCTAVES)
+        return cls(*bins, int(seen.counts[~filled].sum()))
 
 
 def distribution_of(values: Tensor) -> Distribution:
@@ -243,8 +232,6 @@ def has_one_range(args: QuantizationArgs | None) -> bool:
 class MeasuredInput(NamedTuple):
     """What is known of the input of some modules.
 
-    :param readers: the modules
-    :param values: how often each value occurred
     :param exact: whether values were counted as they are, not rounded
     """
 

@@ -50,11 +50,7 @@ def args_label(args: QuantizationArgs) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the decoder layer that a module is in.
-
-    >>> layer_of("model.layers.12.mlp.experts.3.up_proj"), layer_of("lm_head")
-    (12, None)
-    """
+    """Return the number of the decoder layer that a module is in; None outside of layers."""
     layer = split_layer(name)[0]
     return int(layer.rpartition(".")[2]) if layer else None
 
@@ -79,11 +75,7 @@ def short_kinds(names: Iterable[str]) -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """Return what a module is called in each layer.
-
-    >>> kind_of("model.layers.12.mlp.experts.3.up_proj")
-    'mlp.experts.*.up_proj'
-    """
+    """Return what a module is called in each layer, such as mlp.experts.*.up_proj."""
     return without_numbers(split_layer(name)[1])
 
 
@@ -101,7 +93,6 @@ class ModuleFacts:
 
     :param scheme: how it is quantized, in words
     :param bits: per weight, with scales
-    :param size: in bytes
     :param weight_error: ‖Q(W) − W‖ / ‖W‖
     :param by_weight: the error of its output that the weight causes
     :param by_input: the error of its output that the static input causes
@@ -207,41 +198,39 @@ def judged(
 ) -> tuple[ModuleFacts, ...]:
     """Say of each module whether it hurts, compared with the others, and why."""
     pairs = ((row.by_weight, row.weight_error) for row in rows)
+    median_output = median_of(row.output_error for row in rows)
     usual = _Usual(
-        _median(row.output_error for row in rows),
-        _median(row.weight_error for row in rows),
-        _median(output / weight for output, weight in pairs if output and weight),
+        median_of(row.weight_error for row in rows),
+        median_of(output / weight for output, weight in pairs if output and weight),
     )
-    return tuple(_judged(row, usual, inputs.get(row.name), chosen.get(row.name)) for row in rows)
+    judgements = []
+    for row in rows:
+        error = row.output_error
+        if row.verdict == "float":
+            judgements.append(row)
+        elif row.tokens == 0:
+            reason = "No token reached it while the model was measured."
+            judgements.append(replace(row, verdict="unseen", reasons=(reason,)))
+        elif error is None:
+            judgements.append(row)
+        else:
+            times = error / median_output if median_output else None
+            verdict: Verdict = "fine"
+            if error > COSTLY or (times or 0) > HURTS:
+                verdict = "hurts"
+            elif (times or 0) > WATCHED:
+                verdict = "watch"
+            why = _reasons(row, usual, inputs.get(row.name), chosen.get(row.name))
+            reasons = () if verdict == "fine" else tuple(why)
+            judgements.append(replace(row, times_median=times, verdict=verdict, reasons=reasons))
+    return tuple(judgements)
 
 
 class _Usual(NamedTuple):
-    """What the median module of a checkpoint loses: its output, its weight, and their ratio."""
+    """What the weight of the median module loses, and how many times as much its output."""
 
-    output: float | None
     weight: float | None
     gain: float | None
-
-
-def _judged(
-    row: ModuleFacts, usual: _Usual, seen: MeasuredInput | None, chosen: ChosenRange | None
-) -> ModuleFacts:
-    if row.verdict == "float":
-        return row
-    if row.tokens == 0:
-        reason = "No token reached it while the model was measured."
-        return replace(row, verdict="unseen", reasons=(reason,))
-    error = row.output_error
-    if error is None:
-        return row
-    times = error / usual.output if usual.output else None
-    verdict: Verdict = "fine"
-    if error > COSTLY or (times or 0) > HURTS:
-        verdict = "hurts"
-    elif (times or 0) > WATCHED:
-        verdict = "watch"
-    reasons = () if verdict == "fine" else tuple(_reasons(row, usual, seen, chosen))
-    return replace(row, times_median=times, verdict=verdict, reasons=reasons)
 
 
 def _reasons(
@@ -251,25 +240,25 @@ def _reasons(
         hidden = (row.typical_input or 0) > (row.by_input or 0)
         where = " of tokens without its few largest values" if hidden else ""
         yield (
-            f"Its static input causes most of it: {_percent(row.input_error or 0)} of the "
-            f"output{where}, the weights {_percent(row.by_weight or 0)}."
+            f"Its static input causes most of it: {format_share(row.input_error or 0)} of the "
+            f"output{where}, the weights {format_share(row.by_weight or 0)}."
         )
         if chosen is not None:
             clipped, vanished, _ = chosen.shares
             reach = _amount(max(abs(chosen.low), abs(chosen.high)))
             if vanished > 0.01:
                 yield (
-                    f"One scale reaches ±{reach}, so that {_percent(vanished)} of all values "
+                    f"One scale reaches ±{reach}, so that {format_share(vanished)} of all values "
                     "become zero."
                 )
             if clipped > 0.0001:
-                yield f"{_percent(clipped)} of all values lie beyond ±{reach} and are cut off."
+                yield f"{format_share(clipped)} of all values lie beyond ±{reach} and are cut off."
     elif row.by_weight and row.weight_error:
         gain = row.by_weight / row.weight_error
         if usual.weight and row.weight_error > 1.15 * usual.weight:
             yield (
-                f"Its weights lose {_percent(row.weight_error)}; those of the median module, "
-                f"{_percent(usual.weight)}."
+                f"Its weights lose {format_share(row.weight_error)}; those of the median module, "
+                f"{format_share(usual.weight)}."
             )
         if usual.gain and gain > 1.15 * usual.gain:
             yield (
@@ -286,18 +275,20 @@ def _reasons(
 
 
 def _amount(value: float) -> str:
-    """Write a number with three digits, and all of those before the point.
-
-    >>> _amount(3792.4), _amount(0.01234)
-    ('3,792', '0.0123')
-    """
+    """Write a number with three digits, and all of those before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+def format_share(share: float | None) -> str:
+    """Return a share in percent.
+
+    >>> format_share(0.1234), format_share(0.00001), format_share(None)
+    ('12.3 %', '0.001 %', '–')
+    """
+    return "–" if share is None else f"{100 * share:.3g} %"
 
 
-def _median(errors: Iterable[float | None]) -> float | None:
+def median_of(errors: Iterable[float | None]) -> float | None:
+    """Return the median of those that are known; None where none is."""
     known = [error for error in errors if error is not None]
     return median(known) if known else None

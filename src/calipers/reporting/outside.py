@@ -14,12 +14,7 @@ from calipers.files.reading import read_json_object
 
 
 class Sufficiency(NamedTuple):
-    """Whether enough data was seen of a tensor.
-
-    :param tensor: as measurements call it: ``layers.0.up_proj.input``
-    :param is_enough: whether more data would hardly change the parameters
-    :param reason: why, in a sentence
-    """
+    """Whether enough data was seen of a tensor, such as ``layers.0.up_proj.input``, and why."""
 
     tensor: str
     is_enough: bool
@@ -163,9 +158,11 @@ def numbers_of(found: Any) -> dict[str, float]:
 
 def _read(file: Path, what: str) -> dict[str, Any]:
     if not file.is_file():
-        problem = "is a folder" if file.is_dir() else "does not exist"
-        hint = f"Give the JSON file that 'calipers {_MADE_BY[what]} --json' printed."
-        raise ConfigurationError(problem, subject=f"The file of the {what} '{file}'", hint=hint)
+        raise ConfigurationError(
+            "is a folder" if file.is_dir() else "does not exist",
+            subject=f"The file of the {what} '{file}'",
+            hint=f"Give the JSON file that 'calipers {_MADE_BY[what]} --json' printed.",
+        )
     return read_json_object(file)
 
 

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from calipers import __version__
 from calipers.errors import ConfigurationError, format_size
@@ -17,10 +17,12 @@ from calipers.judging.losses import format_decibels
 from calipers.linting import Finding
 from calipers.reporting.content import CheckpointFacts, Content, InputDetail
 from calipers.reporting.inputs import ChosenRange, LogHistogram
-from calipers.reporting.modules import ModuleFacts, kind_of, layer_of, short_kinds
-from calipers.reporting.outside import EvaluatedModel
-
-_DIGITS = 4
+from calipers.reporting.modules import (
+    format_share,
+    kind_of,
+    layer_of,
+    short_kinds,
+)
 
 
 def page_data(content: Content) -> dict[str, Any]:
@@ -64,28 +66,27 @@ def page_data(content: Content) -> dict[str, Any]:
 def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
     return {
         "name": facts.name,
-        "rows": {row.name: _row(row) for row in facts.modules},
+        "rows": {
+            row.name: {
+                "scheme": row.scheme,
+                "bits": short(row.bits),
+                "size": row.size,
+                "weight": short(row.weight_error),
+                "output": short(row.output_error),
+                "byWeight": short(row.by_weight),
+                "byInput": short(row.input_error),
+                "tokens": row.tokens,
+                "times": short(row.times_median),
+                "verdict": row.verdict,
+                "why": list(row.reasons),
+            }
+            for row in facts.modules
+        },
         "chosen": {name: _range(each) for name, each in facts.chosen.items()},
         "limits": {
             name: [short(each.least), short(each.median), short(each.largest), each.groups]
             for name, each in facts.limits.items()
         },
-    }
-
-
-def _row(row: ModuleFacts) -> dict[str, Any]:
-    return {
-        "scheme": row.scheme,
-        "bits": short(row.bits),
-        "size": row.size,
-        "weight": short(row.weight_error),
-        "output": short(row.output_error),
-        "byWeight": short(row.by_weight),
-        "byInput": short(row.input_error),
-        "tokens": row.tokens,
-        "times": short(row.times_median),
-        "verdict": row.verdict,
-        "why": list(row.reasons),
     }
 
 
@@ -119,14 +120,8 @@ def _histogram(found: LogHistogram | None) -> list[Any] | None:
 
 
 def short(number: float | None) -> float | None:
-    """Return a number with four significant digits; None where there is none.
-
-    >>> short(0.123456), short(1234567.0), short(None), short(float("inf"))
-    (0.1235, 1235000.0, None, None)
-    """
-    if number is None or not math.isfinite(number):
-        return None
-    return float(f"{number:.{_DIGITS}g}")
+    """Return a number with four significant digits; None where there is no finite one."""
+    return float(f"{number:.4g}") if number is not None and math.isfinite(number) else None
 
 
 PLOTLY = "plotly-cartesian.min.js"
@@ -138,7 +133,8 @@ _ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 def page(content: Content) -> str:
     """Return the document. All that comes from files is text in it, whatever it looks like."""
     findings, checkpoints, evaluation = _findings(content), content.checkpoints, content.evaluation
-    worst = [_Headline(each.name, each.ranked[0]) for each in checkpoints if each.ranked]
+    worst = [(each.name, each.ranked[0]) for each in checkpoints if each.ranked]
+    headline = max(worst, key=lambda pair: pair[1].output_error or 0.0, default=None)
     rows = [row for each in checkpoints for row in each.modules]
     tokens = [row.tokens for row in rows if row.tokens is not None]
     ends = sorted({min(tokens), max(tokens)}) if tokens else []
@@ -151,15 +147,15 @@ def page(content: Content) -> str:
         data=json_for_script(page_data(content)),
         content=content,
         version=__version__,
-        headline=max(worst, key=lambda each: each.row.output_error or 0.0, default=None),
+        headline=headline and {"checkpoint": headline[0], "row": headline[1]},
         checkpoints=[
-            _CheckpointRow(
-                each,
-                None if evaluation is None else evaluation.of(each.name),
-                each.size / content.source_size if content.source_size else None,
-                next(iter(each.ranked), None),
-                sum(row.verdict == "hurts" for row in each.modules),
-            )
+            {
+                "facts": each,
+                "scores": None if evaluation is None else evaluation.of(each.name),
+                "part": each.size / content.source_size if content.source_size else None,
+                "worst": next(iter(each.ranked), None),
+                "hurting": sum(row.verdict == "hurts" for row in each.modules),
+            }
             for each in checkpoints
         ],
         findings=findings,
@@ -214,35 +210,6 @@ def _environment() -> Any:
         "bounds": lambda found, form: f"{found.low:{form}} to {found.high:{form}}",
     }
     return made
-
-
-# What is put into words
-
-
-def format_share(share: float | None) -> str:
-    """Return a share in percent.
-
-    >>> format_share(0.1234), format_share(0.00001), format_share(None)
-    ('12.3 %', '0.001 %', '–')
-    """
-    return "–" if share is None else f"{100 * share:.3g} %"
-
-
-class _CheckpointRow(NamedTuple):
-    """A row of the table of checkpoints."""
-
-    facts: CheckpointFacts
-    scores: EvaluatedModel | None
-    part: float | None
-    worst: ModuleFacts | None
-    hurting: int
-
-
-class _Headline(NamedTuple):
-    """The module that hurts most, of all checkpoints."""
-
-    checkpoint: str
-    row: ModuleFacts
 
 
 def _findings(content: Content) -> list[tuple[str, Finding]]:

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from calipers.kernels.hessian import LEAST_GAIN, Rounding, descend, feed_back
+from calipers.statistics.sums import HessianSums, shrunk
 
 _LEAST_DAMPING, _LARGEST_DAMPING = 1e-10, 1.0  # that are tried, of the mean of the diagonal
+_CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are
 _BLOCK = 128  # columns at least whose slopes are worked out together
 _COARSE = 1 << 10  # fewer storable scales than this are far apart
 
@@ -81,6 +83,31 @@ def curvature(hessian: Tensor, damping: float, by_activation: bool = False) -> C
     return None
 
 
+class CurvatureCache:
+    """Keeps the latest Hessian factorised: modules with the same input are solved in a row."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[object, Tensor, tuple[Curvature | None, Curvature | None]] | None = None
+
+    def of(
+        self, sums: HessianSums, damping: float, ordered: bool
+    ) -> tuple[Curvature | None, Curvature | None]:
+        """Return what errors of rounding are weighed by, and what corrects for changed inputs.
+
+        The first is None where the Hessian cannot be factorised, the second where no inputs have
+        changed.
+        """
+        hessian, tokens = sums.hessians[0], sums.num_tokens
+        key = hessian.data_ptr(), ordered, damping
+        if self._latest is None or self._latest[0] != key:
+            mean = shrunk(hessian / tokens, tokens, damping=0.0)
+            errors, correction = curvature(mean, damping, ordered), None
+            if errors is not None and sums.crosses is not None:
+                correction = curvature(mean, max(damping, _CORRECTION_DAMPING))
+            self._latest = key, hessian, (errors, correction)
+        return self._latest[2]
+
+
 def corrected(weight: Tensor, cross: Tensor, residual: Tensor | None, curve: Curvature) -> Tensor:
     """Return the weight that makes of the inputs as they have become what they were meant to give.
 
@@ -119,7 +146,12 @@ def feed_back_errors(
         they stay
     """
     weight, hessian = weight.float(), curve.hessian
-    values = _fed_back(weight, curve, rounding, block)
+    if curve.order is None:
+        values = feed_back(weight, curve.factor, rounding, block)
+    else:
+        in_order = rounding._replace(groups=rounding.groups[curve.order])
+        ordered = feed_back(weight[:, curve.order], curve.factor, in_order, block)
+        values = torch.empty_like(ordered).index_copy_(1, curve.order, ordered)
     pulls = (values - weight) @ hessian
     plain = rounding.nearest(weight)
     worse = ((values - weight) * pulls).sum(1) > losses(plain - weight, curve)
@@ -136,13 +168,6 @@ def feed_back_errors(
             break
         values, _ = sweep(values, weight, hessian, rounding)
     return values, rounding
-
-
-def _fed_back(weight: Tensor, curve: Curvature, rounding: Rounding, block: int) -> Tensor:
-    if curve.order is None:
-        return feed_back(weight, curve.factor, rounding, block)
-    ordered = feed_back(weight[:, curve.order], curve.factor, rounding.permuted(curve.order), block)
-    return torch.empty_like(ordered).index_copy_(1, curve.order, ordered)
 
 
 def losses(differences: Tensor, curve: Curvature, block: int = 512) -> Tensor:
@@ -214,7 +239,12 @@ def refit_scales(
         for own in block:
             group = int(rounding.groups[own.start])
             here = slice(own.start - columns.start, own.stop - columns.start)
-            codes = _codes(before[:, here], rounding, group, found[:, group])
+            codes = before[:, here] / found[:, group, None]  # what is multiplied by the scale
+            if rounding.zeros is None:
+                rounding.fmt.round_(codes)
+            else:
+                zeros = rounding.zeros[:, group, None]
+                rounding.fmt.round_(codes.add_(zeros)).sub_(zeros)
             moved = _moved(found[:, group], codes, near[:, here], hessian[own, own], scales)
             kept = (moved == found[:, group])[:, None]
             values[:, own] = torch.where(kept, before[:, here], codes * moved[:, None])
@@ -231,15 +261,6 @@ def _blocks(groups: Tensor) -> list[list[slice]]:
     columns = [slice(stop - width, stop) for stop, width in zip(stops, widths, strict=True)]
     count = max(1, _BLOCK // max(widths, default=1))
     return [columns[start : start + count] for start in range(0, len(columns), count)]
-
-
-def _codes(values: Tensor, rounding: Rounding, group: int, scales: Tensor) -> Tensor:
-    """Return what is multiplied by the scales of a group."""
-    codes = values / scales[:, None]
-    if rounding.zeros is None:
-        return rounding.fmt.round_(codes)
-    zeros = rounding.zeros[:, group, None]
-    return rounding.fmt.round_(codes.add_(zeros)).sub_(zeros)
 
 
 def _moved(now: Tensor, codes: Tensor, pulls: Tensor, hessian: Tensor, scales: Scales) -> Tensor:

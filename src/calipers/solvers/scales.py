@@ -59,25 +59,10 @@ class Problem(NamedTuple):
     signed: bool = False
     shortlist: int = 1
 
-    @classmethod
-    def of_counts(
-        cls, seen: Distribution, low: Tensor, high: Tensor, args: QuantizationArgs, norm: float
-    ) -> Problem:
-        """Ask for the parameters of one piece of which it is known how often each value occurred.
-
-        :param low: the exact least value; those that were counted may be rounded
-        :param high: the exact largest value
-        """
-        values = seen.values.to(low.dtype).reshape(1, 1, 1, -1)
-        return cls(
-            values,
-            values.min().reshape(1),
-            values.max().reshape(1),
-            args,
-            norm,
-            counts=seen.counts.reshape(values.shape),
-            extremes=(low.reshape(1).cpu(), high.reshape(1).cpu()),
-        )
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The range of each piece that min-max goes by."""
+        return self.extremes or (self.low, self.high)
 
     @property
     def factors(self) -> Tensor | None:
@@ -126,12 +111,6 @@ def error_of(
     """Return the error of the whole tensor under given parameters: by the Hessian, if there is one.
 
     It is infinite where a value leaves the dtype of the tensor, or the sum float64.
-
-    >>> values = torch.tensor([[[[1.0, 2.2, -3.5]]]])
-    >>> problem = Problem(values, values.amin((0, 2, 3)), values.amax((0, 2, 3)),
-    ...                   QuantizationArgs(num_bits=4))
-    >>> round(error_of(problem, torch.tensor([0.5]), torch.zeros(1)), 4)
-    0.04
     """
     hessian = problem.weights.hessian
     if bool(overflows(problem, scale, zero_point, global_scale).any()):
@@ -182,14 +161,12 @@ def effective(scale: Tensor, global_scale: Tensor | None) -> Tensor:
 def minmax(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     """Let the codes cover the whole range of each piece.
 
-    >>> import torch
-    >>> from compressed_tensors.quantization import QuantizationArgs
     >>> values = torch.tensor([[[[-7.5, 1.0, 3.0]]]])
     >>> args = QuantizationArgs(num_bits=4)
     >>> minmax(Problem(values, torch.tensor([-7.5]), torch.tensor([3.0]), args))
     Solution(scale=tensor([1.]), zero_point=tensor([0], dtype=torch.int8), error=0.25)
     """
-    return of_range(problem, *(problem.extremes or (problem.low, problem.high)), global_scale)
+    return of_range(problem, *problem.ends, global_scale)
 
 
 def of_range(
@@ -253,15 +230,13 @@ def exact(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     Candidates are judged as compressed-tensors stores them, a plain scale in the dtype of the
     pieces, and by its arithmetic. The error that is told is Σ w·|q−x|^norm, also under a Hessian.
 
-    >>> from compressed_tensors.quantization import QuantizationArgs
     >>> values = torch.tensor([[[[-2.0, 1.0, 0.9]]]])
     >>> args = QuantizationArgs(num_bits=2)
     >>> found = exact(Problem(values, torch.tensor([-2.0]), torch.tensor([1.0]), args))
     >>> round(found.scale.item(), 4), round(found.error, 4)
     (0.9833, 0.0083)
     """
-    extremes = problem.extremes or (problem.low, problem.high)
-    usual = safe_qparams(*extremes, problem.args, global_scale)
+    usual = safe_qparams(*problem.ends, problem.args, global_scale)
     found = _searched(problem, global_scale)
     candidates = _with_minmax(problem, found, *usual, global_scale)
     chosen, errors = _judged(problem, candidates, global_scale)
@@ -282,11 +257,22 @@ def least_error(
     shape = scale.shape
     scale, zero_point = scale.flatten(), zero_point.flatten()
     lows, highs = seen.low.flatten(), seen.high.flatten()
-    for piece, values in enumerate(seen.distributions):
-        if len(values.values):
-            ends = lows[piece], highs[piece]
-            best = exact(Problem.of_counts(values, *ends, seen.args, norm))
-            scale[piece], zero_point[piece] = best.scale, best.zero_point
+    for piece, (values, counts) in enumerate(seen.distributions):
+        if not len(values):
+            continue
+        values = values.to(lows.dtype).reshape(1, 1, 1, -1)
+        problem = Problem(
+            values,
+            values.min().reshape(1),
+            values.max().reshape(1),
+            seen.args,
+            norm,
+            counts=counts.reshape(values.shape),
+            # Values may have been rounded to be counted; these are exact.
+            extremes=(lows[piece].reshape(1).cpu(), highs[piece].reshape(1).cpu()),
+        )
+        best = exact(problem)
+        scale[piece], zero_point[piece] = best.scale, best.zero_point
     return scale.reshape(shape), zero_point.reshape(shape)
 
 

@@ -8,7 +8,7 @@ precision.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import cache, wraps
@@ -106,17 +106,6 @@ class TensorSummary:
         self.tokens = torch.tensor(tokens, device=ranges.device)
         self.like = ranges.new_empty(0)  # has the dtype, and nothing else
 
-    def extrema(self, *, of_channels: bool) -> dict[str, Tensor]:
-        """Return the extrema of each channel, or of all, and what is remembered beside them."""
-        low, high = self.min_vals, self.max_vals
-        return {
-            "min_vals": low if of_channels else low.amin(0, keepdim=True),
-            "max_vals": high if of_channels else high.amax(0, keepdim=True),
-            "observed_tokens": self.tokens,
-            "observed_nonfinite": torch.zeros_like(self.tokens),
-            "observed_like": self.like,
-        }
-
 
 Load: TypeAlias = Callable[[], Tensor]
 """Loads a field; the same tensor to the bit each time."""
@@ -191,6 +180,11 @@ class Statistic:
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {}
+    tokens_field: ClassVar[str] = ""
+    """The field that counts tokens."""
+    configured_by: ClassVar[tuple[str, ...]] = ()
+    """The attributes that two of a class have in common if they measure the same of a tensor: also
+    the keywords of its constructor."""
     measures_roundings: ClassVar[bool] = True
     """Whether it matters that a model which computes in a wider dtype would round to its own."""
     owner: str = ""
@@ -206,10 +200,6 @@ class Statistic:
         """The fields as the last synchronisation across ranks left them."""
         record: dict[str, Tensor] = self.__dict__.setdefault("_synced", {})
         return record
-
-    def mark_common(self) -> None:
-        """Take note that all ranks know the same: it is not added up again."""
-        self.synced.update(self.fields())
 
     @property
     def lock(self) -> Lock:
@@ -295,11 +285,12 @@ class Statistic:
     @property
     def num_tokens(self) -> int:
         """How many tokens were taken in."""
-        return 0
+        return int(getattr(self, self.tokens_field, 0))
 
     def configuration(self) -> dict[str, Any]:
         """Return what two statistics have in common that measure the same of a tensor."""
-        return {"class": type(self).__qualname__}
+        settings = {name: getattr(self, name) for name in self.configured_by}
+        return {"class": type(self).__qualname__, **settings}
 
     @classmethod
     def from_configuration(cls, options: Mapping[str, Any]) -> Self:
@@ -342,10 +333,6 @@ class Statistic:
     @guarded
     def absorb(self, /, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
-        self._absorb(new)
-
-    def _absorb(self, new: dict[str, Tensor]) -> None:
-        """Absorb, for one who holds the lock already."""
         known = [(name, mine) for name in new if (mine := self.field(name)) is not None]
         for name, mine in known:
             value = new[name]
@@ -375,27 +362,25 @@ class Statistic:
         ours, theirs = self.configuration(), other.configuration()
         if ours != theirs:
             raise different_configurations(f"merge into {self.label()}", ours, theirs)
-        self._merge_fields(other.copied_fields())  # never both locks at once
-        return self
-
-    @guarded
-    def _merge_fields(self, theirs: Mapping[str, Tensor]) -> None:
-        held = {**self.fields(), **theirs}
-        forgetful = {
-            name: reduction.value
-            for name, reduction in self.declared().items()
-            if name in held and not reduction.is_mergeable
-        }
-        if forgetful and self.fields() and theirs:
-            reasons = listing(f"{name} ({kept})" for name, kept in forgetful.items())
-            raise MergeError(
-                f"cannot merge: what it keeps depends on the order of the data: {reasons}",
-                subject=self.label(),
-                hint="Use a statistic with memory of all data, such as 'static_minmax'",
+        fields = other.copied_fields()  # never both locks at once
+        with self.lock:
+            held = self.fields()
+            forgetful = [
+                f"{name} ({reduction.value})"
+                for name, reduction in self.declared().items()
+                if (name in held or name in fields) and not reduction.is_mergeable
+            ]
+            if forgetful and held and fields:
+                raise MergeError(
+                    "cannot merge: what it keeps depends on the order of the data: "
+                    f"{listing(forgetful)}",
+                    subject=self.label(),
+                    hint="Use a statistic with memory of all data, such as 'static_minmax'",
+                )
+            self.absorb(
+                **{k: v.to(held[k].device if k in held else v.device) for k, v in fields.items()}
             )
-        self.absorb(
-            **{name: value.to(getattr(self, name, value).device) for name, value in theirs.items()}
-        )
+        return self
 
     @guarded
     def copied_fields(self) -> dict[str, Tensor]:
@@ -417,13 +402,13 @@ class Statistic:
         """
         with other.lock:
             fields, deferred = other.fields_to_share(), other.deferred()
-        self._replace_fields(fields, deferred)  # never both locks at once
+        self.replace_fields(fields, deferred)  # never both locks at once
 
     def origin(self) -> tuple[int, ...]:
         """Return what two statistics have in common that know the same by :meth:`copy_from`."""
         return tuple(map(id, (*self.fields_to_share().values(), *self.deferred().values())))
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Know what statistics of the same tensor tell of it; False where that is not enough.
 
         Nothing that was measured with ``nonfinite="raise"`` has NaN or Inf in it, so it is the same
@@ -446,9 +431,10 @@ class Statistic:
         return {name: value for name, value in held.items() if value is not None}
 
     @guarded
-    def _replace_fields(
+    def replace_fields(
         self, fields: Mapping[str, Tensor], deferred: Mapping[str, Load] | None = None
     ) -> None:
+        """Hold these tensors themselves, in place of what is here."""
         self.reset()
         for name, value in fields.items():
             setattr(self, name, value)

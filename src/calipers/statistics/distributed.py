@@ -117,23 +117,23 @@ def sync_statistics(
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
-    everyone = gather([_holdings(statistic) for statistic in statistics], group)
+    holdings: list[dict[str, Any]] = []
+    for statistic in statistics:
+        fields, synced = statistic.fields(), statistic.synced
+        holdings.append(
+            {
+                "configuration": statistic.configuration(),
+                "fields": {name: (tuple(v.shape), v.dtype) for name, v in fields.items()},
+                "synced": bool(synced),
+                "unchanged": all(fields.get(name) is synced[name] for name in synced),
+            }
+        )
+    everyone = gather(holdings, group)
     works: list[dist.Work] = []
     for position, statistic in enumerate(statistics):
         with statistic.lock, full_precision():
             works += _reduce_fields(statistic, [rank[position] for rank in everyone], group)
     return works
-
-
-def _holdings(statistic: Statistic) -> dict[str, Any]:
-    fields = statistic.fields()
-    synced = statistic.synced
-    return {
-        "configuration": statistic.configuration(),
-        "fields": {name: (tuple(value.shape), value.dtype) for name, value in fields.items()},
-        "synced": bool(synced),
-        "unchanged": all(fields.get(name) is synced[name] for name in synced),
-    }
 
 
 def _reduce_fields(

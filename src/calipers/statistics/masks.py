@@ -76,10 +76,20 @@ def mask_for(tensor: Tensor, base_name: str, where: str) -> Tensor | None:
     mask = current_mask()
     if mask is None or base_name == "weight":
         return None
-    fitting = _over_states(mask, tensor) if base_name in "qkv" else _over_hidden(mask, tensor)
-    if fitting is None:
-        raise _other_tokens(where, mask, tuple(tensor.shape))
-    return fitting
+    if base_name in "qkv":  # (batch, heads, sequence, head_dim)
+        states = (tensor.shape[0], tensor.shape[2]) if tensor.ndim == 4 else ()
+        if states in (mask.shape, (1, mask.numel())):
+            return mask.reshape(states)
+    else:  # dimensions after those of the tokens share their entries
+        leading = tuple(tensor.shape[:-1])
+        for tokens in (tuple(mask.shape), (mask.numel(),), (1, mask.numel())):
+            if leading[: len(tokens)] == tokens:
+                rest = (1,) * (len(leading) - len(tokens))
+                return mask.reshape(*tokens, *rest).expand(leading)
+        # A dimension of one may stand between those of tokens: (batch, 1, sequence, features).
+        if [size for size in leading if size != 1] == [size for size in mask.shape if size != 1]:
+            return mask.reshape(leading)
+    raise _other_tokens(where, mask, tuple(tensor.shape))
 
 
 def _other_tokens(where: str, mask: Tensor, shape: tuple[int, ...]) -> LayoutError:
@@ -89,22 +99,3 @@ def _other_tokens(where: str, mask: Tensor, shape: tuple[int, ...]) -> LayoutErr
         where=where,
         hint="Use " + Option("batch_size", 1) + " or pack the data, so that there is no padding",
     )
-
-
-def _over_states(mask: Tensor, states: Tensor) -> Tensor | None:
-    """Lay the mask over attention states of shape (batch, heads, sequence, head_dim)."""
-    tokens = (states.shape[0], states.shape[2]) if states.ndim == 4 else ()
-    return mask.reshape(tokens) if tokens in (mask.shape, (1, mask.numel())) else None
-
-
-def _over_hidden(mask: Tensor, hidden: Tensor) -> Tensor | None:
-    """Lay the mask over an activation; dimensions after those of the tokens share its entries."""
-    leading = tuple(hidden.shape[:-1])
-    for tokens in (tuple(mask.shape), (mask.numel(),), (1, mask.numel())):
-        if leading[: len(tokens)] == tokens:
-            rest = (1,) * (len(leading) - len(tokens))
-            return mask.reshape(*tokens, *rest).expand(leading)
-    # A dimension of one may stand between those of the tokens: (batch, 1, sequence, features).
-    if [size for size in leading if size != 1] == [size for size in mask.shape if size != 1]:
-        return mask.reshape(leading)
-    return None

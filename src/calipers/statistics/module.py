@@ -20,7 +20,6 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     It is a statistic itself: of the fields it declares, and of those of its ``parts``. A part is
     given by setting the attribute of that name; one that is new takes the lock of the module.
-    A subclass may have ``options``, whose fields are visible as attributes, too.
     A state_dict holds the fields that have data and the configuration they were gathered under,
     all of it as tensors. Casting the model leaves the precision of its statistics alone.
     """
@@ -63,35 +62,22 @@ class StatisticModule(Statistic, torch.nn.Module):
         holders, declared = _arrangement(cast("Any", type(self)), tuple(kinds))
         self.__dict__.update(_holders=holders, _all_declared=declared)
 
-    def option_named(self, name: str) -> str | None:  # noqa: ARG002
-        """Return the option that an attribute stands for; None where it stands for none."""
-        return None
-
-    def set_option(self, name: str, value: Any) -> None:
-        """Change an option."""
-        raise NotImplementedError
+    def _part_with(self, name: str) -> Statistic | None:
+        """Return the part that has a field; None for the module's own, and before there are any."""
+        return self.__dict__.get(self.__dict__.get("_holders", {}).get(name))
 
     def __getattr__(self, name: str) -> Any:
-        option = self.option_named(name)
-        if option is not None:
-            return getattr(self.__dict__["options"], option)
-        holder = self.__dict__.get("_holders", {}).get(name)
-        if holder is not None:
-            part = self.__dict__[holder]
-            if name in part.__dict__ or name in part.deferred():
-                return getattr(part, name)
+        part = self._part_with(name)
+        if part is not None and (name in part.__dict__ or name in part.deferred()):
+            return getattr(part, name)
         return torch.nn.Module.__getattr__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        option = self.option_named(name)
-        if option is not None:
-            self.set_option(option, value)
-            return
         if value is None and name in self.__dict__.get("_all_declared", ()):
             self.__dict__.setdefault("_none_at_first", set()).add(name)
-        holder = self.__dict__.get("_holders", {}).get(name)
-        if holder is not None:
-            setattr(self.__dict__[holder], name, value)
+        part = self._part_with(name)
+        if part is not None:
+            setattr(part, name, value)
         elif name in self.parts:
             if isinstance(value, Statistic):  # a subclass may use the name for something else
                 value.__dict__.setdefault("_lock", self.lock)
@@ -101,9 +87,9 @@ class StatisticModule(Statistic, torch.nn.Module):
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        holder = self._holders.get(name)
-        if holder is not None:
-            delattr(self.__dict__[holder], name)
+        part = self._part_with(name)
+        if part is not None:
+            delattr(part, name)
         else:
             super().__delattr__(name)
 
@@ -111,23 +97,20 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     def field(self, name: str) -> Tensor | None:
         """Return a field, if it holds data."""
-        holder = self._holders.get(name)
-        if holder is None:
-            return super().field(name)
-        part: Statistic = self.__dict__[holder]
-        return part.field(name)
+        part = self._part_with(name)
+        return super().field(name) if part is None else part.field(name)
 
     def put(self, name: str, value: Tensor) -> None:
         """Set a field, where it is."""
-        holder = self._holders.get(name)
-        if holder is None:
+        part = self._part_with(name)
+        if part is None:
             setattr(self, name, value)
         else:
-            self.__dict__[holder].__dict__[name] = value
+            part.put(name, value)
 
     def combine(self, name: str, mine: Tensor, new: Tensor) -> Tensor:
         """Reduce two values of one field to one, as the part that has it does."""
-        part: Statistic | None = self.__dict__.get(self._holders.get(name, ""))
+        part = self._part_with(name)
         if part is None or part.declared()[name] is not self._all_declared[name]:
             return super().combine(name, mine, new)
         return part.combine(name, mine, new)
@@ -150,12 +133,12 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     def packed(self, name: str, value: Tensor) -> Tensor:
         """Return the form in which a field is saved."""
-        part: Statistic | None = self.__dict__.get(self._holders.get(name, ""))
+        part = self._part_with(name)
         return value if part is None else part.packed(name, value)
 
     def unpacked(self, name: str, saved: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a saved field in the form it is kept in, where it had this shape."""
-        part: Statistic | None = self.__dict__.get(self._holders.get(name, ""))
+        part = self._part_with(name)
         if part is None:
             return saved
         part.owner = self.label()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -140,6 +140,7 @@ class LastRange(Statistic):
         "observed_nonfinite": Reduction.SUM,
         "observed_like": Reduction.SUM,
     }
+    tokens_field = "observed_tokens"
     min_vals: Tensor
     max_vals: Tensor
     observed_tokens: Tensor
@@ -172,11 +173,6 @@ class LastRange(Statistic):
             "nonfinite": self.nonfinite,
             **({"choice": self.choice.configuration()} if self.choice else {}),
         }
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were taken in."""
-        return int(getattr(self, "observed_tokens", 0))
 
     @guarded
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -236,29 +232,22 @@ class Extrema(LastRange):
             return "min_vals must be as many as max_vals, and none above its maximum"
         return None
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Take the extrema of groups from those of single channels, too."""
-        known = list(known)
         if super().derive_from(known):
             return True
         width = shared_columns(self.args)
         for each in known:
-            if (
-                width is not None
-                and isinstance(each, Extrema)
-                and each.is_of_channels(self.base_name)
-            ):
-                fields = each.fields()
+            if width is None or not isinstance(each, Extrema):
+                continue
+            if each.base_name == self.base_name and shared_columns(each.args) == 1:
+                fields = each.fields()  # the extrema of single channels
                 if fields:
                     fields["min_vals"] = fields["min_vals"].reshape(-1, width).amin(-1)
                     fields["max_vals"] = fields["max_vals"].reshape(-1, width).amax(-1)
                 self.load_fields(fields)
                 return True
         return False
-
-    def is_of_channels(self, base_name: str) -> bool:
-        """Whether these are the extrema of single channels of a tensor."""
-        return self.base_name == base_name and shared_columns(self.args) == 1
 
     @property
     def takes_summaries(self) -> bool:
@@ -268,7 +257,15 @@ class Extrema(LastRange):
 
     def take(self, summary: TensorSummary) -> None:
         """Take in the tensors of a summary, as ``update`` would, one after the other."""
-        self.absorb(**summary.extrema(of_channels=self.args.group_size == 1))
+        low, high = summary.min_vals, summary.max_vals
+        of_channels = self.args.group_size == 1
+        self.absorb(
+            min_vals=low if of_channels else low.amin(0, keepdim=True),
+            max_vals=high if of_channels else high.amax(0, keepdim=True),
+            observed_tokens=summary.tokens,
+            observed_nonfinite=torch.zeros_like(summary.tokens),
+            observed_like=summary.like,
+        )
 
 
 class MovingAverage(LastRange):

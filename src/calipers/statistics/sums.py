@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,17 +26,10 @@ class TokenSums(Statistic):
         have any are left out (``ignore``); or they are summed up as they are (``keep``)
     """
 
+    configured_by: ClassVar[tuple[str, ...]] = ("nonfinite",)
+
     def __init__(self, *, nonfinite: NonFinite = "raise") -> None:
         self.nonfinite: NonFinite = nonfinite
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {**super().configuration(), "nonfinite": self.nonfinite}
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were taken in."""
-        return int(getattr(self, list(self.declared())[-1], 0))
 
     @full_precision()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -49,25 +42,21 @@ class TokenSums(Statistic):
             finite = torch.isfinite(tokens).all(-1)
             if not bool(finite.all()):
                 tokens, marks = tokens[finite], None if marks is None else marks[finite]
-        summed = self._summed(tokens, marks)
-        if self.nonfinite == "raise" and not bool(torch.isfinite(self._witness(*summed)).all()):
-            self._refuse(tokens, marks, x)
+        summed = self.summed(tokens, marks)
+        if self.nonfinite == "raise" and not bool(torch.isfinite(self.witness(*summed)).all()):
+            kept = tokens if marks is None else tokens[marks]
+            count = int((~torch.isfinite(kept)).sum())
+            if count:  # and not only a sum of finite values that overflows
+                raise not_finite(self.label(), count, x.numel(), x.shape)
         self.absorb(**dict(zip(self.declared(), summed, strict=True)))
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
         """Return the sums over the tokens that are marked, (tokens, channels), and their number."""
         raise NotImplementedError
 
-    def _witness(self, *sums: Tensor) -> Tensor:
+    def witness(self, *sums: Tensor) -> Tensor:
         """Return numbers that are finite only if all values are."""
         return sums[0]
-
-    def _refuse(self, tokens: Tensor, marks: Tensor | None, x: Tensor) -> None:
-        """Raise if a value is not finite, and not only a sum of such as are."""
-        kept = tokens if marks is None else tokens[marks]
-        count = int((~torch.isfinite(kept)).sum())
-        if count:
-            raise not_finite(self.label(), count, x.numel(), x.shape)
 
 
 class SquareSums(TokenSums):
@@ -86,6 +75,7 @@ class SquareSums(TokenSums):
         "_imatrix_sum": Reduction.SUM,
         "_imatrix_count": Reduction.SUM,
     }
+    tokens_field = "_imatrix_count"
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
 
@@ -105,7 +95,8 @@ class SquareSums(TokenSums):
         for sums in others:
             self.absorb(_imatrix_sum=sums)
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sums over the tokens that are marked, and their number."""
         return sum_of_squares(tokens, marks), number_of(tokens, marks)
 
 
@@ -124,6 +115,7 @@ class TokenSquares(TokenSums):
         "square_sum": Reduction.SUM,
         "square_count": Reduction.SUM,
     }
+    tokens_field = "square_count"
     measures_roundings = False
     square_sum: Tensor
     square_count: Tensor
@@ -131,9 +123,8 @@ class TokenSquares(TokenSums):
     def __init__(self, *, nonfinite: NonFinite = "keep") -> None:
         super().__init__(nonfinite=nonfinite)
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Take the sum from the counts of all values, too."""
-        known = list(known)
         if super().derive_from(known):
             return True
         counts = next((each for each in known if isinstance(each, ValueCounts)), None)
@@ -143,7 +134,8 @@ class TokenSquares(TokenSums):
         self.load_fields({"square_sum": total, "square_count": tokens})
         return True
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sums over the tokens that are marked, and their number."""
         working = torch.promote_types(tokens.dtype, torch.float32)
         norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=working)
         norms = norms if marks is None else norms[marks]
@@ -185,6 +177,7 @@ def block_width(columns: int, piece: int) -> int:
 class HessianSums(TokenSums):
     """Sums of products of channels."""
 
+    tokens_field = "_hessian_count"
     _hessian_sum: Tensor
     _hessian_count: Tensor
 
@@ -220,6 +213,8 @@ class BlockHessians(HessianSums):
         "_hessian_count": Reduction.SUM,
     }
 
+    configured_by = ("nonfinite", "width")
+
     def __init__(self, width: int | None = None, *, nonfinite: NonFinite = "raise") -> None:
         super().__init__(nonfinite=nonfinite)
         self._width = width
@@ -230,10 +225,6 @@ class BlockHessians(HessianSums):
         if self._width is not None or "_hessian_count" not in self.fields_to_share():
             return self._width
         return self._hessian_sum.shape[-1]
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {**super().configuration(), "width": self.width}
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""
@@ -246,9 +237,8 @@ class BlockHessians(HessianSums):
         """Estimate the memory it takes for a tensor of so many channels."""
         return 8 * channels * (self._width or channels)
 
-    def derive_from(self, known: Iterable[Statistic]) -> bool:
+    def derive_from(self, known: Collection[Statistic]) -> bool:
         """Take the blocks on the diagonal of wider ones, too."""
-        known = list(known)
         if super().derive_from(known):
             return True
         for each in known:
@@ -258,18 +248,13 @@ class BlockHessians(HessianSums):
                 and self._width is not None
                 and (each.width or 1) % self._width == 0
             ):
-                self._replace_fields(
-                    {"_hessian_count": each._hessian_count},
-                    {
-                        "_hessian_sum": partial(
-                            _on_diagonal, each.loader("_hessian_sum"), self._width
-                        )
-                    },
-                )
+                load = partial(_on_diagonal, each.loader("_hessian_sum"), self._width)
+                self.replace_fields({"_hessian_count": each._hessian_count}, {"_hessian_sum": load})
                 return True
         return False
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sums over the tokens that are marked, and their number."""
         width = self.width
         assert width is not None, "the width of blocks is not known"
         tokens = tokens if marks is None else tokens[marks]
@@ -278,7 +263,8 @@ class BlockHessians(HessianSums):
         total = sums[0] if len(sums) == 1 else torch.cat(sums)
         return total, torch.tensor(len(tokens), device=tokens.device)
 
-    def _witness(self, *sums: Tensor) -> Tensor:
+    def witness(self, *sums: Tensor) -> Tensor:
+        """Return numbers that are finite only if all values are."""
         return sums[0].diagonal(dim1=-2, dim2=-1)
 
 
@@ -304,10 +290,11 @@ class PairedHessians(HessianSums):
     _cross_sum: Tensor
     _residual_sum: Tensor
     takes_pairs = True
+    configured_by = ("nonfinite", "channels")
 
     def __init__(self, channels: int, *, nonfinite: NonFinite = "raise") -> None:
         super().__init__(nonfinite=nonfinite)
-        self._channels = channels
+        self.channels = channels
 
     @property
     def crosses(self) -> Tensor | None:
@@ -319,23 +306,21 @@ class PairedHessians(HessianSums):
         """Σ d yᵀ."""
         return self._residual_sum if self._residual_sum.numel() else None
 
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {**super().configuration(), "channels": self._channels}
-
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes for a tensor of so many channels."""
         return len(self.reductions) * 8 * channels**2
 
-    def _summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+    def summed(self, tokens: Tensor, marks: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the sums over the tokens that are marked, and their number."""
         tokens = tokens if marks is None else tokens[marks]
-        rest = tokens.shape[-1] - 2 * self._channels
-        before, now, change = torch.split(tokens, [self._channels, self._channels, rest], dim=-1)
+        rest = tokens.shape[-1] - 2 * self.channels
+        before, now, change = torch.split(tokens, [self.channels, self.channels, rest], dim=-1)
         hessian = sum_of_products(now)
         crosses = (sum_of_products(each, now)[None] for each in (before, change))
         return hessian[None], *crosses, torch.tensor(len(tokens), device=tokens.device)
 
-    def _witness(self, *sums: Tensor) -> Tensor:
+    def witness(self, *sums: Tensor) -> Tensor:
+        """Return numbers that are finite only if all values are."""
         crosses = sums[1][..., 0], sums[2][..., 0]
         return torch.cat([sums[0].diagonal(dim1=-2, dim2=-1), *crosses], -1)
 
@@ -387,6 +372,7 @@ class Sensitivity(Statistic):
         "_sensitivity_sum": Reduction.SUM,
         "_sensitivity_count": Reduction.SUM,
     }
+    tokens_field = "_sensitivity_count"
     _sensitivity_sum: Tensor
     _sensitivity_count: Tensor
 
@@ -407,15 +393,6 @@ class Sensitivity(Statistic):
 
     def _add(self, squares: Tensor, tokens: int) -> None:
         self.absorb(_sensitivity_sum=squares, _sensitivity_count=torch.tensor(tokens))
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens had a loss."""
-        return int(getattr(self, "_sensitivity_count", 0))
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {"class": type(self).__qualname__}
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""

@@ -70,18 +70,13 @@ class TensorStatistics:
     @guarded
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
-        tokens = _number_of_tokens(x, mask)
-        # It must have the channels of those that are pending, and be where they were.
-        like = self._pending[0].square_sums if self._pending else None
-        is_alike = like is None or (like.shape == x.shape[-1:] and like.device == x.device)
-        found = self._summarized(x, mask) if tokens and is_alike else None
-        if found is None:
+        summary = self._summarized(x, mask)
+        if summary is None:
             self.flush()
             for statistic in self.statistics:
                 statistic.update(x, mask)
             return
-        self._pending.append(found)
-        self._tokens += tokens
+        self._pending.append(summary)
         if len(self._pending) == MOST_PENDING:
             self.flush()
 
@@ -98,23 +93,31 @@ class TensorStatistics:
         self._pending, self._tokens = [], 0
 
     def _summarized(self, x: Tensor, mask: Tensor | None) -> ChannelSummary | None:
-        """Look at a tensor, and have its values counted; if not all are finite, nothing is done."""
+        """Look at a tensor, and have its values counted; None if statistics must do so themselves.
+
+        That is where not all is finite, nothing counts, or it takes more than one look to say so.
+        """
+        if not (x.numel() and x.ndim and x.is_floating_point() and x.dtype.itemsize > 1):
+            return None
+        # It must have the channels of those that are pending, and be where they were.
+        like = self._pending[0].square_sums if self._pending else None
+        if like is not None and (like.shape != x.shape[-1:] or like.device != x.device):
+            return None
+        number = x.numel() // x.shape[-1]
+        if mask is not None:
+            if mask.dtype != torch.bool or mask.device != x.device or mask.shape != x.shape[:-1]:
+                return None
+            number = int(mask.sum())
+        if not number:
+            return None
         tokens = x.detach().reshape(-1, x.shape[-1])
         marks = None if mask is None else mask.reshape(-1)
         tables = (each.table_for(tokens) for each in self.statistics)
         counts = next((table for table in tables if table is not None), None)
-        found = summarize_channels(tokens, marks, counts=counts)
-        if found is None and counts is not None:
+        summary = summarize_channels(tokens, marks, counts=counts)
+        if summary is not None:
+            self._tokens += number
+        elif counts is not None:
             kept = tokens if marks is None else tokens[marks]
             counts -= count_values(kept[:, None, None])
-        return found
-
-
-def _number_of_tokens(x: Tensor, mask: Tensor | None) -> int:
-    """Return how many tokens count; 0 also where it takes more than one look to say so."""
-    if not (x.numel() and x.ndim and x.is_floating_point() and x.dtype.itemsize > 1):
-        return 0
-    if mask is None:
-        return x.numel() // x.shape[-1]
-    is_plain = mask.dtype == torch.bool and mask.device == x.device and mask.shape == x.shape[:-1]
-    return int(mask.sum()) if is_plain else 0
+        return summary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -49,22 +49,17 @@ class ValueCounts(Statistic):
         "observed_counted": Reduction.SUM,
         "observed_counted_like": Reduction.SUM,
     }
+    tokens_field = "observed_counted"
+    configured_by = ("base_name", "strategy")
     counts_bfloat16: Tensor
     counts_float16: Tensor
     observed_counted: Tensor  # tokens
     observed_counted_like: Tensor  # no elements, only the dtype; adding two promotes it
 
     def __init__(self, base_name: str = "input", strategy: str = "tensor") -> None:
-        self._base_name = base_name
         self._args = QuantizationArgs(num_bits=8, strategy=strategy)
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two statistics have in common that measure the same of a tensor."""
-        return {
-            **super().configuration(),
-            "base_name": self._base_name,
-            "strategy": strategy_name(self._args),
-        }
+        self.base_name, self.strategy = base_name, strategy_name(self._args)
+        self._own: dict[str, Tensor] = {}  # the tables that nobody else holds
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""
@@ -72,12 +67,7 @@ class ValueCounts(Statistic):
 
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes: a table for the tensor, or for each head."""
-        return 8 * BINS * (heads if strategy_name(self._args) == "attn_head" else 1)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were taken in."""
-        return int(getattr(self, "observed_counted", 0))
+        return 8 * BINS * (heads if self.strategy == "attn_head" else 1)
 
     @property
     def is_exact(self) -> bool:
@@ -89,7 +79,7 @@ class ValueCounts(Statistic):
     @guarded
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in a tensor, in the shape it has in the model; ``mask`` says which tokens count."""
-        layout = Layout.of(self._base_name, self._args)
+        layout = Layout.of(self.base_name, self._args)
         x = x if mask is None else layout.select_tokens(x, mask)
         if x.numel():
             self.count(layout.pieces(as_float(x)), layout.tokens(x))
@@ -106,7 +96,7 @@ class ValueCounts(Statistic):
     @property
     def takes_summaries(self) -> bool:
         """Whether summaries of finite tensors, made for several statistics, are enough for it."""
-        return self._base_name in ("input", "output") and strategy_name(self._args) == "tensor"
+        return self.base_name in ("input", "output") and self.strategy == "tensor"
 
     def take(self, summary: TensorSummary) -> None:
         """Take in the tensors of a summary, whose counts are in their table already."""
@@ -125,11 +115,20 @@ class ValueCounts(Statistic):
             for name, dtype in TABLES.items()
             if name in self.fields()
         }
-        found = [
-            _united([_occurring(row, dtype) for row, dtype in zip(rows, tables, strict=True)])
-            for rows in zip(*tables.values(), strict=True)
-        ]
-        return iter(found)
+        distributions = []
+        for rows in zip(*tables.values(), strict=True):
+            values, counts = [], []
+            for row, dtype in zip(rows, tables, strict=True):
+                bins = row.nonzero().squeeze(1)
+                occurring = bins.to(torch.int32).to(torch.int16).view(dtype).float() + 0.0  # no −0
+                finite = torch.isfinite(occurring)
+                values.append(occurring[finite])
+                counts.append(row[bins[finite]])
+            distinct, places = torch.unique(torch.cat(values), return_inverse=True)
+            total = torch.cat(counts)
+            summed = total.new_zeros(len(distinct)).index_add_(0, places, total)
+            distributions.append(Distribution(distinct, summed))
+        return iter(distributions)
 
     def square_sum(self) -> Tensor:
         """Return Σx² of all finite values, in float64."""
@@ -171,12 +170,6 @@ class ValueCounts(Statistic):
         table = torch.zeros(math.prod(shape), dtype=torch.int64, device=saved.device)
         return table.index_copy_(0, bins, counts).reshape(*shape)
 
-    @property
-    def _own(self) -> dict[str, Tensor]:
-        """The tables that nobody else holds."""
-        tables: dict[str, Tensor] = self.__dict__.setdefault("_own_tables", {})
-        return tables
-
     def _own_table(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the table of the dtype of values, with a row for each of so many pieces."""
         name = "counts_float16" if values.dtype == torch.float16 else "counts_bfloat16"
@@ -191,19 +184,6 @@ class ValueCounts(Statistic):
         setattr(self, name, table)
         self._own[name] = table
         return table
-
-
-def _occurring(table: Tensor, dtype: torch.dtype) -> Distribution:
-    bins = table.nonzero().squeeze(1)
-    values = bins.to(torch.int32).to(torch.int16).view(dtype).float() + 0.0  # the zeros are one
-    finite = torch.isfinite(values)
-    return Distribution(values[finite], table[bins[finite]])
-
-
-def _united(parts: Sequence[Distribution]) -> Distribution:
-    values, places = torch.unique(torch.cat([part.values for part in parts]), return_inverse=True)
-    counts = torch.cat([part.counts for part in parts])
-    return Distribution(values, counts.new_zeros(len(values)).index_add_(0, places, counts))
 
 
 def _problem(saved: Tensor, shape: Sequence[int]) -> str | None:

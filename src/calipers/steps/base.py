@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from compressed_tensors.offload import disable_onloading
@@ -21,9 +21,7 @@ from calipers.planning.specs import ModuleSpec
 from calipers.registry import Registry
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
-
-if TYPE_CHECKING:
-    from calipers.steps.gptq import CurvatureCache
+from calipers.solvers.gptq import CurvatureCache
 
 __all__ = ["Changes", "Layer", "Modifier", "Patterns", "QParams"]
 
@@ -208,14 +206,7 @@ class Modifier(BaseModel):
 
 
 def plain_fields(model: BaseModel) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, as plain data.
-
-    >>> class Spoon(Modifier):
-    ...     size: int = 1
-    ...     targets: Patterns = ()
-    >>> plain_fields(Spoon(targets="Linear"))
-    {'targets': ['Linear']}
-    """
+    """Return the fields that differ from their defaults, as plain data."""
     fields = type(model).model_fields
     given = {name: getattr(model, name) for name in fields}
     return {

@@ -17,10 +17,10 @@ from calipers.numerics.layout import Layout
 from calipers.observers import QParamsDict
 from calipers.planning.plan import Propagation, StepPlan
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
-from calipers.solvers.gptq import Curvature, Scales, corrected, curvature, feed_back_errors
+from calipers.solvers.gptq import Curvature, CurvatureCache, Scales, corrected, feed_back_errors
 from calipers.solvers.importance import FullHessian, PairedHessian
 from calipers.statistics.base import Statistic
-from calipers.statistics.sums import HessianSums, shrunk
+from calipers.statistics.sums import HessianSums
 from calipers.steps.base import Changes, Layer
 from calipers.steps.choices import ObserverChoice
 from calipers.steps.quantization import QuantizationModifier
@@ -34,34 +34,8 @@ from calipers.steps.solving import (
 from calipers.topology.model import decoder_layers
 from calipers.topology.names import expert_of
 
-_CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are
 _FEW = 4  # weights of a stage, which whoever runs it shows
 NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
-
-
-class CurvatureCache:
-    """Keeps the latest Hessian factorised: modules with the same input are solved in a row."""
-
-    def __init__(self) -> None:
-        self._latest: tuple[object, Tensor, tuple[Curvature | None, Curvature | None]] | None = None
-
-    def of(
-        self, sums: HessianSums, damping: float, ordered: bool
-    ) -> tuple[Curvature | None, Curvature | None]:
-        """Return what errors of rounding are weighed by, and what corrects for changed inputs.
-
-        The first is None where the Hessian cannot be factorised, the second where no inputs have
-        changed.
-        """
-        hessian, tokens = sums.hessians[0], sums.num_tokens
-        key = hessian.data_ptr(), ordered, damping
-        if self._latest is None or self._latest[0] != key:
-            mean = shrunk(hessian / tokens, tokens, damping=0.0)
-            errors, correction = curvature(mean, damping, ordered), None
-            if errors is not None and sums.crosses is not None:
-                correction = curvature(mean, max(damping, _CORRECTION_DAMPING))
-            self._latest = key, hessian, (errors, correction)
-        return self._latest[2]
 
 
 class _Task(NamedTuple):
@@ -77,14 +51,6 @@ class _Task(NamedTuple):
     sums: HessianSums | None
     curve: Curvature | None
     dtype: torch.dtype
-
-    def importance(self) -> Statistic | None:
-        """Return what the observer wants to know of the inputs."""
-        if self.sums is None:
-            return None
-        assert self.spec.observer is not None
-        importance = self.spec.observer.importance
-        return importance.part_of(self.sums.hessians[0], self.sums.num_tokens, self.spec.args)
 
     def rounded(
         self, qparams: QParamsDict, curve: Curvature, *, block: int, sweeps: int
@@ -197,8 +163,17 @@ class GPTQModifier(QuantizationModifier):
         planned = super().plan(model, step)
         layers = decoder_layers(model) if self.error_propagation == "both" else ()
         prefixes = tuple(f"{layer}." for layer in layers)
-        modules = tuple(self._with_hessian(module, prefixes) for module in planned.modules)
-        return replace(planned, modules=modules, propagation=self.error_propagation)
+        modules = []
+        for module in planned.modules:
+            # Experts see other tokens in each run.
+            can_pair = module.name.startswith(prefixes) and expert_of(module.name) is None
+            gathered = PairedHessian() if can_pair else FullHessian()
+            tensors = tuple(
+                replace(tensor, gathered=gathered) if tensor.base_name == "weight" else tensor
+                for tensor in module.tensors
+            )
+            modules.append(module if module.columns is None else replace(module, tensors=tensors))
+        return replace(planned, modules=tuple(modules), propagation=self.error_propagation)
 
     def solve(self, layer: Layer) -> Changes:
         """Find the parameters of activations and weights, and what weights are rounded to.
@@ -224,7 +199,13 @@ class GPTQModifier(QuantizationModifier):
     def _solve_group(self, layer: Layer, group: Group, cache: CurvatureCache) -> Changes:
         tasks = {module: self._task(layer, module, cache) for module in group}
         weights = {module: task.target.to(task.dtype) for module, task in tasks.items()}
-        inputs = {module: task.importance() for module, task in tasks.items()}
+        inputs: dict[ModuleSpec, Statistic | None] = dict.fromkeys(group)
+        for module, task in tasks.items():
+            if task.sums is not None:
+                assert task.spec.observer is not None
+                hessian, tokens = task.sums.hessians[0], task.sums.num_tokens
+                importance = task.spec.observer.importance
+                inputs[module] = importance.part_of(hessian, tokens, task.spec.args)
         qparams = solve_group(layer, weights, inputs)
         tensors: dict[tuple[str, str], Tensor] = {}
         notes: dict[str, str] = {}
@@ -262,15 +243,3 @@ class GPTQModifier(QuantizationModifier):
         if base_name == "weight" and not options:
             return ObserverChoice(name="optimal", options={"importance": "hessian"})
         return super()._default_choice(base_name, options)
-
-    def _with_hessian(self, module: ModuleSpec, layers: tuple[str, ...]) -> ModuleSpec:
-        """Let the inputs of a weight be gathered; experts see other tokens in each run."""
-        if module.columns is None:
-            return module
-        can_pair = module.name.startswith(layers) and expert_of(module.name) is None
-        gathered = PairedHessian() if can_pair else FullHessian()
-        tensors = tuple(
-            replace(tensor, gathered=gathered) if tensor.base_name == "weight" else tensor
-            for tensor in module.tensors
-        )
-        return replace(module, tensors=tensors)

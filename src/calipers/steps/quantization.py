@@ -118,10 +118,11 @@ class QuantizationModifier(Modifier):
         ways = [name for name in ("scheme", "config_groups") if getattr(self, name) is not None]
         explicit = [name for name in ARGS_FIELDS if getattr(self, name) is not None]
         if len(ways) + bool(explicit) > 1:
+            names = [*ways, *explicit]
             raise RecipeError(
-                f"{self.label()} has {_both([*ways, *explicit])}: they say the same thing "
+                f"{self.label()} has {' and '.join(map(repr, names))}: they say the same thing "
                 "twice. Keep one way: 'scheme', 'config_groups', or weights and activations.",
-                path=(([*ways, *explicit])[1],),
+                path=(names[1],),
             )
         if not ways and not explicit and self.kv_cache_scheme is None:
             raise RecipeError(
@@ -164,8 +165,8 @@ class QuantizationModifier(Modifier):
             names = [key for key, _ in self._choices(base_name)]
             if len(names) > 1:
                 raise RecipeError(
-                    f"{self.label()} has {_both(names)}: both choose the observer of "
-                    f"'{base_name}'. Keep one.",
+                    f"{self.label()} has {' and '.join(map(repr, names))}: both choose the "
+                    f"observer of '{base_name}'. Keep one.",
                     path=(names[1].split(".")[0],),
                 )
         if isinstance(self.scheme, str | dict):
@@ -188,15 +189,48 @@ class QuantizationModifier(Modifier):
         check_patterns(model, f"{self.label()}.ignore", self.ignore, self.unmatched)
         self._warn_of_idle_observers(by_target.values())
         matched = dict(match_named_modules(model, by_target, self.ignore))
-        resolved = _Schemes(step, self.orders_columns)
-        planned = []
+        quantized: list[tuple[str, torch.nn.Module, QuantizationScheme, ModuleKind]] = []
         for name, module in matched.items():
             scheme = by_target[match_targets(name, module, by_target)[0]]
             kind = _kind(model, name, module, scheme.targets)
             if kind is not None and any(getattr(scheme, field) for field in ARGS_FIELDS):
-                planned.append(resolved.spec(name, module, scheme, kind))
+                quantized.append((name, module, scheme, kind))
         self._check_useful(model, by_target, matched)
-        return StepPlan((*planned, *self._cached(model, resolved)))
+        if self.kv_cache_scheme is not None:
+            scheme = QuantizationScheme(
+                targets=list(KV_CACHE_TARGETS),
+                input_activations=self.kv_cache_scheme.model_copy(deep=True),
+            )
+            cached = [(n, m) for n, m in model.named_modules() if is_cached_attention_module(m)]
+            if not cached:
+                raise RecipeError(
+                    f"{type(model).__name__} has no attention module with a cache",
+                    where=f"{self.label()}.kv_cache_scheme",
+                    hint=what_there_is(model),
+                )
+            quantized += [(name, module, scheme, "kv_cache") for name, module in cached]
+        resolved: dict[tuple[int, ModuleKind], tuple[TensorSpec, ...]] = {}
+        specs = []
+        for name, module, scheme, kind in quantized:
+            key = (id(scheme), kind)
+            if key not in resolved:
+                self._check_suits(name, scheme, kind)
+                resolved[key] = tensor_specs(scheme, kind, step, name)
+            columns = getattr(module, "in_features", None) if kind == "linear" else None
+            specs.append(ModuleSpec(name, scheme, resolved[key], kind, columns))
+        return StepPlan(tuple(specs))
+
+    def _check_suits(self, name: str, scheme: QuantizationScheme, kind: ModuleKind) -> None:
+        """Refuse a scheme that does not suit a module of a kind."""
+        if kind == "attention" and (scheme.weights or scheme.output_activations):
+            raise RecipeError(
+                f"'{name}' is an attention module: a scheme for it has input_activations only, "
+                "which quantize q, k and v. To quantize weights, target its Linear modules."
+            )
+        is_ordered = scheme.weights is not None and scheme.weights.actorder is not None
+        if is_ordered and not self.orders_columns:
+            problem = "'actorder' is for GPTQ, which orders columns; observers do not"
+            raise unfit(name, "weight", problem, hint="Leave it out")
 
     def solve(self, layer: Layer) -> Changes:
         """Find the parameters of activations and weights."""
@@ -212,12 +246,12 @@ class QuantizationModifier(Modifier):
                     used |= {key for key, _ in self._choices(base_name)}
         chosen = {key for base_name in SCHEME_FIELDS for key, _ in self._choices(base_name)}
         for key in sorted(chosen - used):
-            told = CalipersWarning(
+            warning = CalipersWarning(
                 "has no effect: what it would watch is not quantized, or is dynamic (its scale is "
                 "found while the model runs)",
                 subject=Option(key, owner=self.label()),
             )
-            warnings.warn(told, stacklevel=3)
+            warnings.warn(warning, stacklevel=3)
 
     def _check_useful(
         self,
@@ -237,23 +271,6 @@ class QuantizationModifier(Modifier):
                     hint="Linear and Embedding modules can be quantized, and attention modules "
                     "that a pattern matches without their parts",
                 )
-
-    def _cached(self, model: torch.nn.Module, resolved: _Schemes) -> Iterator[ModuleSpec]:
-        if self.kv_cache_scheme is None:
-            return
-        scheme = QuantizationScheme(
-            targets=list(KV_CACHE_TARGETS),
-            input_activations=self.kv_cache_scheme.model_copy(deep=True),
-        )
-        found = {n: m for n, m in model.named_modules() if is_cached_attention_module(m)}
-        if not found:
-            raise RecipeError(
-                f"{type(model).__name__} has no attention module with a cache",
-                where=f"{self.label()}.kv_cache_scheme",
-                hint=what_there_is(model),
-            )
-        for name, module in found.items():
-            yield resolved.spec(name, module, scheme, "kv_cache")
 
     @property
     def schemes(self) -> dict[str, QuantizationScheme]:
@@ -394,37 +411,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return to_plain(value)
-
-
-def _both(names: list[str]) -> str:
-    return " and ".join(f"'{name}'" for name in names)
-
-
-class _Schemes:
-    """Schemes as specs, each resolved once for all modules that have it."""
-
-    def __init__(self, step: str, orders_columns: bool) -> None:
-        self._step, self._orders_columns = step, orders_columns
-        self._resolved: dict[tuple[int, ModuleKind], tuple[TensorSpec, ...]] = {}
-
-    def spec(
-        self, name: str, module: torch.nn.Module, scheme: QuantizationScheme, kind: ModuleKind
-    ) -> ModuleSpec:
-        """Return the spec of a module; a scheme that does not suit it is refused by its name."""
-        key = (id(scheme), kind)
-        if key not in self._resolved:
-            if kind == "attention" and (scheme.weights or scheme.output_activations):
-                raise RecipeError(
-                    f"'{name}' is an attention module: a scheme for it has input_activations only, "
-                    "which quantize q, k and v. To quantize weights, target its Linear modules."
-                )
-            is_ordered = scheme.weights is not None and scheme.weights.actorder is not None
-            if is_ordered and not self._orders_columns:
-                problem = "'actorder' is for GPTQ, which orders columns; observers do not"
-                raise unfit(name, "weight", problem, hint="Leave it out")
-            self._resolved[key] = tensor_specs(scheme, kind, self._step, name)
-        columns = getattr(module, "in_features", None) if kind == "linear" else None
-        return ModuleSpec(name, scheme, self._resolved[key], kind, columns)
 
 
 def _kind(

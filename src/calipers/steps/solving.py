@@ -31,14 +31,14 @@ def solve_activations(layer: Layer) -> Solved:
                     continue
                 place = module.name, tensor.base_name
                 seen = {key: layer.measurements.get(*place, key) for key in (RANGE, COUNTS)}
-                solved = tensor.observer.solve_stream(seen, module.name)
-                if solved is not None:
-                    mine[place] = solved
+                qparams = tensor.observer.solve_stream(seen, module.name)
+                if qparams is not None:
+                    mine[place] = qparams
     # A statistic that remembers its last value only differs from process to process.
-    found: Solved = {}
+    solved: Solved = {}
     for theirs in reversed(layer.ranks.share(mine)):
-        found |= theirs
-    return found
+        solved |= theirs
+    return solved
 
 
 def solve_weights(layer: Layer) -> Solved:
@@ -63,10 +63,10 @@ def solve_weights(layer: Layer) -> Solved:
         for group in counted_groups(layer, large, "choosing scales"):
             mine |= solve(group)
             freed.count(sum(layer.weight(module.name).nbytes for module in group))
-    found: Solved = {}
+    solved: Solved = {}
     for theirs in layer.ranks.share(mine):
-        found |= theirs
-    return found
+        solved |= theirs
+    return solved
 
 
 def solve_group(

@@ -25,10 +25,7 @@ Gate = Callable[[nn.Module, Tensor], Tensor]
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the modules of a model that keep several experts in one parameter, by name.
-
-    These are the ones that unfuse_experts swaps or refuses; nothing is changed.
-    """
+    """Return the modules that keep several experts in one parameter, by name."""
     fused = {}
     for name, module in model.named_modules(remove_duplicate=False):
         stacked = {key for key, value in module._parameters.items() if _is_stack(value)}
@@ -70,10 +67,8 @@ class StackedForm:
         if problem is not None:
             raise cannot_unfuse(where, fused, problem)
         has_gate = "gate_up_proj" in fused._parameters
-        up, down = (
-            _stack(fused, "gate_up_proj" if has_gate else "up_proj"),
-            _stack(fused, "down_proj"),
-        )
+        up = _stack(fused, "gate_up_proj" if has_gate else "up_proj")
+        down = _stack(fused, "down_proj")
         # (n, hidden, 2·inner) or (n, 2·inner, hidden): the shape of down_proj decides.
         looks_transposed = has_gate and up.shape[-1] == 2 * down.shape[-2]
         transposed = bool(getattr(fused, "is_transposed", looks_transposed))
@@ -158,8 +153,9 @@ def _obstacle(fused: nn.Module) -> str | None:
 def unfuse_experts(model: nn.Module, names: Iterable[str] | None = None) -> list[str]:
     """Swap fused experts for modules with Linear layers, and return their names.
 
-    ``names`` are some of fused_experts; all of them by default. If one cannot be unfused
-    faithfully, FusedExpertsError tells why and the model is left as it was.
+    If one cannot be unfused faithfully, FusedExpertsError is raised and the model is unchanged.
+
+    :param names: some of ``fused_experts``; all of them by default
     """
     fused = fused_experts(model)
     chosen = list(fused) if names is None else list(names)

@@ -87,16 +87,16 @@ def residuals_of(trace: Sequence[TracedTensor], names: Collection[str]) -> dict[
         }
         for before in inputs.values():
             total = before.tensor + output
-            if any(_are_equal(total, after.tensor) for after in later):
+            same_size = [  # the same tokens may have another shape
+                after.tensor
+                for after in later
+                if after.tensor.shape[-1:] == total.shape[-1:]
+                and after.tensor.numel() == total.numel()
+            ]
+            if any(torch.equal(total, tensor.reshape(total.shape)) for tensor in same_size):
                 residuals[name] = before.module
                 break
     return residuals
-
-
-def _are_equal(this: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same tokens, in whatever shape."""
-    alike = this.shape[-1:] == other.shape[-1:] and this.numel() == other.numel()
-    return alike and torch.equal(this, other.reshape(this.shape))
 
 
 class Stage(NamedTuple):

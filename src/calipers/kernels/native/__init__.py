@@ -94,14 +94,6 @@ def _grids() -> tuple[str, ...]:
     return tuple(library().grids())
 
 
-def _details() -> dict[str, Any]:
-    found = library()
-    return {
-        "instruction_set": found.instruction_set(),
-        "instruction_sets": tuple(found.instruction_sets()),
-    }
-
-
 BACKEND = Backend(
     "native",
     Accepts(
@@ -112,5 +104,8 @@ BACKEND = Backend(
     ),
     package=__name__,
     status=_status,
-    details=_details,
+    details=lambda: {
+        "instruction_set": library().instruction_set(),
+        "instruction_sets": tuple(library().instruction_sets()),
+    },
 )

@@ -23,15 +23,6 @@ def _best_range(
     search: Search, factors: Sequence[float], patience: int | None
 ) -> tuple[Tensor, Tensor]:
     candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
-    best = _best(search, candidates, patience)
-    low, high = search.pieces.new_empty(2, best.numel())
-    ranges = library().RangeFactors(low=search.low, high=search.high, factors=candidates)
-    library().scale_ranges(ranges=ranges, best=best, start=low, end=high, threads=num_threads())
-    return low, high
-
-
-def _best(search: Search, factors: Tensor, patience: int | None) -> Tensor:
-    """Return which factor is the best of each piece."""
     if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
         # Only the values that occur are tried, weighted by how often they do.
         occurring, counts = distinct_values(search.pieces)
@@ -54,14 +45,14 @@ def _best(search: Search, factors: Tensor, patience: int | None) -> Tensor:
             these = slice(rows.start * per_row, rows.stop * per_row)
             tables = {}
             if source == "given":  # scales and zero points, one row per candidate
-                qparams = safe_qparams(*search.range_of(factors[:, None], these), search.args)
+                qparams = safe_qparams(*search.range_of(candidates[:, None], these), search.args)
                 scales, zero_points = (value.float().contiguous() for value in qparams)
                 tables = {"scales": scales, "zero_points": zero_points}
             library().search(
                 values=values[:, rows],
                 weights=None if weights is None else weights[:, rows],
                 ranges=library().RangeFactors(
-                    low=search.low[these], high=search.high[these], factors=factors
+                    low=search.low[these], high=search.high[these], factors=candidates
                 ),
                 numbers=numbers_of(fmt.grid),
                 norm=search.norm,
@@ -77,7 +68,11 @@ def _best(search: Search, factors: Tensor, patience: int | None) -> Tensor:
             )
         # A later part may have shown that patience lasts longer than an earlier one knew.
         if len(parts) == 1 or done is None or int(done.min()) == int(done.max()):
-            return best
+            break
+    low, high = search.pieces.new_empty(2, best.numel())
+    ranges = library().RangeFactors(low=search.low, high=search.high, factors=candidates)
+    library().scale_ranges(ranges=ranges, best=best, start=low, end=high, threads=num_threads())
+    return low, high
 
 
 def _scale_source(search: Search) -> str:
