@@ -188,14 +188,6 @@ class _Kept(NamedTuple):
     value: Any
     versions: tuple[int, ...]
 
-    @classmethod
-    def of(cls, value: Any) -> _Kept | None:
-        """Keep a value; None where a later change in place would go unnoticed."""
-        tensors = _tensors(value)
-        if any(tensor.is_inference() for tensor in tensors):
-            return None
-        return cls(value, tuple(map(tensor_version, tensors)))
-
     @property
     def is_unchanged(self) -> bool:
         return self.versions == tuple(map(tensor_version, _tensors(self.value)))
@@ -289,8 +281,11 @@ class ActivationCache:
 
     def _keep(self, where: dict[_Place, _Kept], place: _Place, value: Any) -> None:
         self._drop(where, place)
-        kept = _Kept.of(value)
-        if kept is not None and kept.nbytes <= self._budget.left:
+        tensors = _tensors(value)
+        if any(tensor.is_inference() for tensor in tensors):
+            return  # a later change in place would go unnoticed
+        kept = _Kept(value, tuple(map(tensor_version, tensors)))
+        if kept.nbytes <= self._budget.left:
             where[place] = kept
             self._budget.left -= kept.nbytes
 

@@ -36,9 +36,7 @@ Address = tuple[str, int]
 
 
 class Terminated(BaseException):
-    """This process was told to stop.
-
-    It is no ``Exception``: like Ctrl-C, it is not for anybody on the way to deal with.
+    """This process was told to stop; like KeyboardInterrupt, no ``Exception`` to be handled.
 
     :param gone: rank → where it was, of the processes that were gone at that moment
     """

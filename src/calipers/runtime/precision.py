@@ -38,6 +38,14 @@ def cpu_features() -> Mapping[str, Any]:
     return {"avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
 
 
+def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has instructions for a dtype; every accelerator is taken to have them."""
+    if device.type != "cpu" or dtype not in _INSTRUCTIONS:
+        return True
+    features = cpu_features()
+    return any(bool(features.get(name)) for name in _INSTRUCTIONS[dtype])
+
+
 def dtype_choice(given: DtypeChoice | torch.dtype) -> DtypeChoice:
     """Return the name of a choice; what is none is refused.
 
@@ -62,10 +70,7 @@ def forward_dtype(choice: DtypeChoice, model: torch.nn.Module, device: torch.dev
         dtype: torch.dtype = getattr(torch, choice)
         return dtype
     own = own_dtype(model) or torch.float32
-    if device.type != "cpu" or own not in _INSTRUCTIONS:
-        return own  # every accelerator is taken to have instructions for every dtype
-    features = cpu_features()
-    return own if any(features.get(name) for name in _INSTRUCTIONS[own]) else torch.float32
+    return own if computes_fast(own, device) else torch.float32
 
 
 def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
