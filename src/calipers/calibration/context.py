@@ -94,14 +94,14 @@ def unchanged_on_error(model: torch.nn.Module) -> Iterator[None]:
 
 def _configs(model: torch.nn.Module) -> list[Any]:
     """Return the configs of a model and its parts in which an attention implementation stands."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config: Any = waiting.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
+        if id(config) not in configs and hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())
 
 
 _STATES = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
@@ -278,14 +278,6 @@ class Calibration:
         """Return a module by its name."""
         return self.model.get_submodule(name)
 
-    def is_needed(self, name: str) -> bool:
-        """Whether a module must see data before it can be solved."""
-        return bool(self.measurements.needed(name))
-
-    def measures_outputs(self, names: Iterable[str]) -> bool:
-        """Whether anything is measured of what some modules compute."""
-        return any((name, "output") in self.measurements.tensors() for name in names)
-
     def tokens(self, name: str) -> int:
         """Return what a module has seen so far: the needed statistic that saw least counts."""
         counts = []
@@ -369,7 +361,12 @@ class Calibration:
         dtype = None if self._dtype in (None, own) else own
         first = next((each for each, is_needed in statistics.items() if is_needed), None)
         has_pairs = any(statistic.takes_pairs for statistic in statistics)
-        shown = self._in_halves(statistics)
+        # What is shown the tensors of each half of the data; most is shown both.
+        first_half = {each: needed for each, needed in statistics.items() if each in self._twins}
+        rest = {each: needed for each, needed in statistics.items() if each not in self._twins}
+        second_half = {self._twins[each]: needed for each, needed in first_half.items()}
+        both = self._put_together(rest)
+        shown = [{**self._put_together(half), **both} for half in (first_half, second_half)]
 
         def see(tensor: Tensor) -> None:
             if self._measured is not None and name not in self._measured:
@@ -393,16 +390,6 @@ class Calibration:
                     self._sharing.show(statistic, seen, mask, dtype)
 
         self._handles[name].append(_register_hook(module, base_name, see))
-
-    def _in_halves(
-        self, statistics: dict[Statistic, bool]
-    ) -> list[dict[Statistic | TensorStatistics, bool]]:
-        """Return what is shown the tensors of each half of the data; most is shown both."""
-        first = {each: needed for each, needed in statistics.items() if each in self._twins}
-        rest = {each: needed for each, needed in statistics.items() if each not in self._twins}
-        second = {self._twins[each]: needed for each, needed in first.items()}
-        both = self._put_together(rest)
-        return [{**self._put_together(half), **both} for half in (first, second)]
 
     def _put_together(
         self, statistics: dict[Statistic, bool]

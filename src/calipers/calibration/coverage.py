@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from calipers.calibration.context import Calibration
 from calipers.errors import CalipersWarning, Option, UnseenModulesError, counted, shortened
@@ -20,7 +20,7 @@ from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
 from calipers.observers.spec import COUNTS, RANGE
 from calipers.options import OnUnseen
-from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
+from calipers.planning.specs import IMPORTANCE, ModuleSpec
 from calipers.runtime.ranks import Ranks
 from calipers.statistics.ranges import LastRange
 from calipers.topology.names import expert_of
@@ -74,8 +74,8 @@ class Coverage(NotebookView):
             return "Coverage(no module needed data)"
         least, most = min(self.tokens.values()), max(self.tokens.values())
         amount = f"{least:,} tokens" if least == most else f"{least:,} to {most:,} tokens"
-        found = {"unseen": len(self.unseen), "scarce": len(self.scarce)}
-        parts = [f"{number} {what}" for what, number in found.items() if number]
+        numbers = {"unseen": len(self.unseen), "scarce": len(self.scarce)}
+        parts = [f"{number} {what}" for what, number in numbers.items() if number]
         return f"Coverage({', '.join([counted(len(self.tokens), 'module'), amount, *parts])})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,19 +90,19 @@ class Coverage(NotebookView):
 
     def sentences(self) -> list[str]:
         """Say what a user must know: who saw nothing, and who saw little."""
-        said = []
+        sentences = []
         if self.unseen:
             done = {self.applied.get(name, "nothing done") for name in self.unseen}
-            said.append(
+            sentences.append(
                 f"{counted(len(self.unseen), 'module')} saw no tokens ({'; '.join(sorted(done))}): "
                 f"{shortened(self.unseen)}."
             )
         if self.scarce:
-            said.append(
+            sentences.append(
                 f"{counted(len(self.scarce), 'module')} of experts saw less than {SCARCE:.0%} of "
                 f"an even share: {shortened(self.scarce)}. Give more data."
             )
-        return said
+        return sentences
 
 
 _ALL_EXPERTS = "show all tokens to all experts (" + Option("calibrate_all_experts", True) + ")"
@@ -127,16 +127,18 @@ _HINTS: dict[str, str] = {
 }
 """What to do next, by the policy that has not helped."""
 
-SeenRange = tuple[Tensor, Tensor, Tensor]
-"""The least, the largest, and a tensor like those that were seen."""
-
 
 def settle_unseen(
     modules: list[ModuleSpec], coverage: Coverage, measurements: Measurements, ranks: Ranks
 ) -> dict[str, ModuleSpec]:
     """Do what the policy says about modules that saw nothing, and return those it changes."""
     unseen = [module for module in modules if coverage.tokens.get(module.name) == 0]
-    helpless = [module.name for module in unseen if not _can_settle(module, coverage)]
+    helpless = []
+    for module in unseen:
+        has_weight = coverage.policy == "weights_only" and module.tensor("weight") is not None
+        has_peers = coverage.policy == "peers" and bool(coverage.siblings(module.name))
+        if not has_weight and not has_peers:
+            helpless.append(module.name)
     if helpless:
         raise no_tokens(helpless, coverage.policy)
     changed = {}
@@ -159,19 +161,25 @@ def no_tokens(names: Sequence[str], policy: OnUnseen) -> UnseenModulesError:
     )
 
 
-def _can_settle(module: ModuleSpec, coverage: Coverage) -> bool:
-    if coverage.policy == "weights_only":
-        return module.tensor("weight") is not None
-    return coverage.policy == "peers" and bool(coverage.siblings(module.name))
-
-
 def _learn_from_peers(
     module: ModuleSpec, peers: list[str], measurements: Measurements, ranks: Ranks
 ) -> None:
     for tensor in module.tensors:
         if measurements.get(module.name, tensor.base_name, RANGE) is not None:
-            ranges = _ranges(tensor, peers, measurements, ranks)
-            lows, highs, likes = zip(*ranges, strict=True)
+            assert tensor.observer is not None
+            mine = []
+            for peer in peers:
+                seen = {
+                    key: measurements.get(peer, tensor.base_name, key) for key in (RANGE, COUNTS)
+                }
+                extrema = tensor.observer.range_of_stream(seen, peer)
+                if extrema is not None:
+                    ranged = seen[RANGE]
+                    like = None if ranged is None else ranged.field("observed_like")
+                    mine.append((*extrema, extrema[0] if like is None else like))
+            # Some processes remember only what they saw themselves.
+            everyone = chain.from_iterable(ranks.share(mine))
+            lows, highs, likes = zip(*everyone, strict=True)
             united = LastRange()
             united.absorb(
                 min_vals=reduce(torch.minimum, lows),
@@ -188,22 +196,6 @@ def _learn_from_peers(
             assert theirs is not None
             borrowed.merge(theirs)
         measurements.replace(module.name, "input", IMPORTANCE, borrowed)
-
-
-def _ranges(
-    tensor: TensorSpec, peers: list[str], measurements: Measurements, ranks: Ranks
-) -> list[SeenRange]:
-    """Return the ranges of peers in any process: some remember only what they saw in their own."""
-    assert tensor.observer is not None
-    mine: list[SeenRange] = []
-    for peer in peers:
-        seen = {key: measurements.get(peer, tensor.base_name, key) for key in (RANGE, COUNTS)}
-        found = tensor.observer.range_of_stream(seen, peer)
-        if found is not None:
-            ranged = seen[RANGE]
-            like = None if ranged is None else ranged.field("observed_like")
-            mine.append((*found, found[0] if like is None else like))
-    return [each for theirs in ranks.share(mine) for each in theirs]
 
 
 PART = 0.1
@@ -223,11 +215,11 @@ class EarlyLook:
         """Look at modules when a batch, one of ``total``, has run."""
         if self._has_warned or PART * total < 1 or index + 1 != math.ceil(PART * total):
             return
-        wanted = [name for name in names if self._calibration.is_needed(name)]
+        wanted = [name for name in names if self._calibration.measurements.needed(name)]
         unseen = [name for name in wanted if not self._calibration.tokens(name)]
         if unseen:
             self._has_warned = True
-            told = CalipersWarning(
+            warning = CalipersWarning(
                 f"{len(unseen)} of {counted(len(wanted), 'module')} have seen no token in the "
                 f"first {index + 1} of {total} batches: {shortened(unseen)}. If that stays so, "
                 "the run fails at its end",
@@ -238,4 +230,4 @@ class EarlyLook:
                 + Option("on_unseen", "peers")
                 + " does without.",
             )
-            warnings.warn(told, stacklevel=2)
+            warnings.warn(warning, stacklevel=2)

@@ -65,7 +65,7 @@ def stop_after_calls(
         nonlocal left
         left -= 1
         if left == 0:
-            raise _StopForward
+            raise StopForward
 
     def zeros(module: torch.nn.Module, x: Tensor) -> Tensor:
         rows = module.get_parameter("weight").shape[0]
@@ -80,7 +80,7 @@ def stop_after_calls(
                 handle = module.register_forward_pre_hook(count)
                 replace_forward(stack, module, partial(zeros, module))
             stack.callback(handle.remove)
-        with suppress(_StopForward):
+        with suppress(StopForward):
             yield
 
 
@@ -94,7 +94,7 @@ def replace_forward(stack: ExitStack, module: torch.nn.Module, forward: Callable
         stack.callback(vars(module).__setitem__, "forward", own)
 
 
-class _StopForward(BaseException):
+class StopForward(BaseException):
     """What is to be measured has been: the rest need not run, whatever errors it catches."""
 
 
@@ -105,7 +105,7 @@ _Place: TypeAlias = tuple[int, torch.nn.Module]
 
 @dataclass
 class Budget:
-    """Memory that caches may still take, in bytes."""
+    """Bytes of memory that caches may still take."""
 
     left: int
 
@@ -187,14 +187,6 @@ class _Kept(NamedTuple):
 
     value: Any
     versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Kept | None:
-        """Keep a value; None where a later change in place would go unnoticed."""
-        tensors = _tensors(value)
-        if any(tensor.is_inference() for tensor in tensors):
-            return None
-        return cls(value, tuple(map(tensor_version, tensors)))
 
     @property
     def is_unchanged(self) -> bool:
@@ -289,8 +281,11 @@ class ActivationCache:
 
     def _keep(self, where: dict[_Place, _Kept], place: _Place, value: Any) -> None:
         self._drop(where, place)
-        kept = _Kept.of(value)
-        if kept is not None and kept.nbytes <= self._budget.left:
+        tensors = _tensors(value)
+        if any(tensor.is_inference() for tensor in tensors):
+            return  # a later change in place would go unnoticed
+        kept = _Kept(value, tuple(map(tensor_version, tensors)))
+        if kept.nbytes <= self._budget.left:
             where[place] = kept
             self._budget.left -= kept.nbytes
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compressed_tensors.offload import OffloadCache, disable_offloading
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -18,7 +17,7 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import EarlyLook
 from calipers.calibration.data import Batch, Batches, counted_tokens
 from calipers.errors import ConfigurationError, ModelRunError, Option, first_line, library_errors
-from calipers.runtime.precision import computing_in
+from calipers.runtime.precision import computing_in, onloaded
 from calipers.runtime.progress import Add, Progress
 from calipers.runtime.ranks import Ranks
 
@@ -66,10 +65,6 @@ class Run:
         """Show how many tokens have run."""
         return self.progress.counting(self.what, batches.num_tokens, "tokens")
 
-    def counting_layers(self, layers: Sized) -> AbstractContextManager[Add]:
-        """Show how many layers are solved."""
-        return self.progress.counting(self.what, len(layers), "layers")
-
     def finish(self, names: Iterable[str]) -> Part:
         """End the measuring of some modules, which can be solved then."""
         part = Part(tuple(names))
@@ -85,7 +80,11 @@ def run_datafree(run: Run, _: Batches | None = None) -> Parts:
 def run_basic(run: Run, batches: Batches) -> Parts:
     """Run each batch through the whole model."""
     calibration = run.calibration
-    model, idle = calibration.model, _idle_head(calibration)
+    model = calibration.model
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    idle = [name for name, module in model.named_modules() if module is head]
+    if any(map(calibration.measurements.needed, idle)):
+        idle = []
     calibration.remove_hooks(idle)
     with onloaded([model], run.device):
         with (
@@ -109,7 +108,8 @@ def run_basic(run: Run, batches: Batches) -> Parts:
 def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False) -> Any:
     """Run a batch without a cache and, where the model can, without logits that nobody needs.
 
-    Tokens have the positions they would have without padding. What no module takes is left out.
+    Tokens have the positions they would have without padding. What no module takes is left out,
+    such as columns that only data sets and trainers need.
     """
     accepted = inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1 if skip_head else 0}
@@ -117,27 +117,20 @@ def call_model(model: torch.nn.Module, batch: Batch, *, skip_head: bool = False)
     if mask is not None and not bool(mask.all()):
         kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     wanted = {name: value for name, value in kwargs.items() if name in accepted}
-    with errors_of_forward(model):
-        return model(**{**wanted, **_inputs(model, batch)})
-
-
-def _inputs(model: torch.nn.Module, batch: Batch) -> Batch:
-    """Return what a model is called with, without what only data sets and trainers need.
-
-    Models hand keywords that they do not know to their parts, so the parts are asked, too.
-    """
     extra = batch.keys() - {"input_ids", "attention_mask"}
-    if not extra:
-        return batch
-    forwards = {type(module).forward for module in model.modules()}
-    known = {name for each in forwards for name in inspect.signature(each).parameters}
-    return {name: value for name, value in batch.items() if name not in extra or name in known}
+    if extra:
+        # Models hand keywords that they do not know to their parts, so the parts are asked, too.
+        forwards = {type(module).forward for module in model.modules()}
+        known = {name for each in forwards for name in inspect.signature(each).parameters}
+        batch = {name: value for name, value in batch.items() if name not in extra - known}
+    with errors_of_forward(model):
+        return model(**{**wanted, **batch})
 
 
 def errors_of_forward(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Tell what a model raises while it runs as an error about the model."""
 
-    def told(words: str) -> ModelRunError:
+    def error_of(words: str) -> ModelRunError:
         return ModelRunError(
             f"failed while data ran through it: {words}",
             subject=type(model).__name__,
@@ -145,7 +138,7 @@ def errors_of_forward(model: torch.nn.Module) -> AbstractContextManager[None]:
             "original",
         )
 
-    return library_errors(told)
+    return library_errors(error_of)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -158,8 +151,8 @@ def usable_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     try:
-        found = torch.device(device)
-        float(torch.ones(1, device=found).sum())
+        usable = torch.device(device)
+        float(torch.ones(1, device=usable).sum())
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ConfigurationError(
             f"cannot be used: {first_line(str(error))}",
@@ -167,7 +160,7 @@ def usable_device(device: torch.device | str | None) -> torch.device | None:
             hint="Give a device of torch such as 'cpu' or 'cuda:0', or leave it out to compute "
             "where the model is",
         ) from error
-    return found
+    return usable
 
 
 def free_memory(device: torch.device) -> int:
@@ -176,36 +169,6 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.accelerator.get_memory_info(device)
         return int(free)
     with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(found.split()[1]) * 1024
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
     return sys.maxsize  # nobody tells
-
-
-@contextmanager
-def onloaded(
-    modules: Iterable[torch.nn.Module], device: torch.device, *, recurse: bool = True
-) -> Iterator[None]:
-    """Have the tensors of modules on a device; afterwards they are where, and what, they were."""
-    with ExitStack() as stack:
-        originals = []
-        for module in (m for each in modules for m in (each.modules() if recurse else [each])):
-            if isinstance(module._parameters, OffloadCache):
-                stack.enter_context(disable_offloading())
-                continue
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and tensor.device != device:
-                    originals.append((tensor, tensor.data))
-                    tensor.data = tensor.data.to(device)
-        try:
-            yield
-        finally:
-            for tensor, data in originals:
-                tensor.data = data
-
-
-def _idle_head(calibration: Calibration) -> list[str]:
-    """Return the name of the output layer if nothing is to be learned from it."""
-    find = getattr(calibration.model, "get_output_embeddings", lambda: None)
-    head = find()
-    names = [name for name, module in calibration.model.named_modules() if module is head]
-    return [] if any(map(calibration.is_needed, names)) else names

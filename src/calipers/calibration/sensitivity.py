@@ -36,7 +36,7 @@ def add_sensitivities(
     tokens = [int(row.sum()) for row in counts]
     with _differentiable(model), _adding_gradients(model, statistics, tokens):
         logits = call(model, batch).logits[:, :-1].float()
-        labels = torch.stack([_drawn(each, seed) for each, seed in zip(logits, seeds, strict=True)])
+        labels = torch.stack([_drawn(row, seed) for row, seed in zip(logits, seeds, strict=True)])
         losses = nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="none"
         )
@@ -61,17 +61,16 @@ def _drawn(logits: Tensor, seed: int) -> Tensor:
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
     """Let gradients run through the model, and to none of its parameters."""
-    wanted = {each: each.requires_grad for each in model.parameters()}
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    handle = embedding.register_forward_hook(lambda *found: found[-1].requires_grad_(True))
-    for each in wanted:
-        each.requires_grad_(False)
+    handle = embedding.register_forward_hook(lambda *call: call[-1].requires_grad_(True))
+    model.requires_grad_(False)
     try:
         yield
     finally:
         handle.remove()
-        for each, before in wanted.items():
-            each.requires_grad_(before)
+        for parameter, requires_grad in before.items():
+            parameter.requires_grad_(requires_grad)
 
 
 @contextmanager

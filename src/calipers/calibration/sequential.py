@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from calipers.calibration.partial_forward import (
     Budget,
     NewTensors,
     ResumePoints,
+    StopForward,
     stop_after_calls,
 )
 from calipers.calibration.pipelines import (
@@ -25,14 +27,12 @@ from calipers.calibration.pipelines import (
     errors_of_forward,
     free_memory,
     moved,
-    onloaded,
 )
-from calipers.runtime.precision import computing_in
+from calipers.runtime.precision import computing_in, onloaded
 from calipers.runtime.progress import Add
 from calipers.topology.model import decoder_layers
 from calipers.topology.tracing import (
     Stage,
-    TracedTensor,
     calls_of,
     residuals_of,
     stages_of,
@@ -52,8 +52,14 @@ def run_sequential(run: Run, batches: Batches) -> Parts:
     """
     layers, names = decoder_layers(run.calibration.model), run.calibration.plan.names
     stack = LayerStack(run, list(layers.values()))
-    inside = _by_last_layer(run, layers)
-    layered = {name for found in inside.values() for name in found}
+    # A module that several layers share is ready with the last of them.
+    last = {module: prefix for prefix, layer in layers.items() for module in layer.modules()}
+    inside: dict[str, list[str]] = {prefix: [] for prefix in layers}
+    for name in names:
+        layer_of = last.get(run.calibration.module(name))
+        if layer_of is not None:
+            inside[layer_of].append(name)
+    layered = set(chain.from_iterable(inside.values()))
     outside = [name for name in names if name not in layered]
     with run.ranks.step("embedding the data"), run.progress.waiting("embedding the data"):
         stack.enter(batches)
@@ -62,7 +68,8 @@ def run_sequential(run: Run, batches: Batches) -> Parts:
     before = [name for name in outside if name in set().union(*shared)]
     yield run.finish(before)
     in_stages = run.calibration.plan.propagation != "float"
-    with run.counting_layers(layers) if in_stages else run.counting_tokens(batches) as add:
+    by_layer = run.progress.counting(run.what, len(layers), "layers")
+    with by_layer if in_stages else run.counting_tokens(batches) as add:
         for number, (prefix, layer) in enumerate(layers.items()):
             with onloaded([layer], run.device):
                 if not in_stages:
@@ -72,7 +79,7 @@ def run_sequential(run: Run, batches: Batches) -> Parts:
                 else:
                     yield from _run_in_stages(stack, number, prefix, inside[prefix], add)
     behind = [name for name in outside if name not in before]
-    if any(map(run.calibration.is_needed, behind)):
+    if any(map(run.calibration.measurements.needed, behind)):
         what = "calibrating what comes after the layers"
         with run.ranks.step(what), run.progress.waiting(what):
             stack.leave(batches)
@@ -86,30 +93,21 @@ def _run_in_stages(
     run, layer = stack.run, stack.layers[number]
     solved = NewTensors(run.calibration.model, run.device, run.dtype)
     with stack.at_work(prefix, layer):
-        found = [(s.names, s.calls, s.residuals) for s in stack.stages(number, prefix, names)]
+        mine = [(s.names, s.calls, s.residuals) for s in stack.stages(number, prefix, names)]
     # Routers may send the first batches of processes to different experts: one decides for all.
-    stages = [Stage(*each) for each in next(filter(None, run.ranks.share(found)), ())]
+    stages = [Stage(*stage) for stage in next(filter(None, run.ranks.share(mine)), ())]
     unsolved = [name for stage in stages for name in stage.names]
     share = 1 / (len(stages) + 1)  # of the layer; the last one is for what comes out of it
+    batch_done = partial(add, share * stack.share_of_batch)
     for stage in stages:
-        add(0, f"layer {number + 1}, {_last_parts(stage.names)}")
+        short_names = dict.fromkeys(name.rpartition(".")[2] for name in stage.names)
+        add(0, f"layer {number + 1}, {', '.join(short_names)}")
         with stack.at_work(prefix, layer):
-            stack.measure(
-                number, stage, solved, unsolved, partial(add, share * stack.share_of_batch)
-            )
+            stack.measure(number, stage, solved, unsolved, batch_done)
         solved.add((yield run.finish(stage.names)))
         unsolved = unsolved[len(stage.names) :]
     with stack.at_work(prefix, layer):
-        stack.advance(number, solved, partial(add, share * stack.share_of_batch))
-
-
-def _last_parts(names: Sequence[str]) -> str:
-    """Return what modules are called within their parents.
-
-    >>> _last_parts(["0.q_proj", "0.k_proj", "0.experts.0.up_proj", "0.experts.1.up_proj"])
-    'q_proj, k_proj, up_proj'
-    """
-    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        stack.advance(number, solved, batch_done)
 
 
 class LayerStack:
@@ -168,7 +166,10 @@ class LayerStack:
             yield
 
     def stages(self, number: int, prefix: str, names: list[str]) -> list[Stage]:
-        """Find out in which order the modules of a layer work; none where there is no data."""
+        """Trace in which order the modules of a layer work; none where there is no data.
+
+        From then on activations of the layer are kept, in as much memory as can be spared.
+        """
         if not self._hidden:
             return []
         linear = {m.name for m in self.run.calibration.plan.modules if m.kind == "linear"}
@@ -179,26 +180,17 @@ class LayerStack:
             traced(prefix, self.layers[number]) as trace,
         ):
             self._through(number, 0, self._hidden[0])
-        found = residuals_of(trace, modules) if self._reference else {}
-        self._start_caches(prefix, self.layers[number], trace, found.values())
-        return [
-            stage._replace(residuals={name: found[name] for name in stage.names if name in found})
-            for stage in stages_of(calls_of(trace, modules), names)
-        ]
-
-    def _start_caches(
-        self,
-        prefix: str,
-        layer: torch.nn.Module,
-        trace: Sequence[TracedTensor],
-        watched: Collection[str],
-    ) -> None:
-        """Begin to keep activations of a layer, in as much memory as can be spared."""
-        inside = {f"{prefix}.{name}": module for name, module in layer.named_modules() if name}
-        points = ResumePoints.of(trace, inside, watched)
+        residuals = residuals_of(trace, modules) if self._reference else {}
+        submodules = self.layers[number].named_modules()
+        inside = {f"{prefix}.{name}": module for name, module in submodules if name}
+        points = ResumePoints.of(trace, inside, residuals.values())
         budget = Budget(free_memory(self.run.device) // _SPARED)
         streams = (False, True) if self._reference else (False,)
         self._caches = {is_reference: ActivationCache(points, budget) for is_reference in streams}
+        return [
+            stage._replace(residuals={n: residuals[n] for n in stage.names if n in residuals})
+            for stage in stages_of(calls_of(trace, modules), names)
+        ]
 
     def measure(
         self,
@@ -215,7 +207,8 @@ class LayerStack:
         """
         calibration = self.run.calibration
         modules = [calibration.module(name) for name in stage.names]
-        with_outputs = calibration.measures_outputs(stage.names)
+        measured = calibration.measurements.tensors()
+        with_outputs = any((name, "output") in measured for name in stage.names)
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()
             with (
@@ -266,8 +259,8 @@ class LayerStack:
         args, kwargs = moved(self._calls[index][number], device)
         with errors_of_forward(layer):
             result = layer(hidden.to(device), *args, **kwargs)
-        found: Tensor = result[0] if isinstance(result, tuple) else result
-        return found.to(hidden.device)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output.to(hidden.device)
 
     def _look_early(self, index: int, names: list[str]) -> None:
         if self.run.early is not None and names:
@@ -291,13 +284,13 @@ class LayerStack:
                 self._hidden.append(hidden_states.to(home))
             calls.append((args, kwargs))
             if len(calls) == len(self.layers):
-                raise _ReachedEnd
+                raise StopForward  # the rest of the model need not run
             return self._as_result(hidden_states)
 
         return forward
 
     def _start(self, batch: Batch) -> None:
-        with suppress(_ReachedEnd):
+        with suppress(StopForward):
             call_model(self.run.calibration.model, moved(batch, self.run.device))
 
     def _as_result(self, hidden: Tensor) -> Any:
@@ -311,7 +304,7 @@ class LayerStack:
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls.append((args, kwargs))
-                raise _ReachedEnd
+                raise StopForward
 
             with _own_forwards([first]):
                 vars(first)["forward"] = forward
@@ -350,18 +343,3 @@ def _own_forwards(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
             vars(layer).pop("forward", None)
             if forward is not None:
                 vars(layer)["forward"] = forward
-
-
-class _ReachedEnd(BaseException):
-    """The last layer was called: the rest of the model need not run, whatever errors it catches."""
-
-
-def _by_last_layer(run: Run, layers: dict[str, torch.nn.Module]) -> dict[str, list[str]]:
-    """Return the modules of each layer; one that several layers share is ready with the last."""
-    last = {module: prefix for prefix, layer in layers.items() for module in layer.modules()}
-    inside: dict[str, list[str]] = {prefix: [] for prefix in layers}
-    for name in run.calibration.plan.names:
-        prefix = last.get(run.calibration.module(name))
-        if prefix is not None:
-            inside[prefix].append(name)
-    return inside

@@ -5,37 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from calipers.errors import ModelRunError, Option
 from calipers.numerics.tensors import tensor_version
+from calipers.statistics.base import Statistic
+from calipers.statistics.tensor_statistics import TensorStatistics
 
+Measuring: TypeAlias = Statistic | TensorStatistics
+"""What is shown tensors: a statistic, or several that are updated together."""
 
-class Measuring(Protocol):
-    """What is shown tensors: a statistic, or several that are updated together."""
-
-    measures_roundings: ClassVar[bool]
-
-    def configuration(self) -> dict[str, Any]:
-        """Return what two have in common that measure the same of a tensor."""
-
-    def label(self) -> str:
-        """Return how messages call it."""
-
-    def origin(self) -> Hashable:
-        """Return what two have in common that know the same by :meth:`copy_from`."""
-
-    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Take in a tensor; ``mask`` says which tokens count."""
-
-    def copy_from(self, other: Any) -> None:
-        """Know what another one of the same configuration knows."""
-
-
-Shown = TypeVar("Shown", bound=Measuring)
+Shown = TypeVar("Shown", Statistic, TensorStatistics)
 
 
 class SharedInputs:
@@ -85,14 +68,18 @@ class SharedInputs:
         ):
             self._part(group)
             group = self._groups[statistic]
-        group.arrive(statistic, tensor, mask)
+        if group.pending is None:
+            group.pending, group.mask, group.version = tensor, mask, tensor_version(tensor)
+        group.arrived.add(statistic)
+        if len(group.arrived) == len(group.members):
+            group.measure()
         self._latest[group.key] = group
 
     def holder(self, statistic: Shown) -> Shown:
         """Return the one of a group that holds what ``statistic`` was shown so far."""
         group = self._groups.get(statistic)
-        # A group has one configuration, hence one class.
-        return statistic if group is None else cast("Shown", group.members[0])
+        holder: Shown = statistic if group is None else group.members[0]
+        return holder
 
     def settle(self) -> None:
         """Measure what is waiting: it is shown to nobody else."""
@@ -131,12 +118,13 @@ class SharedInputs:
 class _Group:
     """Statistics that know the same; the first of them holds it.
 
+    :param members: all of one configuration, hence of one class
     :param dtype: what tensors are rounded to before they are measured
     """
 
     key: Hashable
     dtype: torch.dtype | None
-    members: list[Measuring]
+    members: list[Any]
     count: int = 0
     pending: Tensor | None = None
     mask: Tensor | None = None
@@ -150,14 +138,8 @@ class _Group:
         same = same and self.version == tensor_version(tensor)
         return same and self.count == 1 and self.pending is None
 
-    def arrive(self, member: Measuring, tensor: Tensor, mask: Tensor | None) -> None:
-        if self.pending is None:
-            self.pending, self.mask, self.version = tensor, mask, tensor_version(tensor)
-        self.arrived.add(member)
-        if len(self.arrived) == len(self.members):
-            self.measure()
-
     def measure(self) -> None:
+        """Measure the pending tensor, once for all members."""
         assert self.pending is not None
         tensor, self.pending = self.pending, None
         self.arrived = set()

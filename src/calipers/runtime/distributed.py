@@ -36,9 +36,7 @@ Address = tuple[str, int]
 
 
 class Terminated(BaseException):
-    """This process was told to stop.
-
-    It is no ``Exception``: like Ctrl-C, it is not for anybody on the way to deal with.
+    """This process was told to stop; like KeyboardInterrupt, no ``Exception`` to be handled.
 
     :param gone: rank → where it was, of the processes that were gone at that moment
     """
@@ -370,24 +368,21 @@ def joined_ranks(timeout: timedelta | None = None) -> Iterator[Ranks]:
     if given is not None:
         yield given
         return
-    own_group = join_processes(timeout or DEFAULT_TIMEOUT)
+    owns_group = False
+    if dist.is_available() and not dist.is_initialized():
+        launch = find_launch()
+        owns_group = launch.world_size > 1
+        if owns_group:
+            _init_process_group(launch, timeout or DEFAULT_TIMEOUT)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        with DistributedRanks(timeout, owns_group=own_group) as ranks:
+        with DistributedRanks(timeout, owns_group=owns_group) as ranks:
             yield ranks
     else:
         yield SingleProcess()
 
 
-def join_processes(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
-    """Join the other processes of the job; False if there are none, or it is done.
-
-    Where there are accelerators, the process takes the one with its local number.
-    """
-    if not dist.is_available() or dist.is_initialized():
-        return False
-    launch = find_launch()
-    if launch.world_size == 1:
-        return False
+def _init_process_group(launch: Launch, timeout: timedelta) -> None:
+    """Join the other processes of a launch, each on the accelerator of its local rank, if any."""
     check_address(launch)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
@@ -403,7 +398,6 @@ def join_processes(timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
         world_size=launch.world_size,
         timeout=timeout,
     )
-    return True
 
 
 @cache

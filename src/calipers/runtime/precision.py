@@ -1,13 +1,13 @@
-"""The dtype a model computes in while data runs through it; what it stores keeps its own."""
+"""The dtype and device a model computes in while data runs through it; it keeps its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, cast, get_args
 
 import torch
-from compressed_tensors.offload import disable_onloading
+from compressed_tensors.offload import OffloadCache, disable_offloading, disable_onloading
 from torch import Tensor
 
 from calipers.errors import not_allowed
@@ -33,8 +33,8 @@ def cpu_features() -> Mapping[str, Any]:
     """Return what this CPU can do, by the names that torch has for it."""
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
-        found: Mapping[str, Any] = ask()
-        return found
+        capabilities: Mapping[str, Any] = ask()
+        return capabilities
     return {"avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
 
 
@@ -67,8 +67,8 @@ def forward_dtype(choice: DtypeChoice, model: torch.nn.Module, device: torch.dev
     torch.float32
     """
     if choice != "auto":
-        found: torch.dtype = getattr(torch, choice)
-        return found
+        dtype: torch.dtype = getattr(torch, choice)
+        return dtype
     own = own_dtype(model) or torch.float32
     return own if computes_fast(own, device) else torch.float32
 
@@ -78,6 +78,28 @@ def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
     with disable_onloading():
         dtypes = (parameter.dtype for parameter in module.parameters())
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+
+@contextmanager
+def onloaded(
+    modules: Iterable[torch.nn.Module], device: torch.device, *, recurse: bool = True
+) -> Iterator[None]:
+    """Have the tensors of modules on a device; afterwards they are where, and what, they were."""
+    with ExitStack() as stack:
+        originals = []
+        for module in (m for each in modules for m in (each.modules() if recurse else [each])):
+            if isinstance(module._parameters, OffloadCache):
+                stack.enter_context(disable_offloading())
+                continue
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.device != device:
+                    originals.append((tensor, tensor.data))
+                    tensor.data = tensor.data.to(device)
+        try:
+            yield
+        finally:
+            for tensor, data in originals:
+                tensor.data = data
 
 
 @contextmanager

@@ -29,11 +29,8 @@ class Add(Protocol):
         """Take the news."""
 
 
-class Begin(Protocol):
-    """Is told how much there is to do, when that is found out; what it returns counts it."""
-
-    def __call__(self, total: float, unit: str) -> Add:
-        """Take the news."""
+Begin = Callable[[float, str], Add]
+"""Is told the total and its unit, when they are found out; what it returns counts it."""
 
 
 @dataclass

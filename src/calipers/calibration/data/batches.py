@@ -192,16 +192,14 @@ def limits_of(model: Any, max_seq_length: int | None) -> dict[str, Any]:
     if max_seq_length is None:
         max_seq_length = min(LONG_SAMPLE, context)
     elif isinstance(max_seq_length, int) and max_seq_length > context:
-        told = CalipersWarning(
+        warning = CalipersWarning(
             f"is longer than what {type(model).__name__} takes: {context} tokens "
             "(max_position_embeddings). What it computes beyond them may mean nothing",
             subject=Option("max_seq_length", max_seq_length),
         )
-        warnings.warn(told, stacklevel=2)
-    return {
-        "vocab_size": getattr(config, "vocab_size", None),
-        "max_seq_length": max_seq_length,
-    }
+        warnings.warn(warning, stacklevel=2)
+    vocab_size = getattr(config, "vocab_size", None)
+    return {"vocab_size": vocab_size, "max_seq_length": max_seq_length}
 
 
 # Samples of records
@@ -210,13 +208,17 @@ def limits_of(model: Any, max_seq_length: int | None) -> dict[str, Any]:
 def _sampled(source: Records, tokenizer: Any, sampling: Sampling) -> _Made:
     """Take samples of records, and make batches of those of this rank."""
     encoder = RecordTokenizer.of(
-        source.first, tokenizer, sampling.text_column, sampling.vocab_size, sampling.mask
+        (source.place(0), source.first),
+        tokenizer,
+        sampling.text_column,
+        sampling.vocab_size,
+        sampling.mask,
     )
     taken, notes = _take_samples(source, encoder, sampling)
     samples = taken[sampling.skip :]
     if not samples:
-        passed = f"has {len(taken)} samples, and " + Option("skip", sampling.skip)
-        raise empty_data(source.name, passed + " passes over all of them")
+        problem = f"has {len(taken)} samples, and " + Option("skip", sampling.skip)
+        raise empty_data(source.name, problem + " passes over all of them")
     notes += _about_size(len(samples), sum(sample.num_counted for sample in samples), sampling)
     # Padding is masked: its token only has to exist.
     names = ("pad_token_id", "eos_token_id")
@@ -242,7 +244,8 @@ def _take_samples(
     """
     count, length = sampling.skip + sampling.num_samples, sampling.max_seq_length
     needed = None if source.one_document else length * (count if sampling.packing else 1)
-    texts = (encoder.sample(record, place, needed) for place, record in source.numbered)
+    numbered = source.numbered(sampling.order)
+    texts = (encoder.sample(record, place, needed) for place, record in numbered)
     within = None if sampling.packing or source.one_document else length
     documents = (text for text in texts if text[:within].num_counted)
     notes = source.notes + encoder.notes
@@ -277,35 +280,26 @@ def packed(
 
     :param count: how many pieces are wanted; None for all
     :param separator: the token put between two documents, if the first does not end with it
-
-    >>> documents = [Sample(torch.tensor([1, 2, 3])), Sample(torch.tensor([4, 5]))]
-    >>> [piece.ids for piece in packed(documents, None, 2, separator=0)]
-    [tensor([1, 2]), tensor([3, 0]), tensor([4, 5])]
     """
-    joined: list[Sample] = []
-    total = 0
-    for part in _separated(documents, separator):
+    parts: list[Sample] = []
+    total, last = 0, separator
+    for text in documents:
         if count is not None and total >= count * length:
             break
-        joined.append(part)
-        total += len(part)
-    if not joined:
+        if separator is not None and last != separator:
+            marks = None if text.counted is None else torch.zeros(1, dtype=torch.bool)
+            parts.append(Sample(torch.tensor([separator]), marks))
+            total += 1
+        parts.append(text)
+        total += len(text)
+        last = int(text.ids[-1])
+    if not parts:
         return []
-    whole = Sample.joined(joined)
+    whole = Sample.joined(parts)
     pieces = [whole[start : start + length] for start in range(0, total, length)]
     if len(pieces) > 1 and len(pieces[-1]) < length:
         pieces.pop()
     return [piece for piece in pieces[:count] if piece.num_counted]
-
-
-def _separated(documents: Iterable[Sample], separator: int | None) -> Iterator[Sample]:
-    last = separator
-    for text in documents:
-        if separator is not None and last != separator:
-            between = torch.tensor([separator])
-            yield Sample(between, None if text.counted is None else between.new_zeros(1).bool())
-        yield text
-        last = int(text.ids[-1])
 
 
 def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
@@ -329,12 +323,7 @@ def _groups(samples: Sequence[Sample], sampling: Sampling) -> Iterator[tuple[int
 
 
 def padded(samples: Sequence[Sample], side: PaddingSide, pad: int) -> Batch:
-    """Return samples as one batch, as long as the longest of them.
-
-    >>> samples = [Sample(torch.tensor([5, 6])), Sample(torch.tensor([7]))]
-    >>> padded(samples, "left", pad=0)["input_ids"].tolist()
-    [[5, 6], [0, 7]]
-    """
+    """Return samples as one batch, as long as the longest of them."""
     length = max(map(len, samples))
     ids = torch.full((len(samples), length), pad, dtype=torch.int64)
     mask, counted = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -446,14 +435,14 @@ def _wrong_batch(where: str, problem: str) -> DataError:
 
 
 def _matrix(value: Any, where: str, name: str) -> Tensor:
-    mask_like = isinstance(value, Tensor) and name == "attention_mask"
-    found = (value != 0).to(torch.int64).cpu() if mask_like else whole_numbers(value)
-    if found is None or found.ndim != 2:
+    is_mask = isinstance(value, Tensor) and name == "attention_mask"
+    matrix = (value != 0).to(torch.int64).cpu() if is_mask else whole_numbers(value)
+    if matrix is None or matrix.ndim != 2:
         shape = getattr(value, "shape", None)
         what = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
-        kind = "" if found is not None else ", not of whole numbers"
+        kind = "" if matrix is not None else ", not of whole numbers"
         raise _wrong_batch(where, f"has {name} of {what}{kind}")
-    return found.to(torch.int64)
+    return matrix.to(torch.int64)
 
 
 def _rows_of_parts(batch: Batch, sampling: Sampling) -> Iterator[tuple[int, Batch]]:

@@ -84,22 +84,14 @@ def is_optional(column: str, columns: Sequence[str]) -> bool:
 
 
 def as_chat(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Make a chat of a question, what is added to it, and its answer.
-
-    >>> as_chat(["Add.", "1, 2", "3"])
-    [{'role': 'user', 'content': 'Add.\\n\\n1, 2'}, {'role': 'assistant', 'content': '3'}]
-    """
+    """Make a chat of a question, what is added to it, and its answer."""
     *question, answer = texts
     turns = (("user", joined(question)), ("assistant", answer))
     return [{"role": role, "content": text} for role, text in turns if text.strip()]
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Join texts by a blank line, or as they are where white space is already between them.
-
-    >>> joined(["Add.", "", "1, 2"]), joined(["1 + 2 =", " 3"])
-    ('Add.\\n\\n1, 2', '1 + 2 = 3')
-    """
+    """Join texts by a blank line, or as they are where white space is already between them."""
     whole = ""
     for text in filter(str.strip, texts):
         apart = not whole or whole[-1].isspace() or text[0].isspace()
@@ -129,19 +121,15 @@ def marked_tokens(record: Mapping[str, Any], ids: Tensor) -> Tensor | None:
     if column is None:
         return None
     try:
-        found = torch.as_tensor(record[column]).detach().cpu()
+        mask = torch.as_tensor(record[column]).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-    marked: Tensor = found != (_IGNORED if column == "labels" else 0)
+    marked: Tensor = mask != (_IGNORED if column == "labels" else 0)
     return marked if marked.shape == ids.shape else None
 
 
 def about_unused(ids: Tensor, counted: Tensor | None) -> tuple[str, ...]:
-    """Say that data has masks which are not used.
-
-    :param ids: token ids without padding
-    :param counted: which of them masks mark
-    """
+    """Warn of masks that are not used, given token ids without padding and which are marked."""
     hidden = ids if counted is None else ids[~counted]
     # Collators that pad with the end-of-text token hide that one everywhere: this is no mask.
     if counted is None or bool((hidden == hidden[:1]).all()):

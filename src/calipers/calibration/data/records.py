@@ -22,13 +22,7 @@ from calipers.calibration.data.columns import (
     marked_tokens,
     no_mask,
 )
-from calipers.errors import (
-    ANY,
-    DataError,
-    Option,
-    library_errors,
-    unreadable_record,
-)
+from calipers.errors import ANY, DataError, Option, library_errors, unreadable_record
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +53,11 @@ class Sample:
         ids = torch.cat([sample.ids for sample in samples])
         if all(sample.counted is None for sample in samples):
             return cls(ids)
-        every = (torch.ones_like(s.ids, dtype=torch.bool) for s in samples)
         marks = [
-            ones if sample.counted is None else sample.counted
-            for sample, ones in zip(samples, every, strict=True)
+            torch.ones_like(sample.ids, dtype=torch.bool)
+            if sample.counted is None
+            else sample.counted
+            for sample in samples
         ]
         return cls(ids, torch.cat(marks))
 
@@ -280,9 +275,9 @@ def _unusable_chat(where: str, problem: str) -> DataError:
 
 def special_id(tokenizer: Any, name: str, vocab_size: int | None) -> int | None:
     """Return a special token of a tokenizer, if it has one that the model knows."""
-    found = getattr(tokenizer, name, None)
-    known = isinstance(found, int) and found >= 0 and (vocab_size is None or found < vocab_size)
-    return found if known else None
+    token = getattr(tokenizer, name, None)
+    known = isinstance(token, int) and token >= 0 and (vocab_size is None or token < vocab_size)
+    return token if known else None
 
 
 def check_ids(ids: torch.Tensor, where: str, vocab_size: int | None) -> None:

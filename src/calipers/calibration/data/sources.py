@@ -43,35 +43,55 @@ _JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\{\s*"|\[\s*([\[{"]|\d+\s*,))')
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Records that can be read in any order.
+class Records:
+    """Records, each with the place where it stands.
 
+    :param items: the records: a sequence, or an iterator, which can be gone through once
+    :param first: the one that shows which columns there are
     :param label: what a record is called in messages, before its number
+    :param name: what all of them are called there
     :param numbers: the number of each record, where it is not its position
     :param one_document: whether the only record is one long text, of which samples are pieces
     :param notes: what the user should know about what was read
     """
 
-    records: Sequence[Any]
+    items: Any
+    first: Any
     label: str
+    name: str
     numbers: Sequence[int] | None = None
     one_document: bool = False
     notes: tuple[str, ...] = ()
 
-    def location(self, index: int) -> str:
+    @classmethod
+    def of_sequence(cls, items: Any, label: str, name: str, **details: Any) -> Records:
+        """Return the records of a sequence, of which there must be one."""
+        if not len(items):
+            raise empty_data(name)
+        return cls(items, items[0], label, name, **details)
+
+    def place(self, index: int) -> str:
         """Return where a record stands, in words."""
         return f"{self.label} {index if self.numbers is None else self.numbers[index]}"
 
+    def numbered(self, seed: int | None) -> Iterator[tuple[str, Any]]:
+        """Go through the records with their places; those of an iterator are not shuffled."""
+        if isinstance(self.items, Iterator):
+            indexed: Iterable[tuple[int, Any]] = enumerate(self.items)
+        else:
+            order = shuffled(len(self.items), seed)
+            indexed = ((index, self.items[index]) for index in order)
+        return ((self.place(index), item) for index, item in indexed)
 
-def open_file(path: Path, text_column: str | None) -> Rows:
+
+def open_file(path: Path, text_column: str | None) -> Records:
     """Return the records of a file, by the ending of its name."""
     # os.path.exists says no to names that are too long, as a text in place of a path is.
-    name = str(path)
-    subject = f"The data file '{name if len(name) <= 200 else f'{name[:200]}…'}'"
+    shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
     if not os.path.exists(path):
         raise DataError(
             "does not exist",
-            subject=subject,
+            subject=f"The data file '{shown}'",
             hint="A text itself is given in a list: [text]. A data set of the hub is named "
             "ORG/NAME[@CONFIG][:SPLIT].",
         )
@@ -79,22 +99,20 @@ def open_file(path: Path, text_column: str | None) -> Rows:
     if kind is not None:
         raise DataError(
             f"is {kind}, and only regular files are opened",
-            subject=subject,
+            subject=f"The data file '{shown}'",
             hint="What another program writes can come through standard input, whose name as data "
             "is '-', or be saved to a file first.",
         )
+    name = f"The data file '{path}'"
     if path.stat().st_size == 0:
-        raise empty_data(f"The data file '{path}'")
+        raise empty_data(name)
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        return parquet_file(path, text_column)
+        return parquet_file(path, name, text_column)
     if suffix in (".jsonl", ".ndjson"):
-        return _line_rows(f"'{path}'", lambda: path.open("rb"))
-    return json_file(path) if suffix == ".json" else text_file(path)
-
-
-def text_file(path: Path) -> Rows:
-    """Return a text file as one document."""
+        return _lines(f"'{path}'", name, lambda: path.open("rb"))
+    if suffix == ".json":
+        return json_file(path, name)
     with path.open("rb") as file:
         data = file.read(LARGEST_TEXT)
     notes: tuple[str, ...] = ()
@@ -103,15 +121,14 @@ def text_file(path: Path) -> Rows:
             f"Only the first {LARGEST_TEXT >> 20} MiB of '{path}' ({size >> 20} MiB) are read; "
             "of a .jsonl file, samples are taken from everywhere.",
         )
-    text = _decoded(data, f"The data file '{path}'", is_whole=not notes)
-    return Rows([text], f"'{path}', document", one_document=True, notes=notes)
+    text = _decoded(data, name, is_whole=not notes)
+    return Records([text], text, f"'{path}', document", name, one_document=True, notes=notes)
 
 
-def stream(source: io.BufferedIOBase, name: str) -> Rows:
-    """Return what a stream gives: JSON, if it begins as JSON does, or else a text.
-
-    :param name: what it is called in messages
-    """
+def stream(source: io.BufferedIOBase) -> Records:
+    """Return what a stream gives: JSON, if it begins as JSON does, or else a text."""
+    called = getattr(source, "name", None)
+    name = "Standard input" if called == "<stdin>" else f"The stream {called!r}"
     data = source.read(LARGEST_TEXT)
     if not data.strip():
         raise empty_data(name)
@@ -119,19 +136,15 @@ def stream(source: io.BufferedIOBase, name: str) -> Rows:
     notes = () if is_whole else (f"{name}: only the first {LARGEST_TEXT >> 20} MiB are read.",)
     if not _JSON.match(data):
         text = _decoded(data, name, is_whole=is_whole)
-        return Rows([text], f"{name}, document", one_document=True, notes=notes)
+        return Records([text], text, f"{name}, document", name, one_document=True, notes=notes)
     if is_whole:
-        return _json_rows(data, name, name, lambda: io.BytesIO(data))
+        return _json(data, name, name, lambda: io.BytesIO(data))
     complete = data[: data.rfind(b"\n") + 1]
-    return replace(_line_rows(name, lambda: io.BytesIO(complete)), notes=notes)
+    return replace(_lines(name, name, lambda: io.BytesIO(complete)), notes=notes)
 
 
 class JsonLines(Sequence[Any]):
-    """Records of which each stands on a line as a JSON value, and is read when asked for.
-
-    :param name: what the whole is called in messages
-    :param opened: opens it at its beginning
-    """
+    """Records of which each stands on a line as a JSON value, and is read when asked for."""
 
     def __init__(self, name: str, opened: Callable[[], IO[bytes]]) -> None:
         self._name, self._opened = name, opened
@@ -170,41 +183,40 @@ class JsonLines(Sequence[Any]):
             raise _invalid_json(where, error) from None
 
 
-def json_file(path: Path) -> Rows:
+def json_file(path: Path, name: str) -> Records:
     """Return a JSON file: a list of records, a single one, or in truth one per line."""
-    subject = f"The data file '{path}'"
     try:
         content = read_whole(path, LARGEST_LIST)
     except OSError as error:
         raise DataError(
             f"cannot be read: {error.strerror}",
-            subject=subject,
+            subject=name,
             hint="Write it with one record per line, as .jsonl, of which those that are used are "
             "read.",
         ) from None
-    return _json_rows(content, f"'{path}'", subject, lambda: path.open("rb"))
+    return _json(content, f"'{path}'", name, lambda: path.open("rb"))
 
 
-def _json_rows(data: bytes, name: str, subject: str, opened: Callable[[], IO[bytes]]) -> Rows:
-    text = _decoded(data, subject)
+def _json(data: bytes, label: str, name: str, opened: Callable[[], IO[bytes]]) -> Records:
+    text = _decoded(data, name)
     try:
         value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError) as error:
-        where = subject
-        if isinstance(error, json.JSONDecodeError):
-            where = f"{name}, line {error.lineno}"
+        line = getattr(error, "lineno", None)
+        where = name if line is None else f"{label}, line {line}"
         raise _invalid_json(where, error) from None
     if text[end:].strip():  # another value follows
-        return _line_rows(name, opened)
-    return Rows(value if isinstance(value, list) else [value], f"{name}, record")
+        return _lines(label, name, opened)
+    items = value if isinstance(value, list) else [value]
+    return Records.of_sequence(items, f"{label}, record", name)
 
 
-def _line_rows(name: str, opened: Callable[[], IO[bytes]]) -> Rows:
-    lines = JsonLines(name, opened)
-    return Rows(lines, f"{name}, line", numbers=lines.numbers)
+def _lines(label: str, name: str, opened: Callable[[], IO[bytes]]) -> Records:
+    lines = JsonLines(label, opened)
+    return Records.of_sequence(lines, f"{label}, line", name, numbers=lines.numbers)
 
 
-def parquet_file(path: Path, text_column: str | None) -> Rows:
+def parquet_file(path: Path, name: str, text_column: str | None) -> Records:
     """Return the rows of a Parquet file; only the columns that are used are read."""
     parquet = import_extra("pyarrow.parquet", "a Parquet file")
     label = f"'{path}', row"
@@ -212,20 +224,20 @@ def parquet_file(path: Path, text_column: str | None) -> Rows:
     def error_of(words: str) -> DataError:
         return DataError(
             f"is not a Parquet file: {words}",
-            subject=f"The data file '{path}'",
+            subject=name,
             hint="Write it again, or correct its name.",
         )
 
     with library_errors(error_of), parquet.ParquetFile(path) as file:
         first = next(file.iter_batches(batch_size=1), None)
         if not first:
-            return Rows([], label)
+            raise empty_data(name)
         record = first.to_pylist()[0]
         columns = columns_of(record, text_column, f"{label} 0")
         masks = [column for column in COLUMNS if column in record]
         table = file.read(columns=[*columns, *masks])
         table.validate(full=True)  # or texts that are none end the process
-    return Rows(_TableRows(table), label)
+    return Records.of_sequence(_TableRows(table), label, name)
 
 
 class _TableRows(Sequence[Any]):
@@ -270,24 +282,6 @@ def _invalid_json(subject: str, error: Exception) -> DataError:
 
 
 @dataclass(frozen=True)
-class Records:
-    """Records, each with the place where it stands, in the order in which they are used.
-
-    :param first: the record that shows which columns there are, with its place
-    :param numbered: all records with their places; can be gone through once
-    :param name: what they are, in messages
-    :param one_document: whether the only record is one long text, of which samples are pieces
-    :param notes: what the user should know about what was read
-    """
-
-    first: tuple[str, Any]
-    numbered: Iterable[tuple[str, Any]]
-    name: str
-    one_document: bool = False
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class ReadyBatches:
     """Batches that the user made."""
 
@@ -295,11 +289,7 @@ class ReadyBatches:
 
 
 def shuffled(count: int, seed: int | None) -> Sequence[int]:
-    """Return the numbers below ``count``: in order, or as the seed has it.
-
-    >>> sorted(shuffled(5, seed=1)), shuffled(3, seed=None)
-    ([0, 1, 2, 3, 4], range(0, 3))
-    """
+    """Return the numbers below ``count``: shuffled by a seed, or in order where it is None."""
     return range(count) if seed is None else random.Random(seed).sample(range(count), count)
 
 
@@ -308,23 +298,26 @@ def open_source(
 ) -> Records | ReadyBatches:
     """Recognise what kind of dataset was given and open it.
 
-    :param seed: of the shuffling; None for the order of the dataset
+    :param seed: of the shuffling of a stream of `datasets`; None for its own order
     """
     kind = type(dataset).__name__
     if isinstance(dataset, (str, os.PathLike)):
         return _from_path(dataset, seed, text_column)
     if isinstance(dataset, io.BufferedIOBase):
-        called = getattr(dataset, "name", None)
-        name = "Standard input" if called == "<stdin>" else f"The stream {called!r}"
-        return _from_rows(stream(dataset, name), name, seed)
+        return stream(dataset)
     if isinstance(dataset, NamedDataset):
         label = f"'{dataset.name}', row"
         return _from_stream(dataset.records(seed), label, f"'{dataset.name}'", dataset.notes)
     if isinstance(dataset, Mapping):
-        return _from_mapping(dataset)
+        if is_batch(dataset):
+            return ReadyBatches([dataset])
+        if _is_of_datasets(dataset):
+            raise several_splits(map(str, dataset))
+        keys = ", ".join(map(str, list(dataset)[:5])) or "none"
+        raise _no_dataset(f"of type {kind} (its keys: {keys})")
     if _is_of_datasets(dataset):
         if isinstance(dataset, Sized):
-            return _from_rows(Rows(dataset, "row"), "The dataset", seed)  # type: ignore[arg-type]
+            return Records.of_sequence(dataset, "row", "The dataset")
         if seed is not None:
             dataset = dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         return _from_stream(dataset, "row")
@@ -332,7 +325,7 @@ def open_source(
         if dataset.ndim != 2:
             advice = "One row of token ids is given as ids[None]." if dataset.ndim == 1 else ""
             raise _no_dataset(f"a {kind} of shape {tuple(dataset.shape)}", advice)
-        return _from_rows(Rows(dataset, "row"), "The tensor of token ids", seed)
+        return Records.of_sequence(dataset, "row", "The tensor of token ids")
     if isinstance(dataset, Set):
         raise _no_dataset(f"of type {kind}", "A set has no order of its own: give a list.")
     if hasattr(dataset, "to_dict"):
@@ -340,10 +333,12 @@ def open_source(
         raise _no_dataset(f"of type {kind}", advice)
     if isinstance(dataset, (bytes, bytearray)):
         raise _no_dataset(f"of type {kind}")
-    if _is_list(dataset):
+    has_items = isinstance(dataset, TorchDataset) and hasattr(dataset, "__getitem__")
+    is_list = isinstance(dataset, Sequence) or (has_items and isinstance(dataset, Sized))
+    if is_list:
         if len(dataset) and is_batch(dataset[0]):
             return ReadyBatches(dataset)
-        return _from_rows(Rows(dataset, "item"), "The dataset", seed)
+        return Records.of_sequence(dataset, "item", "The dataset")
     if isinstance(dataset, Iterable):
         return _from_stream(dataset)
     raise _no_dataset(f"of type {kind}")
@@ -360,26 +355,13 @@ def _from_path(
         name = DatasetName.parse(dataset)
     if name is not None:
         return open_source(load_named(name), seed=seed, text_column=text_column)
-    return _from_rows(open_file(path, text_column), f"The data file '{path}'", seed)
+    return open_file(path, text_column)
 
 
 def is_batch(item: Any) -> bool:
     """Return whether an item of a dataset is a batch, not a single record."""
     ids = item.get("input_ids") if isinstance(item, Mapping) else item
     return getattr(ids, "ndim", 0) > 1
-
-
-def _from_rows(rows: Rows, name: str, seed: int | None) -> Records:
-    if not len(rows.records):
-        raise empty_data(name)
-    order = shuffled(len(rows.records), seed)
-    return Records(
-        first=(rows.location(0), rows.records[0]),
-        numbered=((rows.location(index), rows.records[index]) for index in order),
-        name=name,
-        one_document=rows.one_document,
-        notes=rows.notes,
-    )
 
 
 def _from_stream(
@@ -396,26 +378,11 @@ def _from_stream(
     items: Iterator[Any] = chain([first], iterator)
     if is_batch(first):
         return ReadyBatches(items)
-    numbered = ((f"{label} {index}", item) for index, item in enumerate(items))
-    return Records((f"{label} 0", first), numbered, name, notes=notes)
-
-
-def _from_mapping(dataset: Mapping[str, Any]) -> ReadyBatches:
-    if is_batch(dataset):
-        return ReadyBatches([dataset])
-    if _is_of_datasets(dataset):
-        raise several_splits(map(str, dataset))
-    keys = ", ".join(map(str, list(dataset)[:5])) or "none"
-    raise _no_dataset(f"of type {type(dataset).__name__} (its keys: {keys})")
+    return Records(items, first, label, name, notes=notes)
 
 
 def _is_of_datasets(dataset: Any) -> bool:
     return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__)
-
-
-def _is_list(dataset: Any) -> bool:
-    indexed = isinstance(dataset, TorchDataset) and hasattr(dataset, "__getitem__")
-    return isinstance(dataset, Sequence) or (indexed and isinstance(dataset, Sized))
 
 
 def _no_dataset(what: str, advice: str = "") -> DataError:
