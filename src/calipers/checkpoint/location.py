@@ -24,7 +24,6 @@ from calipers.errors import (
     cannot_load,
     damaged_file,
     library_errors,
-    pickled_weights,
 )
 from calipers.files.reading import LARGEST_JSON, irregular_kind, read_json_object
 from calipers.runtime.environment import hub_answers
@@ -82,7 +81,7 @@ def check_location(name: str, *, gguf: bool = False) -> None:
     by_suffix = {file.suffix.lower(): file.name for file in reversed(files)}
     pickles = [by_suffix[suffix] for suffix in _PICKLES if suffix in by_suffix]
     if pickles and ".safetensors" not in by_suffix:
-        raise pickled_weights(name, pickles[0])
+        raise _pickled_weights(name, pickles[0])
     check_files(files)
     if path.is_file():
         raise cannot_load(name, "it is a file")
@@ -209,7 +208,7 @@ def loading_errors(name: str, what: str = "model", files: str | None = None) -> 
             if what == "model" and all(
                 file is _CACHED_NO_EXIST for file in _cached(name, *files_of_model)
             ):
-                raise pickled_weights(name, "it has no model.safetensors") from error
+                raise _pickled_weights(name, "it has no model.safetensors") from error
             absent = "" if Path(name).exists() else "there is no such folder, and on the hub: "
             if absent or isinstance(error, OSError):
                 raise cannot_load(name, absent + str(error).strip(), what) from error
@@ -315,3 +314,15 @@ def _kinds_of_tensors(file: Path, _changed: int) -> frozenset[str]:
 
     tensors = GGUFReader(file).tensors
     return frozenset(GGMLQuantizationType(tensor.tensor_type).name for tensor in tensors)
+
+
+def _pickled_weights(name: str, file: str) -> ModelLoadError:
+    """Refuse weights that are pickles, which can run any code."""
+    return ModelLoadError(
+        f"are pickles ({file}), which can run any code when they are opened; Calipers opens "
+        "safetensors only",
+        subject=f"The weights of '{name}'",
+        hint="If you trust where they come from, convert the model once, with transformers: "
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder), the same "
+        "with AutoTokenizer, and give the other folder.",
+    )

@@ -57,7 +57,6 @@ from calipers.errors.messages import no_meaning as no_meaning
 from calipers.errors.messages import no_statistics as no_statistics
 from calipers.errors.messages import not_allowed as not_allowed
 from calipers.errors.messages import not_finite as not_finite
-from calipers.errors.messages import pickled_weights as pickled_weights
 from calipers.errors.messages import several_splits as several_splits
 from calipers.errors.messages import tensor_of as tensor_of
 from calipers.errors.messages import unfit as unfit

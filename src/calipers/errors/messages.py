@@ -115,18 +115,6 @@ def damaged_measurements(file: object, problem: str) -> MeasurementsError:
     )
 
 
-def pickled_weights(name: str, file: str) -> ModelLoadError:
-    """Refuse weights that are pickles, which can run any code."""
-    return ModelLoadError(
-        f"are pickles ({file}), which can run any code when they are opened; Calipers opens "
-        "safetensors only",
-        subject=f"The weights of '{name}'",
-        hint="If you trust where they come from, convert the model once, with transformers: "
-        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder), the same "
-        "with AutoTokenizer, and give the other folder.",
-    )
-
-
 def cannot_write(directory: object, problem: str) -> CheckpointError:
     """Say why there can be no output folder at a path."""
     return CheckpointError(
