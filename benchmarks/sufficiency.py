@@ -29,12 +29,7 @@ from tables import Column, Measured, Row, Section, show
 
 import calipers
 from calipers import Measurements
-from calipers.measurements.sufficiency import (
-    TOLERANCE,
-    energy_shares,
-    least_error_scale,
-    magnitude,
-)
+from calipers.measurements.sufficiency import TOLERANCE, least_error_scale
 
 SIZES = (16, 64, 256)
 OTHERS = 512
@@ -98,6 +93,17 @@ class Kind(NamedTuple):
     key: str
     apart: Callable[[Any, Any], float]
     predicted: Callable[[float, float], float]
+
+
+def magnitude(extrema: Any) -> float:
+    """Return the largest magnitude of all values."""
+    return max(-float(extrema.min_vals.min()), float(extrema.max_vals.max()), 0.0)
+
+
+def energy_shares(squares: Any) -> torch.Tensor:
+    """Return the share of Σx² that each channel has."""
+    sums: torch.Tensor = squares.fields()["_imatrix_sum"]
+    return sums / sums.sum()
 
 
 def _scales_apart(scale: Callable[[Any], float]) -> Callable[[Any, Any], float]:
