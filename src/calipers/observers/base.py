@@ -353,7 +353,7 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             self.update_statistics_from_observed(seen.observed)
         finally:
             self.__dict__["_observation"] = None
-        self.absorb(**seen.marks())
+        self._absorb(seen.marks())
         return self
 
     @in_pieces
@@ -386,7 +386,7 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             low, high, self._solutions = definition.solve(
                 seen, pieces, self.args, self.options, weights
             )
-        self.absorb(min_vals=low, max_vals=high)
+        self._absorb({"min_vals": low, "max_vals": high})
         if self.counts is not None:
             self.counts.count(pieces, shown.tokens if shown else 0)
 

@@ -333,6 +333,10 @@ class Statistic:
     @guarded
     def absorb(self, /, **new: Tensor) -> None:
         """Reduce each field with a new value; if their shapes do not agree, none."""
+        self._absorb(new)
+
+    def _absorb(self, new: dict[str, Tensor]) -> None:
+        """Do so where the lock is held already: to take it again costs small tensors time."""
         known = [(name, mine) for name in new if (mine := self.field(name)) is not None]
         for name, mine in known:
             value = new[name]

@@ -64,7 +64,9 @@ class StatisticModule(Statistic, torch.nn.Module):
 
     def _part_with(self, name: str) -> Statistic | None:
         """Return the part that has a field; None for the module's own, and before there are any."""
-        return self.__dict__.get(self.__dict__.get("_holders", {}).get(name))
+        own = self.__dict__
+        holders = own.get("_holders")
+        return None if holders is None else own.get(holders.get(name))
 
     def __getattr__(self, name: str) -> Any:
         part = self._part_with(name)
