@@ -273,7 +273,7 @@ def test_what_follows_is_what_one_call_would_have_taken_next(packing: bool | Non
     assert len(set(everything)) == 50
 
 
-def test_skip_of_too_many_and_what_cannot_be() -> None:
+def test_skip_of_too_many_and_unsupported_modules() -> None:
     with pytest.raises(DataError, match="has 50 samples, and skip=50 passes over all of them"):
         samples_with(skip=50)
     with pytest.raises(ConfigurationError, match=r"skip=-1 is not allowed\. Allowed: a whole num"):

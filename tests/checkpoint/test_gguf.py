@@ -75,7 +75,9 @@ def test_commands_read_it(tmp_path: Path) -> None:
     assert again.info.fingerprint == known_of_it.info.fingerprint
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_modules_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "Model-Q4_0.GGUF"
     file.touch()
     for place in (file, tmp_path):

@@ -116,7 +116,7 @@ def test_bits_per_weight(scheme: str, bits: int, model: Path, tmp_path: Path) ->
     assert json.loads(done.stdout)["bits_per_weight"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_cannot_be_shown(place: Path, tmp_path: Path) -> None:
+def test_unsupported_modules_shown(place: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     refused(("show", "folder"), "has no calipers.json: Calipers has not written it.", cwd=tmp_path)
     folder = tmp_path / "folder"

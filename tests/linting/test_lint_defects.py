@@ -266,7 +266,7 @@ class TestAgainst:
         (lambda c: c["quantization_config"].update(ignore=["re:("]), "targets or ignore"),
     ],
 )
-def test_what_cannot_be_looked_at(change: Any, told: str, place: Path, tmp_path: Path) -> None:
+def test_unsupported_modules_looked_at(change: Any, told: str, place: Path, tmp_path: Path) -> None:
     folder = damaged(checkpoint(place, "W4A16"), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     change(config)

@@ -174,7 +174,7 @@ def negative(packed: Tensor) -> Tensor:
         ),
     ],
 )
-def test_what_cannot_be_is_named(change: Any, text: str, sound: Path, tmp_path: Path) -> None:
+def test_unsupported_modules_is_named(change: Any, text: str, sound: Path, tmp_path: Path) -> None:
     header, tensors = taken_apart(sound)
     change(header, tensors)
     said = refusal(signed(tmp_path / "m.safetensors", header, tensors))

@@ -113,7 +113,7 @@ class Averaging(StaticMinMaxObserver):
         Averaging("input", INT8),
     ],
 )
-def test_what_cannot_be_derived_stays_empty(statistic: Any) -> None:
+def test_unsupported_modules_derived_stays_empty(statistic: Any) -> None:
     assert not statistic.derive_from(known())
     assert not statistic.fields()
 

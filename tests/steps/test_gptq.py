@@ -287,7 +287,7 @@ def test_everything_is_undone_when_a_run_fails() -> None:
         ({"actorder": None, "weights": {**ARGS, "actorder": "weight"}}, "Keep one"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, Any], text: str) -> None:
+def test_unsupported_modules_meant_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(RecipeError, match=text):
         GPTQModifier(**{"weights": ARGS, **given})
 

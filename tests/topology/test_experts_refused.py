@@ -15,7 +15,7 @@ from calipers.topology.experts import UnfusedExperts, fused_experts, unfuse_expe
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_cannot_be_unfused_is_refused(name: str) -> None:
+def test_unsupported_modules_unfused_is_refused(name: str) -> None:
     model = nn.Module()
     model.mlp = fused_module(name)
     assert list(fused_experts(model)) == ["mlp"]

@@ -34,7 +34,7 @@ def named_observer(args: QuantizationArgs) -> str | None:
     return None if args.observer == _FILLED_IN else args.observer
 
 
-def is_aimed_at(model: Module, targets: Iterable[str], name: str, module: Module) -> bool:
+def is_targeted(model: Module, targets: Iterable[str], name: str, module: Module) -> bool:
     """Whether a target matches a module, and neither its parent nor any of its parts.
 
     Before 0.18 ``is_narrow_match`` did not look at the parts.
@@ -44,4 +44,4 @@ def is_aimed_at(model: Module, targets: Iterable[str], name: str, module: Module
     return any(not any(is_match(*part, target) for part in parts) for target in narrow)
 
 
-__all__ = ["is_aimed_at", "is_cached_attention_module", "named_observer"]
+__all__ = ["is_cached_attention_module", "is_targeted", "named_observer"]

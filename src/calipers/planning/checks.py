@@ -60,13 +60,13 @@ def check_patterns(
         if matches(model, pattern):
             continue
         what = f"'{pattern}' matches no module of {type(model).__name__}"
-        there_is = what_there_is(model)
+        available = available_modules(model)
         if any(name.endswith(f".{pattern}") for name in known):
             in_full = f"Names are given in full, or as 're:.*{re.escape(pattern)}'."
-            report(what, unmatched, where=key, hint=f"{in_full} {there_is}")
+            report(what, unmatched, where=key, hint=f"{in_full} {available}")
         else:
             meant = None if pattern.startswith("re:") else nearest(pattern, known)
-            report(what, unmatched, where=key, meant=meant, hint=there_is)
+            report(what, unmatched, where=key, meant=meant, hint=available)
 
 
 def report(what: str, unmatched: Unmatched, **fields: Unpack[Fields]) -> None:
@@ -79,10 +79,10 @@ def report(what: str, unmatched: Unmatched, **fields: Unpack[Fields]) -> None:
         warnings.warn(CalipersWarning(what, **fields), stacklevel=4)
 
 
-def what_there_is(model: torch.nn.Module) -> str:
+def available_modules(model: torch.nn.Module) -> str:
     """Say in short which classes and names a model has.
 
-    >>> what_there_is(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    >>> available_modules(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     'Its classes: Linear, Sequential. Some of its names: 0, 1.'
     """
     classes = sorted({type(module).__name__ for module in model.modules()})
@@ -93,10 +93,10 @@ def what_there_is(model: torch.nn.Module) -> str:
     )
 
 
-def what_cannot_be(model: torch.nn.Module) -> str:
+def unsupported_modules(model: torch.nn.Module) -> str:
     """Say which classes with matrices a model has that cannot be quantized; nothing if none.
 
-    >>> what_cannot_be(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2)))
+    >>> unsupported_modules(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2)))
     'Linear and Embedding modules can be quantized; it has 1 Bilinear, which is not supported.'
     """
     found = Counter(

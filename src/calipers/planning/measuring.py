@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from calipers.errors import ConfigurationError, counted, not_allowed, shortened
 from calipers.measurements import Measurements
 from calipers.numerics.library_versions import is_cached_attention_module
-from calipers.planning.checks import what_there_is
+from calipers.planning.checks import available_modules
 from calipers.planning.plan import Plan
 from calipers.planning.specs import (
     COUNTS,
@@ -84,7 +84,7 @@ def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Pl
             measured[name] = tuple(wanted)
     if not measured:
         problem = f"{type(model).__name__} has no Linear module to measure"
-        raise ConfigurationError(problem, hint=what_there_is(model))
+        raise ConfigurationError(problem, hint=available_modules(model))
     return Plan(measured=measured)
 
 

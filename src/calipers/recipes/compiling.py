@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 
 from calipers.errors import RecipeError, nearest
-from calipers.planning.checks import check_modules, what_cannot_be, what_there_is
+from calipers.planning.checks import available_modules, check_modules, unsupported_modules
 from calipers.planning.plan import PROPAGATIONS, Plan, Step
 from calipers.planning.specs import SCHEME_FIELDS, ModuleSpec, Requirement, args_for
 from calipers.topology.experts import fused_experts, unfuse_experts
@@ -66,7 +66,7 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
         raise RecipeError(
             f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
             "quantized matches",
-            hint=f"{what_cannot_be(model)} {what_there_is(model)}".strip(),
+            hint=f"{unsupported_modules(model)} {available_modules(model)}".strip(),
         )
     check_modules(model, modules)
     besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}

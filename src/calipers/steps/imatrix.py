@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.utils.match import match_named_modules
 
 from calipers.errors import RecipeError
-from calipers.planning.checks import Unmatched, check_patterns, what_there_is
+from calipers.planning.checks import Unmatched, available_modules, check_patterns
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import Requirement
 from calipers.statistics.sums import SquareSums
@@ -45,7 +45,7 @@ class IMatrixGatherer(Modifier):
         if not found and self.unmatched == "error":
             raise RecipeError(
                 f"{self.label()} finds no Linear module in {type(model).__name__}",
-                hint=what_there_is(model),
+                hint=available_modules(model),
             )
         return StepPlan(measured=dict.fromkeys(found, (Requirement("input", _KEY, _sums),)))
 

@@ -15,12 +15,12 @@ from typing_extensions import Self
 
 from calipers.errors import CalipersWarning, Option, RecipeError, listing, unfit
 from calipers.numerics.library_versions import (
-    is_aimed_at,
     is_cached_attention_module,
+    is_targeted,
     named_observer,
 )
 from calipers.observers.spec import default_observer
-from calipers.planning.checks import Unmatched, check_patterns, report, what_there_is
+from calipers.planning.checks import Unmatched, available_modules, check_patterns, report
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import (
     SCHEME_FIELDS,
@@ -206,7 +206,7 @@ class QuantizationModifier(Modifier):
                 raise RecipeError(
                     f"{type(model).__name__} has no attention module with a cache",
                     where=f"{self.label()}.kv_cache_scheme",
-                    hint=what_there_is(model),
+                    hint=available_modules(model),
                 )
             quantized += [(name, module, scheme, "kv_cache") for name, module in cached]
         resolved: dict[tuple[int, ModuleKind], tuple[TensorSpec, ...]] = {}
@@ -418,6 +418,6 @@ def _kind(
 ) -> ModuleKind | None:
     if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
         return "linear"
-    if is_cached_attention_module(module) and is_aimed_at(model, targets, name, module):
+    if is_cached_attention_module(module) and is_targeted(model, targets, name, module):
         return "attention"
     return None
