@@ -31,7 +31,7 @@ from calipers.calibration.lifecycle import (
     update_qparams,
 )
 from calipers.errors import ConfigurationError, NoStatisticsError, TensorValueError
-from calipers.statistics.masks import token_mask
+from calipers.numerics.tensors import token_mask
 
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False)
 CHANNEL = QuantizationArgs(num_bits=8, strategy="channel")

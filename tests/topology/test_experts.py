@@ -11,8 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from stacks import EXPERTS, HIDDEN, INNER, TOKENS, Handmade, fused_module, routed, unfused
 from torch import Tensor, nn
 
+from calipers.numerics.tensors import current_mask, token_mask
 from calipers.observers import Observer
-from calipers.statistics.masks import current_mask, token_mask
 from calipers.topology.experts import UnfusedExperts, unfuse_experts
 
 

@@ -25,12 +25,11 @@ from calipers.calibration.sharing import PairedTensors, SharedInputs
 from calipers.errors import ConfigurationError, LayoutError, TensorValueError
 from calipers.measurements import Measurements
 from calipers.measurements.tensors import Tensors, check_same
-from calipers.numerics.tensors import first_tensor
+from calipers.numerics.tensors import first_tensor, mask_for, token_mask
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleKind, Requirement
 from calipers.runtime.precision import own_dtype
 from calipers.statistics.base import Statistic
-from calipers.statistics.masks import mask_for, token_mask
 from calipers.statistics.tensor_statistics import TensorStatistics
 
 

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from calipers.errors import ConfigurationError, no_statistics
 from calipers.numerics.qparams import store_qparams
-from calipers.numerics.tensors import first_tensor
+from calipers.numerics.tensors import first_tensor, mask_for
 from calipers.observers import Observer
 from calipers.observers.spec import ObserverSpec
 from calipers.planning.specs import args_for
-from calipers.statistics.masks import mask_for
 
 OBSERVED = ("weight", "input", "output", "q", "k", "v")
 """What a module may have an observer for."""

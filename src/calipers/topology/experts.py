@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from calipers.errors import cannot_unfuse
-from calipers.statistics.masks import routed_tokens, token_mask
+from calipers.numerics.tensors import routed_tokens, token_mask
 from calipers.topology.names import EXPERT_PROJECTIONS
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")

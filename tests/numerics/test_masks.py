@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.errors import LayoutError
 from calipers.numerics.layout import Layout
-from calipers.statistics.masks import current_mask, mask_for, routed_tokens, token_mask
+from calipers.numerics.tensors import current_mask, mask_for, routed_tokens, token_mask
 
 MASK = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
 B, S = MASK.shape
