@@ -171,6 +171,7 @@ def test_a_plug_in_that_cannot_be_loaded(value: str, monkeypatch: pytest.MonkeyP
         assert sum_of_squares(TOKENS).tolist() == [10, 20]
 
 
+@pytest.mark.slow
 def test_an_import_loads_no_backend() -> None:
     script = (
         "import sys, calipers.kernels.operations as o; print(len(o.operations()) > 10, "

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from calipers.checkpoint.compression import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors, tied_names, unquantized_ties
-from calipers.engine.applying import give_schemes
+from calipers.engine.loop import give_schemes
 from calipers.engine.presets import scheme_runs_on
 from calipers.engine.streaming import hessian_bytes, hessians_of
 from calipers.planning.plan import Plan, Propagation

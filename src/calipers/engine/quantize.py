@@ -23,14 +23,13 @@ from calipers.checkpoint.state import offloaded_tensors, tied_names
 from calipers.checkpoint.stored_weights import LoadedWeights, StoredWeights, model_fingerprint
 from calipers.checkpoint.unknown_model import unknown_model
 from calipers.checkpoint.writer import TensorStream, parse_size, write_stream
-from calipers.engine.applying import give_schemes
 from calipers.engine.job import (
     check_not_running,
     data_missing,
     read_arguments,
     tensors_without_data,
 )
-from calipers.engine.loop import OneshotResult, Solution, StepDriver, report
+from calipers.engine.loop import OneshotResult, Solution, StepDriver, give_schemes, report
 from calipers.engine.streaming import CheckpointSink, PreparedModel
 from calipers.errors import ANY, ConfigurationError, MeasurementsError, ModelLoadError, Option
 from calipers.measurements import Measurements

@@ -18,8 +18,7 @@ from calipers.checkpoint.compression import compressed_state, name_on_disk, tens
 from calipers.checkpoint.state import join, module_state, own_modules, tied_names
 from calipers.checkpoint.stored_weights import WeightSource
 from calipers.checkpoint.writer import in_background
-from calipers.engine.applying import apply_changes
-from calipers.engine.loop import StepDriver, run_parts
+from calipers.engine.loop import StepDriver, apply_changes, run_parts
 from calipers.errors import ConfigurationError, shortened
 from calipers.judging.costs import ModuleCosts
 from calipers.kernels.resources import FreedMemory, kernels_only

@@ -211,6 +211,28 @@ def scheme_to_data(scheme: QuantizationScheme) -> dict[str, Any]:
     return {**data, "format": str(scheme.format)} if scheme.format else data
 
 
+def to_data(value: Any) -> Any:
+    """Return the value of a key as plain data."""
+    if isinstance(value, QuantizationArgs):
+        return args_to_data(value)
+    if isinstance(value, QuantizationScheme):
+        return scheme_to_data(value)
+    if isinstance(value, dict):
+        return {name: to_data(each) for name, each in value.items()}
+    return to_plain(value)
+
+
+def without_order(value: Any) -> Any:
+    """Return fields whose schemes have no order of columns."""
+    if isinstance(value, dict):
+        return {name: without_order(each) for name, each in value.items()}
+    if isinstance(value, QuantizationScheme):
+        return value.model_copy(update={"weights": without_order(value.weights)})
+    if isinstance(value, QuantizationArgs):
+        return value.model_copy(update={"actorder": None})
+    return value
+
+
 def _with_presets(value: Any) -> Any:
     """Let a preset's name stand before its targets."""
     if value is None:

@@ -23,9 +23,9 @@ from calipers.statistics.base import Statistic
 from calipers.statistics.sums import HessianSums
 from calipers.steps.base import Changes, Layer
 from calipers.steps.choices import ObserverChoice
-from calipers.steps.quantization import QuantizationModifier
-from calipers.steps.solving import (
+from calipers.steps.quantization import (
     Group,
+    QuantizationModifier,
     counted_groups,
     fused_groups,
     solve_activations,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,18 +11,24 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import KV_CACHE_TARGETS
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from pydantic import model_validator
+from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import CalipersWarning, Option, RecipeError, listing, unfit
+from calipers.kernels.resources import FreedMemory, in_threads
+from calipers.numerics.layout import has_global_scale
 from calipers.numerics.library_versions import (
     is_cached_attention_module,
     is_targeted,
     named_observer,
 )
-from calipers.observers.spec import default_observer
+from calipers.observers import QParamsDict
+from calipers.observers import spec as observers
+from calipers.observers.spec import COUNTS, RANGE, Weight, default_observer
 from calipers.planning.checks import Unmatched, available_modules, check_patterns, report
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import (
+    IMPORTANCE,
     SCHEME_FIELDS,
     ModuleKind,
     ModuleSpec,
@@ -33,7 +39,8 @@ from calipers.planning.specs import (
     tensor_specs,
     without_observers,
 )
-from calipers.steps.base import Changes, Layer, Modifier, Path, Patterns, to_plain
+from calipers.statistics.base import Statistic
+from calipers.steps.base import Changes, Layer, Modifier, Path, Patterns
 from calipers.steps.choices import (
     ARGS_FIELDS,
     Args,
@@ -43,14 +50,18 @@ from calipers.steps.choices import (
     ObserverChoice,
     ObserverChoices,
     SchemeChoice,
-    args_to_data,
     build_scheme,
     preset,
-    scheme_to_data,
+    to_data,
+    without_order,
 )
-from calipers.steps.solving import solve_activations, solve_weights
+from calipers.topology import names as topology
+
+Solved = dict[tuple[str, str], QParamsDict]
+Group = tuple[ModuleSpec, ...]
 
 _DEFAULT_TARGETS = ("Linear",)
+_SMALL = 1 << 20  # numbers of weights that are solved beside others
 _OBSERVER_KEYS = (
     *("weight_observer", "input_observer", "output_observer", "activation_observer", "observer"),
 )
@@ -329,7 +340,7 @@ class QuantizationModifier(Modifier):
             return self
         shared = self.model_fields_set & kind.model_fields.keys()
         given = {name: getattr(self, name) for name in shared}
-        return kind(**(given if kind.orders_columns else _unordered(given)))
+        return kind(**(given if kind.orders_columns else without_order(given)))
 
     def weight_formats(self) -> list[str]:
         """Say how weights are quantized, such as ``int4 per group 128``."""
@@ -351,7 +362,7 @@ class QuantizationModifier(Modifier):
             value = getattr(self, name)
             says = value not in (None, ()) or value != type(self).model_fields[name].default
             if says and name not in ("targets", "unmatched"):
-                data[name] = _plain(value)
+                data[name] = to_data(value)
         if data.get("targets") and isinstance(self.scheme, QuantizationScheme):
             data = {k: v for k, v in data.items() if k != "targets" or not self.scheme.targets}
         return data if self.unmatched == "error" else {**data, "unmatched": self.unmatched}
@@ -392,27 +403,6 @@ class QuantizationModifier(Modifier):
         return next((choice for _, choice in self._choices(base_name)), None)
 
 
-def _unordered(value: Any) -> Any:
-    """Return fields whose schemes have no order of columns."""
-    if isinstance(value, dict):
-        return {name: _unordered(each) for name, each in value.items()}
-    if isinstance(value, QuantizationScheme):
-        return value.model_copy(update={"weights": _unordered(value.weights)})
-    if isinstance(value, QuantizationArgs):
-        return value.model_copy(update={"actorder": None})
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, QuantizationArgs):
-        return args_to_data(value)
-    if isinstance(value, QuantizationScheme):
-        return scheme_to_data(value)
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return to_plain(value)
-
-
 def _kind(
     model: torch.nn.Module, name: str, module: torch.nn.Module, targets: list[str]
 ) -> ModuleKind | None:
@@ -421,3 +411,99 @@ def _kind(
     if is_cached_attention_module(module) and is_targeted(model, targets, name, module):
         return "attention"
     return None
+
+
+# Parameters of tensors, found from what was measured; work and results are shared by ranks
+
+
+def solve_activations(layer: Layer) -> Solved:
+    """Find the parameters of activations from what was measured of them."""
+    mine: Solved = {}
+    with layer.ranks.step("working out the parameters of activations"):
+        for module in layer.modules:
+            for tensor in module.tensors:
+                if tensor.base_name == "weight" or tensor.observer is None:
+                    continue
+                place = module.name, tensor.base_name
+                seen = {key: layer.measurements.get(*place, key) for key in (RANGE, COUNTS)}
+                qparams = tensor.observer.solve_stream(seen, module.name)
+                if qparams is not None:
+                    mine[place] = qparams
+    # A statistic that remembers its last value only differs from process to process.
+    solved: Solved = {}
+    for theirs in reversed(layer.ranks.share(mine)):
+        solved |= theirs
+    return solved
+
+
+def solve_weights(layer: Layer) -> Solved:
+    """Find the parameters of weights; those that share a global scale are solved together."""
+    mine: Solved = {}
+    with layer.ranks.step("working out the parameters of weights"):
+        fused = fused_groups(layer.modules)
+        sizes = {group: sum(map(layer.size, group)) for group in fused}
+        groups = layer.ranks.my_part(fused, lambda group: sizes[group])
+        small = [group for group in groups if sizes[group] <= _SMALL]
+        large = [group for group in groups if sizes[group] > _SMALL]
+
+        def solve(group: Group) -> Solved:
+            measured = layer.measurements
+            inputs = {each: measured.get(each.name, "input", IMPORTANCE) for each in group}
+            return solve_group(layer, {each: layer.weight(each.name) for each in group}, inputs)
+
+        with in_threads(solve, small) as solutions:
+            for _ in counted_groups(layer, small, "choosing scales"):
+                mine |= next(solutions)
+        freed = FreedMemory()
+        for group in counted_groups(layer, large, "choosing scales"):
+            mine |= solve(group)
+            freed.count(sum(layer.weight(module.name).nbytes for module in group))
+    solved: Solved = {}
+    for theirs in layer.ranks.share(mine):
+        solved |= theirs
+    return solved
+
+
+def solve_group(
+    layer: Layer,
+    weights: Mapping[ModuleSpec, Tensor],
+    inputs: Mapping[ModuleSpec, Statistic | None],
+) -> Solved:
+    """Return the parameters of weights, which may share a global scale.
+
+    :param inputs: what is known of the inputs of each
+    """
+    problems = []
+    for module, value in weights.items():
+        spec = module.tensor("weight")
+        assert spec is not None
+        assert spec.observer is not None
+        # Coverage tells of modules that saw nothing, once for all.
+        is_told = module.name in layer.unseen
+        problems.append(Weight(spec.observer, value, inputs[module], module.name, is_told))
+    places = [(module.name, "weight") for module in weights]
+    return dict(zip(places, observers.solve_weights(problems), strict=True))
+
+
+def fused_groups(modules: Sequence[ModuleSpec]) -> list[Group]:
+    """Put modules together whose weights share a global scale; others stand alone."""
+    quantized = {module.name: spec for module in modules if (spec := module.tensor("weight"))}
+    sharing = {name for name, spec in quantized.items() if has_global_scale(spec.args)}
+    together = {
+        name: group for group in topology.fused_groups(sharing, complete=True) for name in group
+    }
+    by_name = {module.name: module for module in modules}
+    groups = dict.fromkeys(together.get(name, (name,)) for name in quantized)
+    return [tuple(by_name[name] for name in group) for group in groups]
+
+
+def counted_groups(layer: Layer, groups: list[Group], what: str) -> Iterator[Group]:
+    """Go through groups of weights and show how far this is."""
+    if not groups:
+        return
+    total = sum(map(len, groups))
+    with layer.progress.counting(what, total, "weights") as add:
+        for group in groups:
+            layer.ranks.check()
+            yield group
+            add(len(group))
