@@ -12,7 +12,7 @@ from calibrating import batches_of, samples, small
 from torch import Tensor, nn
 
 from calipers import GPTQModifier, oneshot
-from calipers.calibration import sequential
+from calipers.calibration import pipelines
 from calipers.calibration.partial_forward import ActivationCache, Budget, ResumePoints
 from calipers.errors import CalipersWarning
 from calipers.topology.tracing import traced
@@ -40,7 +40,7 @@ def test_results_are_those_without_memory_for_it(
     scheme = {"num_bits": 8, "type": "float", "observer": "static_minmax"}
     more = {"kv_cache_scheme": scheme} if kv_cache else {}
     found = quantized(kind, **more)
-    monkeypatch.setattr(sequential, "free_memory", lambda _: 0)
+    monkeypatch.setattr(pipelines, "free_memory", lambda _: 0)
     expected = quantized(kind, **more)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

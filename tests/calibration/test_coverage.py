@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from calipers import oneshot
 from calipers.calibration.coverage import Coverage, no_tokens
 from calipers.calibration.data import Batches
-from calipers.calibration.pipelines import run_basic
-from calipers.calibration.sequential import run_sequential
+from calipers.calibration.pipelines import run_basic, run_sequential
 from calipers.errors import CalipersWarning, UnseenModulesError
 from calipers.observers import Observer
 from calipers.recipes import load_recipe

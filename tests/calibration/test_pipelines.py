@@ -46,11 +46,11 @@ from words import byte_tokenizer
 from calipers import evaluate, oneshot
 from calipers.calibration.context import Calibration
 from calipers.calibration.data import Batches
-from calipers.calibration.pipelines import onloaded, run_basic, run_datafree
-from calipers.calibration.sequential import run_sequential
+from calipers.calibration.pipelines import run_basic, run_datafree, run_sequential
 from calipers.errors import CalipersWarning, ConfigurationError, TensorValueError
 from calipers.recipes import load_recipe
 from calipers.recipes.compiling import plan_for
+from calipers.runtime.precision import onloaded
 from calipers.steps import IMatrixGatherer
 from calipers.topology.model import decoder_layers
 

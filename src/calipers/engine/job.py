@@ -13,7 +13,6 @@ import torch
 
 from calipers.calibration.data import Batches, calibration_batches, limits_of
 from calipers.calibration.data.columns import check_mask
-from calipers.calibration.pipelines import free_memory, usable_device
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.output import check_output
 from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
@@ -43,7 +42,13 @@ from calipers.planning.plan import Plan
 from calipers.recipes import Recipe, load_changed_recipe
 from calipers.runtime.environment import find_launch
 from calipers.runtime.offloading import without_accelerate_hooks
-from calipers.runtime.precision import bytes_of_copies, dtype_choice, forward_dtype
+from calipers.runtime.precision import (
+    bytes_of_copies,
+    dtype_choice,
+    forward_dtype,
+    free_memory,
+    usable_device,
+)
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import Ranks
 

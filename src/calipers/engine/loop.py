@@ -22,8 +22,15 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration, expose_states
 from calipers.calibration.coverage import Coverage, settle_unseen
-from calipers.calibration.pipelines import NewValues, Part, Parts, Run, run_basic, run_datafree
-from calipers.calibration.sequential import run_sequential
+from calipers.calibration.pipelines import (
+    NewValues,
+    Part,
+    Parts,
+    Run,
+    run_basic,
+    run_datafree,
+    run_sequential,
+)
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.compression import shapes_of_quantized
 from calipers.checkpoint.headers import bits_per_weight, stored_tensors

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calipers.calibration.coverage import Coverage
-from calipers.calibration.pipelines import usable_device
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location, refuse_quantized
@@ -46,6 +45,7 @@ from calipers.options import (
 from calipers.planning.measuring import derived_measurements
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
+from calipers.runtime.precision import usable_device
 from calipers.runtime.progress import Progress
 from calipers.runtime.ranks import SingleProcess
 from calipers.solvers.gptq import CurvatureCache

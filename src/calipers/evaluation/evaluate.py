@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calipers.calibration.data import Batch, Batches, calibration_batches, counted_tokens, limits_of
 from calipers.calibration.data.columns import check_mask
-from calipers.calibration.pipelines import call_model, moved, usable_device
+from calipers.calibration.pipelines import call_model, moved
 from calipers.checkpoint.headers import size_on_disk
 from calipers.checkpoint.reader import load_model, load_tokenizer, loading_counted
 from calipers.errors import (
@@ -39,7 +39,13 @@ from calipers.evaluation.results import (
 from calipers.evaluation.scoring import LayerComparison, LayerError, score
 from calipers.options import ComputeOptions, DataOptions, EvaluateKeywords, EvaluateOptions
 from calipers.runtime.offloading import without_accelerate_hooks
-from calipers.runtime.precision import computing_in, dtype_choice, forward_dtype, onloaded
+from calipers.runtime.precision import (
+    computing_in,
+    dtype_choice,
+    forward_dtype,
+    onloaded,
+    usable_device,
+)
 from calipers.runtime.progress import Progress
 
 if TYPE_CHECKING:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal, cast, get_args
 
 import torch
 from compressed_tensors.offload import OffloadCache, disable_offloading, disable_onloading
 from torch import Tensor
 
-from calipers.errors import not_allowed
+from calipers.errors import ConfigurationError, Option, first_line, not_allowed
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 """How the dtype of a forward pass is chosen: by name, or as suits the model and the device."""
@@ -78,6 +79,34 @@ def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
     with disable_onloading():
         dtypes = (parameter.dtype for parameter in module.parameters())
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+
+def usable_device(device: torch.device | str | None) -> torch.device | None:
+    """Return a device on which something can be computed."""
+    if device is None:
+        return None
+    try:
+        usable = torch.device(device)
+        float(torch.ones(1, device=usable).sum())
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"cannot be used: {first_line(str(error))}",
+            subject=Option("device", str(device)),
+            hint="Give a device of torch such as 'cpu' or 'cuda:0', or leave it out to compute "
+            "where the model is",
+        ) from error
+    return usable
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes a device has left for us."""
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free)
+    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    return sys.maxsize  # nobody tells
 
 
 @contextmanager
