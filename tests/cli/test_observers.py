@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from shell import run, run_here
 
+from calipers import registry
 from calipers.observers import Observer
 
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -43,6 +45,19 @@ def test_all_are_listed_with_their_use() -> None:
         line = next(line for line in done.stdout.splitlines() if line.split()[:1] == [name])
         assert line.rstrip().endswith(when)
     assert "calipers observers NAME" in done.stdout
+
+
+def test_one_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("astray", "nowhere:Observer", Observer.registry.group)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])  # noqa: ARG005
+    monkeypatch.setattr(Observer.registry, "_has_entry_points", False)
+    monkeypatch.setattr(Observer.registry, "_sources", dict(Observer.registry._sources))
+    done = run("observers")
+    assert done.returncode == 0
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("Warning: observer 'astray' (nowhere.Observer of the package nowhere")
+    assert "static_minmax" in done.stdout
+    assert "astray" not in done.stdout
 
 
 def test_one_in_detail() -> None:

@@ -171,6 +171,19 @@ def test_a_plug_in_that_cannot_be_loaded(value: str, monkeypatch: pytest.MonkeyP
         assert sum_of_squares(TOKENS).tolist() == [10, 20]
 
 
+@pytest.mark.parametrize(("name", "first"), [("astray", "one:B"), ("native", "calipers.kernels")])
+def test_a_name_stands_for_one_backend(
+    name: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [EntryPoint("astray", "one:B", "g"), EntryPoint(name, "other:B", "g")]
+    monkeypatch.setattr(operations, "entry_points", lambda group: entries)  # noqa: ARG005
+    text = rf"'{name}' stands for two backends: {first}.*, and other:B\. Uninstall one"
+    with backends_in_use(""), pytest.raises(ConfigurationError, match=text):
+        sum_of_squares(TOKENS)
+    with backends_in_use("torch"):  # others can be used
+        assert sum_of_squares(TOKENS).tolist() == [10, 20]
+
+
 @pytest.mark.slow
 def test_an_import_loads_no_backend() -> None:
     script = (

@@ -11,14 +11,14 @@ import torch
 from calibrating import batches_of, captured, linears, run, samples, small
 from torch import Tensor
 
-from calipers import QuantizationModifier, oneshot
-from calipers.errors import CalipersWarning
+from calipers import QuantizationModifier, load_recipe, oneshot
+from calipers.errors import CalipersWarning, ConfigurationError
 from calipers.planning.checks import matches
 from calipers.planning.plan import StepPlan
 from calipers.planning.specs import Requirement
 from calipers.statistics.base import Reduction, Statistic
 from calipers.steps import Modifier
-from calipers.steps.base import Changes, Layer, Patterns
+from calipers.steps.base import STEPS, Changes, Layer, Patterns
 
 TARGET = "re:.*down_proj"
 
@@ -162,3 +162,17 @@ def test_a_failure_after_solving_undoes_the_change(monkeypatch: pytest.MonkeyPat
         quietly(model, [MeanShift(targets=TARGET)], list(batches), output_dir="nowhere")
     for name, weight in before.items():
         assert model.get_submodule(name).weight is weight
+
+
+class OtherGPTQ(Modifier):
+    """A step of a package that takes the method of ours."""
+
+    method = "gptq"
+
+
+def test_a_method_is_that_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STEPS, "_sources", dict(STEPS._sources))
+    STEPS.add(OtherGPTQ)
+    text = "^The method 'gptq' is that of two modifiers: GPTQModifier and OtherGPTQ"
+    with pytest.raises(ConfigurationError, match=text):
+        load_recipe("W4A16").changed(method="rtn")

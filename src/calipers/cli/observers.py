@@ -36,10 +36,7 @@ def observers(
         observer = Observer.get_value_from_registry(name, allow_code=changes.allow_code)
         info = ObserverInfo.of(observer)
         return CommandOutput(info.as_dict(), _view(info))
-    known = [
-        ObserverInfo.of(Observer.get_value_from_registry(each, allow_code=False))
-        for each in Observer.registered_names()
-    ]
+    known = [ObserverInfo.of(observer) for _, observer in sorted(Observer.registry.parts())]
     rows = table("name", "what it does", "when to use it")
     for info in known:
         rows.add_row(info.name, info.does, info.when)

@@ -258,8 +258,14 @@ def remove_backend(name: str) -> None:
 @cache
 def chosen_backends() -> tuple[Backend, ...]:
     """Return the backends that may run, the first choice first; the reference is behind them."""
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     ours = {name: EntryPoint(name, f"{__package__}.{name}:BACKEND", GROUP) for name in _BUILT_IN}
+    installed: dict[str, EntryPoint] = {}
+    conflicts: dict[str, str] = {}
+    for entry in entry_points(group=GROUP):
+        present = {**installed, **ours}.get(entry.name, entry)
+        if present.value != entry.value:
+            conflicts[entry.name] = f"{present.value}, and {entry.value}"
+        installed[entry.name] = entry
     known: dict[str, Backend | EntryPoint] = {**installed, **ours, **_added}
     order = (*_added, *(name for name in known if name not in _added))
     value = os.environ.get(SWITCH, "")
@@ -273,6 +279,11 @@ def chosen_backends() -> tuple[Backend, ...]:
     for name in names or order:
         if name == REFERENCE:
             break  # it takes whatever comes
+        if name in conflicts and name not in _added:
+            raise ConfigurationError(
+                f"The name '{name}' stands for two backends: {conflicts[name]}",
+                hint="Uninstall one of the packages, or have one renamed",
+            )
         backend = _loaded(known[name])
         if names and not (status := backend.status()).is_usable:
             raise ConfigurationError(

@@ -251,5 +251,14 @@ def steps_by_method() -> dict[str, type[Modifier]]:
     >>> list(steps_by_method())
     ['rtn', 'gptq']
     """
-    steps = (step for _, step in STEPS.parts())
-    return {vars(step)["method"]: step for step in steps if vars(step).get("method")}
+    steps: dict[str, type[Modifier]] = {}
+    for _, step in STEPS.parts():
+        method = vars(step).get("method")
+        if method and steps.setdefault(method, step) is not step:
+            raise ConfigurationError(
+                f"is that of two modifiers: {STEPS.name_of(steps[method])} and "
+                f"{STEPS.name_of(step)}",
+                subject=f"The method '{method}'",
+                hint="Uninstall the package of one of them, or have its method renamed",
+            )
+    return steps
