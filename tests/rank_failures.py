@@ -25,7 +25,7 @@ from calipers.calibration import pipelines as running
 from calipers.judging import costs as judging
 from calipers.observers import ObserverSpec
 from calipers.runtime import distributed
-from calipers.steps import solving
+from calipers.steps import quantization
 
 SHORT = timedelta(seconds=6)  # somebody is missing
 MANY = 2000  # batches of a process: they take far longer than it takes to notice
@@ -44,7 +44,7 @@ FAILURES: dict[str, tuple[int, Any, str]] = {
     "reading data": (0, calipers.engine.job, "calibration_batches"),
     "calibrating the model": (1, running, "call_model"),
     "working out the parameters of activations": (1, ObserverSpec, "solve_stream"),
-    "working out the parameters of weights": (2, solving, "solve_group"),
+    "working out the parameters of weights": (2, quantization, "solve_group"),
     "judging weights": (2, judging, "weight_loss"),
     "preparing the next step": (0, calipers.engine.oneshot, "report"),
     "freezing the model": (1, calipers.engine.loop, "give_schemes"),

@@ -18,7 +18,7 @@ from rank_processes import distributed_rank
 import calipers.engine.oneshot
 from calipers.engine.oneshot import oneshot
 from calipers.errors import CalipersWarning
-from calipers.steps import solving
+from calipers.steps import quantization
 
 LONG = timedelta(seconds=60)  # nobody is missing: no process may wait in vain
 INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -236,14 +236,14 @@ def one_writer(folder: Path) -> Any:
 def solving_in_parts(_folder: Path) -> Any:
     """Which weights this process looked at."""
     looked_at: dict[str, list[list[str]]] = {}
-    real = solving.solve_group
+    real = quantization.solve_group
     for name in ("NVFP4", "W8A8 static_minmax", "W4A16 optimal"):
 
         def note(layer: Any, weights: Any, inputs: Any, name: str = name) -> Any:
             looked_at.setdefault(name, []).append([module.name for module in weights])
             return real(layer, weights, inputs)
 
-        with mock.patch.object(solving, "solve_group", note):
+        with mock.patch.object(quantization, "solve_group", note):
             quantize(RECIPES[name], llama())
     return looked_at
 

@@ -56,7 +56,7 @@ def is_solving() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if Path(frame.f_code.co_filename).name in ("solving.py", "gptq.py"):
+        if Path(frame.f_code.co_filename).name in ("quantization.py", "gptq.py"):
             return True
     return False
 
