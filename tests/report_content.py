@@ -10,6 +10,7 @@ import torch
 from families import VOCABULARY
 
 from calipers.evaluation import LayerError
+from calipers.judging.costs import ModuleCosts
 from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
 from calipers.reporting.content import (
@@ -81,7 +82,9 @@ def error_of(index: int, checkpoint: int) -> float:
 
 def _checkpoint(name: str, names: list[str], number: int) -> CheckpointFacts:
     rows = [
-        ModuleFacts(module, "int4 by group 128", 4.125, 8_650_752, 0.1, error_of(at, number))
+        ModuleFacts(
+            module, "int4 by group 128", 4.125, 8_650_752, 0.1, ModuleCosts(error_of(at, number))
+        )
         for at, module in enumerate(names)
     ]
     return CheckpointFacts(

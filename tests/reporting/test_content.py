@@ -22,6 +22,7 @@ from report_content import IDS, Made
 from safetensors.torch import load_file
 
 import calipers
+from calipers.judging.costs import ModuleCosts
 from calipers.observers import Observer
 from calipers.planning.measuring import CHANNEL_EXTREMA, EXTREMA
 from calipers.planning.specs import COUNTS, SQUARES
@@ -70,8 +71,8 @@ def test_errors_are_those_of_the_stored_weights(made: Made, found: Report) -> No
     assert row.weight_error == pytest.approx(
         float((after - before).norm() / before.norm()), rel=1e-5
     )
-    assert row.by_weight == pytest.approx(expected, rel=1e-5)
-    assert row.output_error == row.by_weight
+    assert row.costs.weight == pytest.approx(expected, rel=1e-5)
+    assert row.output_error == row.costs.weight
     assert row.bits == size * 8 / before.numel()
     assert row.tokens == squares.num_tokens == IDS.numel()
 
@@ -86,7 +87,7 @@ def test_a_checkpoint_without_notes(made: Made, found: Report, tmp_path: Path) -
         if one.verdict == "float":
             continue
         assert one.weight_error == pytest.approx(other.weight_error, rel=1e-6)
-        assert one.by_weight == pytest.approx(other.by_weight, rel=1e-6)
+        assert one.costs.weight == pytest.approx(other.costs.weight, rel=1e-6)
     alone = calipers.report(bare).content
     assert all(row.output_error is None for row in alone.checkpoints[0].modules)
     assert len(alone.missing) == 2
@@ -102,7 +103,7 @@ def test_notes_that_are_damaged_count_as_missing(made: Made, tmp_path: Path) -> 
     notes["weight_errors"] = {DOWN: "large", "other": math.nan}
     (folder / "calipers.json").write_text(json.dumps(notes))
     row = row_of(calipers.report(folder), 0, DOWN)
-    assert (row.weight_error, row.by_weight, row.tokens) == (None, None, None)
+    assert (row.weight_error, row.costs.weight, row.tokens) == (None, None, None)
 
 
 def test_static_inputs(made: Made, found: Report) -> None:
@@ -229,8 +230,8 @@ def test_massive_activations(ruined: Path) -> None:
 
 
 def test_a_few_values_do_not_hide_what_all_others_lose() -> None:
-    rows = [ModuleFacts(f"m{n}", "", by_weight=0.01, by_input=0.01) for n in range(5)]
-    rows[3] = replace(rows[3], typical_input=0.4)
+    rows = [ModuleFacts(f"m{n}", "", costs=ModuleCosts(0.01, 0.01)) for n in range(5)]
+    rows[3] = replace(rows[3], costs=ModuleCosts(0.01, 0.01, typical_input=0.4))
     hidden = judged(rows, {}, {})[3]
     assert (hidden.verdict, hidden.output_error) == ("hurts", math.hypot(0.01, 0.4))
     assert hidden.reasons == (

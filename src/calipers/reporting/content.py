@@ -320,7 +320,7 @@ def _missing(
     anew = "" if source is None else " (its weights could not be compared with the source's)"
     if quantized and all(row.weight_error is None for row in quantized):
         yield f"Errors of weights are not known; give the source model to have them found{anew}"
-    if quantized and all(row.by_weight is None for row in quantized):
+    if quantized and all(row.costs.weight is None for row in quantized):
         yield (
             "Errors of outputs are not known: measure with --collect outputs before quantizing, or "
             f"give measurements and the source model{anew}"

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -94,9 +94,7 @@ class ModuleFacts:
     :param scheme: how it is quantized, in words
     :param bits: per weight, with scales
     :param weight_error: ‖Q(W) − W‖ / ‖W‖
-    :param by_weight: the error of its output that the weight causes
-    :param by_input: the error of its output that the static input causes
-    :param typical_input: the same for tokens without any of the few largest values of the input
+    :param costs: the errors of its output that its weight and its static input cause
     :param tokens: how many were seen of its input
     :param times_median: how its output error compares with that of the median module
     :param reasons: why it hurts, one sentence each
@@ -107,27 +105,16 @@ class ModuleFacts:
     bits: float | None = None
     size: int | None = None
     weight_error: float | None = None
-    by_weight: float | None = None
-    by_input: float | None = None
-    typical_input: float | None = None
+    costs: ModuleCosts = field(default_factory=ModuleCosts)
     tokens: int | None = None
     times_median: float | None = None
     verdict: Verdict = "unknown"
     reasons: tuple[str, ...] = ()
 
     @property
-    def input_error(self) -> float | None:
-        """The error of its output that the static input causes, over all tokens or typical ones."""
-        return self._costs.input_error
-
-    @property
     def output_error(self) -> float | None:
         """The error of its output, by weight and static input together."""
-        return None if self.by_weight is None else self._costs.output_error
-
-    @property
-    def _costs(self) -> ModuleCosts:
-        return ModuleCosts(self.by_weight, self.by_input, self.typical_input)
+        return None if self.costs.weight is None else self.costs.output_error
 
 
 def facts_of(
@@ -149,25 +136,19 @@ def facts_of(
         seen, module = inputs.get(name), checkpoint.modules[name]
         count = tokens.get(name, None if seen is None else seen.tokens)
         weights = math.prod(module.weight_shape or [0])
+        is_quantized = name in quantized
         row = ModuleFacts(
             name,
-            scheme_label(module.scheme if name in quantized else None),
+            scheme_label(module.scheme if is_quantized else None),
             bits=module.size * 8 / weights if weights else None,
             size=module.size,
+            weight_error=errors.get(name) if is_quantized else None,
+            costs=costs.get(name, ModuleCosts()) if is_quantized else ModuleCosts(),
             tokens=None if count is None else int(count),
-            verdict="unknown" if name in quantized else "float",
+            verdict="unknown" if is_quantized else "float",
         )
-        if name in quantized:
-            known = costs.get(name, ModuleCosts())
-            row = replace(
-                row,
-                weight_error=errors.get(name),
-                by_weight=known.weight,
-                by_input=known.input,
-                typical_input=known.typical_input,
-            )
-            if source is not None and (row.weight_error is None or row.by_weight is None):
-                row = _with_errors(row, module, measured, source)
+        if source is not None and is_quantized:
+            row = _with_errors(row, module, measured, source)
         rows.append(row)
     return tuple(rows)
 
@@ -176,7 +157,8 @@ def _with_errors(
     row: ModuleFacts, module: StoredModule, measured: Measured, source: OriginalModel
 ) -> ModuleFacts:
     """Work out the errors that the checkpoint does not tell."""
-    stored = source.weight(row.name)
+    is_known = row.weight_error is not None and row.costs.weight is not None
+    stored = None if is_known else source.weight(row.name)
     if stored is None:
         return row
     original = stored.map()
@@ -187,7 +169,7 @@ def _with_errors(
     return replace(
         row,
         weight_error=loss.error if row.weight_error is None else row.weight_error,
-        by_weight=module_costs(original, loss, streams, {}).weight,
+        costs=replace(row.costs, weight=module_costs(original, loss, streams, {}).weight),
     )
 
 
@@ -197,7 +179,7 @@ def judged(
     chosen: Mapping[str, ChosenRange],
 ) -> tuple[ModuleFacts, ...]:
     """Say of each module whether it hurts, compared with the others, and why."""
-    pairs = ((row.by_weight, row.weight_error) for row in rows)
+    pairs = ((row.costs.weight, row.weight_error) for row in rows)
     median_output = median_of(row.output_error for row in rows)
     usual = _Usual(
         median_of(row.weight_error for row in rows),
@@ -236,12 +218,13 @@ class _Usual(NamedTuple):
 def _reasons(
     row: ModuleFacts, usual: _Usual, seen: MeasuredInput | None, chosen: ChosenRange | None
 ) -> Iterable[str]:
-    if (row.input_error or 0) > (row.by_weight or 0):
-        hidden = (row.typical_input or 0) > (row.by_input or 0)
+    by_weight, by_input = row.costs.weight, row.costs.input_error
+    if (by_input or 0) > (by_weight or 0):
+        hidden = (row.costs.typical_input or 0) > (row.costs.input or 0)
         where = " of tokens without its few largest values" if hidden else ""
         yield (
-            f"Its static input causes most of it: {format_share(row.input_error or 0)} of the "
-            f"output{where}, the weights {format_share(row.by_weight or 0)}."
+            f"Its static input causes most of it: {format_share(by_input or 0)} of the "
+            f"output{where}, the weights {format_share(by_weight or 0)}."
         )
         if chosen is not None:
             clipped, vanished, _ = chosen.shares
@@ -253,8 +236,8 @@ def _reasons(
                 )
             if clipped > 0.0001:
                 yield f"{format_share(clipped)} of all values lie beyond ±{reach} and are cut off."
-    elif row.by_weight and row.weight_error:
-        gain = row.by_weight / row.weight_error
+    elif by_weight and row.weight_error:
+        gain = by_weight / row.weight_error
         if usual.weight and row.weight_error > 1.15 * usual.weight:
             yield (
                 f"Its weights lose {format_share(row.weight_error)}; those of the median module, "

@@ -22,18 +22,11 @@ class Sufficiency(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a module would lose under a scheme.
-
-    :param error: the relative error of its output, ‖Δy‖ / ‖y‖
-    :param bits: per weight
-    :param size: in bytes
-    """
+    """What a module would lose under a scheme: the relative error of its output, ‖Δy‖ / ‖y‖."""
 
     module: str
     scheme: str
     error: float
-    bits: float | None = None
-    size: int | None = None
 
 
 def read_advice(file: Path) -> tuple[Prediction, ...]:
@@ -45,14 +38,12 @@ def read_advice(file: Path) -> tuple[Prediction, ...]:
     for index, entry in enumerate(entries):
         fields = entry if isinstance(entry, dict) else {}
         module, scheme = fields.get("module"), fields.get("scheme")
-        error, size = number(fields.get("error")), number(fields.get("size"))
+        error = number(fields.get("error"))
         is_named = all(isinstance(name, str) and name for name in (module, scheme))
         if not is_named or error is None or error < 0:
             problem = f"prediction {index} lacks a 'module', a 'scheme' or a positive 'error'"
             raise _no(file, "advice", problem)
-        size = None if size is None else int(size)
-        bits = number(fields.get("bits"))
-        predictions.append(Prediction(str(module), str(scheme), error, bits, size))
+        predictions.append(Prediction(str(module), str(scheme), error))
     return tuple(predictions)
 
 

@@ -120,8 +120,7 @@ def report(
     predictions: Iterable[Prediction] = ()
     if isinstance(advice, Advice):
         predictions = [
-            Prediction(each.module, each.scheme, each.error, each.bits, each.size)
-            for each in advice.predictions
+            Prediction(each.module, each.scheme, each.error) for each in advice.predictions
         ]
     elif isinstance(advice, (str, os.PathLike)):
         predictions = read_advice(Path(advice))
