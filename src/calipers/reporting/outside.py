@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from calipers.errors import ConfigurationError
 from calipers.evaluation import LayerError
@@ -21,12 +23,16 @@ class Sufficiency(NamedTuple):
     reason: str = ""
 
 
-class Prediction(NamedTuple):
+_Name = Annotated[str, Field(min_length=1, strict=True)]
+
+
+@dataclass(frozen=True)
+class Prediction:
     """What a module would lose under a scheme: the relative error of its output, ‖Δy‖ / ‖y‖."""
 
-    module: str
-    scheme: str
-    error: float
+    module: _Name
+    scheme: _Name
+    error: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 
 
 def read_advice(file: Path) -> tuple[Prediction, ...]:
@@ -34,25 +40,50 @@ def read_advice(file: Path) -> tuple[Prediction, ...]:
     entries = _read(file, "advice").get("predictions")
     if not isinstance(entries, list) or not entries:
         raise _no(file, "advice", "it has no list of 'predictions'")
-    predictions = []
-    for index, entry in enumerate(entries):
-        fields = entry if isinstance(entry, dict) else {}
-        module, scheme = fields.get("module"), fields.get("scheme")
-        error = number(fields.get("error"))
-        is_named = all(isinstance(name, str) and name for name in (module, scheme))
-        if not is_named or error is None or error < 0:
-            problem = f"prediction {index} lacks a 'module', a 'scheme' or a positive 'error'"
-            raise _no(file, "advice", problem)
-        predictions.append(Prediction(str(module), str(scheme), error))
-    return tuple(predictions)
+    try:
+        return TypeAdapter(tuple[Prediction, ...]).validate_python(entries)
+    except ValidationError as error:
+        index = error.errors()[0]["loc"][0]
+        problem = f"prediction {index} lacks a 'module', a 'scheme' or a positive 'error'"
+        raise _no(file, "advice", problem) from error
 
 
-class Interval(NamedTuple):
-    """A figure with the ends of its interval of 95 %, as far as they are known."""
+def number(found: Any) -> float | None:
+    """Return a finite number, or None for anything else.
+
+    >>> number(2), number(True), number("2"), number(float("nan"))
+    (2.0, None, None, None)
+    """
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    return float(found) if is_number and math.isfinite(found) else None
+
+
+def numbers_of(found: Any) -> dict[str, float]:
+    """Return the entries of an object that are finite numbers; none if it is no object."""
+    items: Iterable[tuple[Any, Any]] = found.items() if isinstance(found, Mapping) else ()
+    return {str(name): each for name, value in items if (each := number(value)) is not None}
+
+
+_Bound = Annotated[float | None, BeforeValidator(number)]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure with the ends of its interval of 95 %, as far as they are known.
+
+    :param beyond_noise: of a difference: whether it would be there with other roundings, too
+    """
 
     value: float
-    low: float | None = None
-    high: float | None = None
+    low: _Bound = None
+    high: _Bound = None
+    beyond_noise: bool = True
+
+
+# What has no finite value, as the perplexity of a model that is ruined, counts as not known.
+_Figure = Annotated[
+    Interval | None, BeforeValidator(lambda found: found if "value" in numbers_of(found) else None)
+]
 
 
 @dataclass(frozen=True)
@@ -60,11 +91,10 @@ class EvaluatedModel:
     """The figures of a model; those that compare are None for the float model itself."""
 
     name: str
-    perplexity: Interval
-    change: Interval | None = None
-    kl: Interval | None = None
-    agreement: Interval | None = None
-    is_beyond_noise: bool = True
+    perplexity: _Figure
+    change: _Figure = None
+    kl: _Figure = None
+    agreement: _Figure = None
     reliable: bool = True
     layers: tuple[LayerError, ...] = ()
     notes: tuple[str, ...] = ()
@@ -97,54 +127,20 @@ def read_evaluation(file: Path) -> Evaluated:
     named = {Path(str(found.get("model") or "float model")).name: base, **checkpoints}
     if len(named) <= len(checkpoints):  # a checkpoint of the same name as the model
         named = {"float model": base, **checkpoints}
-    models = tuple(_evaluated(file, name, scores) for name, scores in named.items())
+    models = []
+    for name, scores in named.items():
+        fields = scores if isinstance(scores, dict) else {}
+        if "value" not in numbers_of(fields.get("perplexity")):
+            raise _no(file, "evaluation", f"'{name}' has no perplexity")
+        try:
+            model = TypeAdapter(EvaluatedModel).validate_python({**fields, "name": name})
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = " → ".join(map(str, first["loc"]))
+            raise _no(file, "evaluation", f"'{name}', {place}: {first['msg']}") from error
+        models.append(model)
     samples, tokens = (int(number(found.get(key)) or 0) for key in ("samples", "tokens"))
-    return Evaluated(samples, tokens, models)
-
-
-def _evaluated(file: Path, name: str, scores: Any) -> EvaluatedModel:
-    fields = scores if isinstance(scores, dict) else {}
-    perplexity = _interval(fields.get("perplexity"))
-    if perplexity is None:
-        raise _no(file, "evaluation", f"'{name}' has no perplexity")
-    change, notes, rows = fields.get("change"), fields.get("notes"), fields.get("layers")
-    layers = []
-    for row in rows if isinstance(rows, list) else ():
-        errors = numbers_of(row)
-        if "own" in errors and "output" in errors:
-            layers.append(LayerError(str(row.get("layer", "")), errors["own"], errors["output"]))
-    return EvaluatedModel(
-        name,
-        perplexity,
-        _interval(change),
-        _interval(fields.get("kl")),
-        _interval(fields.get("agreement")),
-        is_beyond_noise=not isinstance(change, dict) or change.get("beyond_noise") is not False,
-        reliable=bool(fields.get("reliable", True)),
-        layers=tuple(layers),
-        notes=tuple(map(str, notes)) if isinstance(notes, list) else (),
-    )
-
-
-def _interval(found: Any) -> Interval | None:
-    ends = numbers_of(found)
-    return Interval(ends["value"], ends.get("low"), ends.get("high")) if "value" in ends else None
-
-
-def number(found: Any) -> float | None:
-    """Return a finite number, or None for anything else.
-
-    >>> number(2), number(True), number("2"), number(float("nan"))
-    (2.0, None, None, None)
-    """
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    return float(found) if is_number and math.isfinite(found) else None
-
-
-def numbers_of(found: Any) -> dict[str, float]:
-    """Return the entries of an object that are finite numbers; none if it is no object."""
-    items: Iterable[tuple[Any, Any]] = found.items() if isinstance(found, Mapping) else ()
-    return {str(name): each for name, value in items if (each := number(value)) is not None}
+    return Evaluated(samples, tokens, tuple(models))
 
 
 def _read(file: Path, what: str) -> dict[str, Any]:
