@@ -7,19 +7,22 @@ import hashlib
 import json
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from measuring import assert_same
 from safetensors.torch import save_file
+from torch import Tensor
 
 from calipers import Measurements
 from calipers.errors import MeasurementsError
 from calipers.measurements import MeasurementsInfo
 from calipers.measurements.file_format import OpenFile
-from calipers.statistics.base import Statistic
+from calipers.measurements.tensors import STATISTICS
+from calipers.statistics.base import Reduction, Statistic
 from calipers.statistics.sums import BlockHessians
 from calipers.statistics.value_counts import ValueCounts
 
@@ -171,3 +174,33 @@ def test_files_of_any_version_of_compressed_tensors(
             "nonfinite": "raise",
         }
     assert_same(Measurements.load(seen.save(tmp_path / "again")), seen)
+
+
+class Sums(Statistic):
+    """Σx of each channel: a statistic of a package, whose fields have names of their own."""
+
+    reductions: ClassVar[Mapping[str, Reduction]] = {
+        "total": Reduction.SUM,
+        "count": Reduction.SUM,
+    }
+    tokens_field = "count"
+
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        tokens = x if mask is None else x[mask]
+        self.absorb(total=tokens.sum(0), count=torch.tensor(len(tokens)))
+
+
+def test_statistics_of_packages_are_read_by_what_they_declare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(STATISTICS, "_sources", {**STATISTICS._sources})
+    STATISTICS.add(Sums)
+    sums = Sums()
+    sums.update(-INPUTS)
+    seen = Measurements.of_tensors(INFO, {("q", "input"): {"sums": sums}})
+    again = Measurements.load(seen.save(tmp_path / "m.safetensors"))
+    assert_same(again, seen)
+    sums.total[3] = torch.inf
+    seen.save(tmp_path / "damaged.safetensors")
+    with pytest.raises(MeasurementsError, match="sums: total must be finite"):
+        Measurements.load(tmp_path / "damaged.safetensors")

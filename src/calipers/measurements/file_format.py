@@ -470,24 +470,7 @@ def problem_with(statistic: Statistic, fields: Mapping[str, Tensor]) -> str | No
     for name, value in fields.items():
         if name in TABLES:
             continue  # checked when it was unpacked
-        if name.endswith("_like"):
-            fits = value.is_floating_point() and value.shape == (0,)
-            form = "an empty tensor of floats"
-        elif name in ("min_vals", "max_vals"):
-            fits = value.is_floating_point() and _is_finite(value)
-            form = "finite floats"
-        elif name.endswith("_sum"):
-            fits = value.dtype == torch.float64 and _is_finite(value)
-            form = "finite float64"
-        else:
-            fits = value.dtype == torch.int64 and not value.ndim and int(value) >= 0
-            form = "one int64, not below zero"
-        if not fits:
-            return f"{name} must be {form}"
+        form = statistic.form_of(name)
+        if not form.fits(value):
+            return f"{name} must be {form.value}"
     return statistic.problem_with(fields)
-
-
-def _is_finite(value: Tensor) -> bool:
-    """Whether all values are finite; unlike torch.isfinite, without copies of a large Hessian."""
-    ends = value.aminmax() if value.numel() else ()
-    return all(bool(torch.isfinite(end)) for end in ends)

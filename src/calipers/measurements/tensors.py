@@ -9,7 +9,7 @@ import torch
 
 from calipers.errors import CalipersError, MergeError, shortened
 from calipers.registry import Registry
-from calipers.statistics.base import Statistic
+from calipers.statistics.base import Form, Reduction, Statistic
 from calipers.statistics.sums import NonFinite
 from calipers.statistics.value_counts import TABLES, ValueCounts
 
@@ -269,10 +269,10 @@ def problem_with_halves(statistics: Mapping[str, Statistic]) -> str | None:
             of_whole = fields.get(name)
             if of_whole is None or value.shape != of_whole.shape:
                 is_part = False
-            elif name == "min_vals":
+            elif whole.declared()[name] is Reduction.MIN:
                 is_part = bool((value >= of_whole).all())
             else:  # sums may have been added in another order
-                slack = 1e-9 * of_whole.abs() if name.endswith("_sum") else 0
+                slack = 1e-9 * of_whole.abs() if whole.form_of(name) is Form.SUM else 0
                 is_part = bool((value <= of_whole + slack).all())
             if not is_part:
                 return f"{key}: {name} is not that of a part of the whole"

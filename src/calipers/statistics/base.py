@@ -161,6 +161,30 @@ _FROM_REDUCE_OP = {
 }
 
 
+class Form(Enum):
+    """What a field may hold; damaged files are told by it. The value is what messages call it."""
+
+    ANY = "finite"
+    COUNT = "one int64, not below zero"
+    SUM = "finite float64"
+    RANGE = "finite floats"
+    DTYPE = "an empty tensor of floats"
+
+    def fits(self, value: Tensor) -> bool:
+        """Whether a field may have this value."""
+        if self is Form.ANY:
+            return bool(torch.isfinite(value).all())
+        if self is Form.COUNT:
+            return value.dtype == torch.int64 and not value.ndim and int(value) >= 0
+        if not value.is_floating_point() or (self is Form.SUM and value.dtype != torch.float64):
+            return False
+        if self is Form.DTYPE:
+            return value.shape == (0,)
+        # unlike torch.isfinite, without copies of a large Hessian
+        ends = value.aminmax() if value.numel() else ()
+        return all(bool(torch.isfinite(end)) for end in ends)
+
+
 class Statistic:
     """A summary of a stream of tensors, kept in the fields that ``reductions`` declares.
 
@@ -182,6 +206,8 @@ class Statistic:
     reductions: ClassVar[Mapping[str, Reduction]] = {}
     tokens_field: ClassVar[str] = ""
     """The field that counts tokens."""
+    forms: ClassVar[Mapping[str, Form]] = {}
+    """What fields may hold, besides that which counts tokens; others anything that is finite."""
     configured_by: ClassVar[tuple[str, ...]] = ()
     """The attributes that two of a class have in common if they measure the same of a tensor: also
     the keywords of its constructor."""
@@ -296,6 +322,10 @@ class Statistic:
     def from_configuration(cls, options: Mapping[str, Any]) -> Self:
         """Return an empty statistic of a configuration, which is given without the class."""
         return cls(**options)
+
+    def form_of(self, name: str) -> Form:
+        """Return what a field may hold."""
+        return Form.COUNT if name == self.tokens_field else self.forms.get(name, Form.ANY)
 
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:  # noqa: ARG002
         """Say why it cannot have these fields, which are sound each, if it cannot."""

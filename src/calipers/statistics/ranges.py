@@ -15,7 +15,7 @@ from calipers.kernels.reductions import Extrema as TensorExtrema
 from calipers.kernels.reductions import extrema
 from calipers.numerics.layout import Layout, granularity_name, shared_columns, strategy_name
 from calipers.numerics.tensors import as_float
-from calipers.statistics.base import Reduction, Statistic, TensorSummary, guarded
+from calipers.statistics.base import Form, Reduction, Statistic, TensorSummary, guarded
 
 
 class Observation(NamedTuple):
@@ -141,6 +141,12 @@ class LastRange(Statistic):
         "observed_like": Reduction.SUM,
     }
     tokens_field = "observed_tokens"
+    forms: ClassVar[Mapping[str, Form]] = {
+        "min_vals": Form.RANGE,
+        "max_vals": Form.RANGE,
+        "observed_nonfinite": Form.COUNT,
+        "observed_like": Form.DTYPE,
+    }
     min_vals: Tensor
     max_vals: Tensor
     observed_tokens: Tensor

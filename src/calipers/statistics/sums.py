@@ -13,7 +13,7 @@ from torch import Tensor
 from calipers.errors import not_finite
 from calipers.kernels.reductions import sum_of_products, sum_of_squares
 from calipers.numerics.tensors import checked_mask
-from calipers.statistics.base import Load, Reduction, Statistic, TensorSummary, full_precision
+from calipers.statistics.base import Form, Load, Reduction, Statistic, TensorSummary, full_precision
 from calipers.statistics.value_counts import ValueCounts
 
 NonFinite = Literal["raise", "ignore", "keep"]
@@ -76,6 +76,7 @@ class SquareSums(TokenSums):
         "_imatrix_count": Reduction.SUM,
     }
     tokens_field = "_imatrix_count"
+    forms: ClassVar[Mapping[str, Form]] = {"_imatrix_sum": Form.SUM}
     _imatrix_sum: Tensor
     _imatrix_count: Tensor
 
@@ -178,6 +179,7 @@ class HessianSums(TokenSums):
     """Sums of products of channels."""
 
     tokens_field = "_hessian_count"
+    forms: ClassVar[Mapping[str, Form]] = {"_hessian_sum": Form.SUM}
     _hessian_sum: Tensor
     _hessian_count: Tensor
 
@@ -373,6 +375,7 @@ class Sensitivity(Statistic):
         "_sensitivity_count": Reduction.SUM,
     }
     tokens_field = "_sensitivity_count"
+    forms: ClassVar[Mapping[str, Form]] = {"_sensitivity_sum": Form.SUM}
     _sensitivity_sum: Tensor
     _sensitivity_count: Tensor
 

@@ -14,7 +14,7 @@ from calipers.errors import MergeError
 from calipers.kernels.reductions import BINS, count_values
 from calipers.numerics.layout import Layout, strategy_name
 from calipers.numerics.tensors import as_float
-from calipers.statistics.base import Reduction, Statistic, TensorSummary, guarded
+from calipers.statistics.base import Form, Reduction, Statistic, TensorSummary, guarded
 
 TABLES = {"counts_bfloat16": torch.bfloat16, "counts_float16": torch.float16}
 
@@ -50,6 +50,7 @@ class ValueCounts(Statistic):
         "observed_counted_like": Reduction.SUM,
     }
     tokens_field = "observed_counted"
+    forms: ClassVar[Mapping[str, Form]] = {"observed_counted_like": Form.DTYPE}
     configured_by = ("base_name", "strategy")
     counts_bfloat16: Tensor
     counts_float16: Tensor
