@@ -24,7 +24,7 @@ from torch import Tensor
 import calipers
 from calipers.errors import CalipersWarning
 from calipers.judging.activations import ActivationCost
-from calipers.judging.weights import Streams, weight_loss
+from calipers.judging.costs import Streams, weight_loss
 from calipers.observers import Observer
 
 OBSERVERS = ("histogram_mse", "percentile", "static_minmax", "minmax")
@@ -250,7 +250,7 @@ def test_the_loss_of_a_weight(strategy: str, options: dict[str, Any], width: int
     expected = float((change @ hessian @ change.T).trace())
     for tile in (1 << 20, 500):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("calipers.judging.weights._AT_ONCE", tile)
+            patch.setattr("calipers.judging.costs._AT_ONCE", tile)
             loss, codes = weight_loss(weight, args, qparams, streams)
         assert codes is None
         assert loss.output == pytest.approx(expected, rel=1e-4)

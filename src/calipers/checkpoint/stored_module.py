@@ -219,6 +219,10 @@ class StoredModule:
             if expected.side == "weight" and expected.local in self.tensors
         )
 
+    def open_weight(self) -> QuantizedWeight | None:
+        """Open the tensors of its quantized weight; None if they are not there, or do not fit."""
+        return QuantizedWeight.of(self) if self.is_sound else None
+
 
 def _expected_of_weight(
     args: QuantizationArgs, form: CompressionFormat | None, shape: tuple[int, ...] | None

@@ -1,4 +1,7 @@
-"""What quantization makes of an activation, from the count of every value that was seen."""
+"""What quantization makes of an activation, from the count of every value that was seen.
+
+And what the output of a module loses by that of its input.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from calipers.judging.weights import relative_error
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import shared_columns
 from calipers.numerics.qparams import quantize_dequantize
@@ -24,6 +27,15 @@ thousandth of the values, and can carry nearly all of Σx². An error relative t
 whatever becomes of the other values."""
 
 _ROUNDED = 2.0**-8  # how far, at most, a float is moved by rounding it to bfloat16
+
+
+def relative_error(lost: float, whole: float) -> float:
+    """Return ‖error‖ / ‖whole‖ from sums of squares; 0 where there is nothing to lose.
+
+    >>> relative_error(0.01, 1.0)
+    0.1
+    """
+    return math.sqrt(lost / whole) if whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -186,3 +198,61 @@ def dynamic_error(seen: Distribution, args: QuantizationArgs, columns: int) -> f
     rounded = RoundedValues.of(seen, args, scale, scale.new_zeros(()))
     usual = x.abs() <= largest
     return relative_error(float(rounded.lost[usual].sum()), float(rounded.whole[usual].sum()))
+
+
+# The output of a module
+
+
+def input_errors(
+    seen: ActivationCost, x: Tensor, output: float, columns: Tensor
+) -> tuple[float, float | None]:
+    """Return the error of the output by that of the input: of all values, and of typical ones.
+
+    :param x: E[x²] of each input channel
+    :param output: E‖y‖²
+    :param columns: Σw² of each column of the weight
+    """
+    total = float(x.sum())
+    alone = float((columns * x).sum())  # E‖y‖² if channels were independent of each other
+    if not alone:
+        return 0.0, 0.0
+    gain = output / alone
+    error = seen.error**2 * total
+    in_largest = _concentrated(error * seen.error_in_largest, x)
+    elsewhere = error * (1 - seen.error_in_largest)
+    lost = in_largest + _spread(elsewhere, x - in_largest)
+    whole = relative_error(_passed_on(lost, x, columns, gain), output)
+    if not seen.typical_error:
+        return whole, 0.0
+    usual = x - _concentrated(total - elsewhere / seen.typical_error**2, x)
+    lost = _spread(elsewhere, usual)
+    return whole, relative_error(
+        _passed_on(lost, usual, columns, gain), gain * float((columns * usual).sum())
+    )
+
+
+def _passed_on(lost: Tensor, x: Tensor, columns: Tensor, gain: float) -> float:
+    """Return the energy at the output of what channels of energy ``x`` lose.
+
+    The best that a coarse grid can keep of a channel is (1−f)·x, f the share that is lost: f² of
+    its energy is then missing, and goes together with other channels as the signal does; the rest,
+    f·(1−f), is noise.
+    """
+    share = torch.where(x > 0, lost / x, 0.0).clamp(0, 1)
+    return float((columns * x * (share * (1 - share) + share.square() * gain)).sum())
+
+
+def _concentrated(total: float, most: Tensor) -> Tensor:
+    """Let the largest take as much as they can, until nothing is left."""
+    ordered, order = most.sort(descending=True)
+    left = total - (ordered.cumsum(0) - ordered)
+    return torch.empty_like(most).scatter_(0, order, left.clamp(min=0).minimum(ordered))
+
+
+def _spread(total: float, most: Tensor) -> Tensor:
+    """Spread a sum evenly; nobody takes more than its most."""
+    ordered = most.sort().values
+    taken = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)[:-1]])
+    levels = (total - taken) / torch.arange(len(ordered), 0, -1, device=most.device)
+    enough = levels <= ordered
+    return most.clamp(max=float(levels[enough][0])) if bool(enough.any()) else most

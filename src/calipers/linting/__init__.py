@@ -1,6 +1,6 @@
 """Whether a quantized checkpoint is sound: its config, its files and the values in them."""
 
-from calipers.linting.lint import lint
-from calipers.linting.results import Finding, LintedWeight, LintResult
+from calipers.linting.check import Finding
+from calipers.linting.lint import LintedWeight, LintResult, lint
 
 __all__ = ["Finding", "LintResult", "LintedWeight", "lint"]

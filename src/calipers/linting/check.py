@@ -1,9 +1,10 @@
-"""What a check of lint is, and where checks come from."""
+"""What a check of lint is, what it finds, and where checks come from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
 
 from calipers.registry import Registry
 
@@ -11,7 +12,30 @@ if TYPE_CHECKING:
     from calipers.checkpoint.quantized import QuantizedCheckpoint
     from calipers.checkpoint.stored_module import StoredModule
     from calipers.linting.codes import InspectedWeight
-    from calipers.linting.results import Finding
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or looks wrong.
+
+    :param check: what was looked at, by an id that stays the same, such as ``scale-nan``
+    :param name: the module or tensor, or the file
+    :param problem: a sentence
+    :param hint: a sentence that says what to do
+    """
+
+    severity: Severity
+    check: str
+    name: str
+    problem: str
+    hint: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return it as plain data."""
+        return asdict(self)
 
 
 class Check:
@@ -37,7 +61,7 @@ CHECKS: Registry[type[Check]] = Registry(
     "check",
     "calipers.checks",
     {
-        "files": "calipers.linting.files:FilesCheck",
+        "files": "calipers.linting.tensors:FilesCheck",
         "tensors": "calipers.linting.tensors:TensorsCheck",
         "values": "calipers.linting.values:ValuesCheck",
         "codes": "calipers.linting.codes:CodesCheck",

@@ -13,15 +13,17 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import Tensor
 
-from calipers.checkpoint.stored_module import IN_MX, StoredModule
+from calipers.checkpoint.stored_module import IN_MX, QuantizedWeight, StoredModule
 from calipers.checkpoint.stored_weights import OriginalModel
-from calipers.kernels.reductions import count_values
+from calipers.judging.costs import Streams, WeightLoss, stored_weight_loss, weight_loss
+from calipers.kernels.reductions import count_values, extrema
 from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_PAIRS, IN_WORDS
-from calipers.linting.against import compare, grid_of
-from calipers.linting.check import Check
-from calipers.linting.results import Finding, LintedWeight
-from calipers.numerics.layout import granularity_name, shared_columns, strategy_name
+from calipers.linting.check import Check, Finding
+from calipers.numerics.formats import GRIDS, Grid
+from calipers.numerics.layout import Layout, has_global_scale, shared_columns, strategy_name
+from calipers.numerics.qparams import safe_qparams
+from calipers.observers import QParamsDict
 
 _AGAIN = "Quantize this module again; look at its weight and at the data of the calibration."
 _LEAST_SATURATED = 0.02
@@ -73,33 +75,16 @@ class InspectedWeight:
     usual_error: float | None = None
 
     @classmethod
-    def of(cls, module: StoredModule, original: OriginalModel | None) -> InspectedWeight:
-        """Read the codes of a sound module."""
-        args, form, shape, codes = module.weights, module.form, module.shape, module.codes
-        assert args is not None
-        assert form is not None
-        assert shape is not None
-        assert codes is not None
+    def of(
+        cls, name: str, weight: QuantizedWeight, original: OriginalModel | None
+    ) -> InspectedWeight:
+        """Count the codes of a weight, and compare it with the original."""
+        args, form, shape = weight.args, weight.form, weight.shape
         if grid_of(args) is None:
-            return cls(module.name, args, form, shape)
-        counts = count_codes(codes.map(), form, args, shape)
-        errors = None if original is None else compare(module, original)
-        return cls(module.name, args, form, shape, counts, *(errors or ()))
-
-    def summary(self) -> LintedWeight:
-        """Return what the result of lint tells of it."""
-        counts = self.counts
-        return LintedWeight(
-            self.name,
-            f"{QuantizationType(self.args.type).value}{self.args.num_bits} "
-            f"{granularity_name(self.args)}",
-            self.shape,
-            codes_used=None if counts is None else counts.used,
-            codes=None if counts is None else counts.available,
-            saturated=None if counts is None else counts.saturated,
-            error=self.error,
-            usual_error=self.usual_error,
-        )
+            return cls(name, args, form, shape)
+        counts = count_codes(weight.codes, form, args, shape)
+        errors = None if original is None else compare(name, weight, original)
+        return cls(name, args, form, shape, counts, *(errors or ()))
 
 
 class CodesCheck(Check):
@@ -143,6 +128,55 @@ class CodesCheck(Check):
                 "were changed on purpose before (smoothing, rotations, training)."
             )
             yield Finding("error", "error-high", name, problem, hint)
+
+
+# Errors
+
+
+def grid_of(args: QuantizationArgs) -> Grid | None:
+    """Return the numbers that codes stand for; None where Calipers does not know the format."""
+    return GRIDS.get((QuantizationType(args.type).value, args.num_bits))
+
+
+def stored_loss(
+    module: StoredModule, original: Tensor, streams: Streams | None = None
+) -> WeightLoss | None:
+    """Compare the weight of a module with the one it was made from; None where that cannot be."""
+    if module.weights is None:  # only its input is quantized
+        kept = module.read("weight")
+        if kept is None or kept.shape != original.shape:
+            return None
+        return stored_weight_loss([(original, kept)], original, streams)
+    weight = module.open_weight()
+    return None if weight is None else _stored_loss(weight, original, streams)
+
+
+def _stored_loss(
+    weight: QuantizedWeight, original: Tensor, streams: Streams | None = None
+) -> WeightLoss | None:
+    if grid_of(weight.args) is None or original.shape != weight.shape or original.ndim != 2:
+        return None
+    pairs = ((original[rows], weight.rows(rows)) for rows in weight.tiles())
+    return stored_weight_loss(pairs, original, streams)
+
+
+def compare(name: str, weight: QuantizedWeight, model: OriginalModel) -> tuple[float, float] | None:
+    """Return the error of a weight as it is stored, and with scales from its extrema, if known."""
+    stored, args, global_scale = model.weight(name), weight.args, weight.global_scale
+    if stored is None or stored.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    original = stored.map()
+    loss = _stored_loss(weight, original)
+    if loss is None:
+        return None
+    ends = extrema(Layout.of("weight", args).pieces(original))
+    scale, zero_point = safe_qparams(ends.min_vals, ends.max_vals, args, global_scale)
+    qparams: QParamsDict = {
+        "scale": scale,
+        "zero_point": zero_point,
+        "global_scale": global_scale if has_global_scale(args) else None,
+    }
+    return loss.error, weight_loss(original, args, qparams)[0].error
 
 
 # Codes

@@ -15,9 +15,8 @@ from calipers.files.safetensors_header import StoredTensor
 from calipers.kernels.reductions import extrema
 from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_WORDS
-from calipers.linting.against import grid_of
-from calipers.linting.check import Check
-from calipers.linting.results import Finding, Severity
+from calipers.linting.check import Check, Finding, Severity
+from calipers.linting.codes import grid_of
 from calipers.topology.names import fused_groups
 
 _AGAIN = "Quantize this module again; look at its weight and at the data of the calibration."
@@ -46,12 +45,10 @@ class ValuesCheck(Check):
         yield from check_scales(module)
         yield from check_plain(module)
         yield from check_zero_points(module)
-        codes, args, shape = module.codes, module.weights, module.shape
-        if module.is_sound and module.form in IN_WORDS:
-            assert codes is not None
-            assert args is not None
-            assert shape is not None
-            yield from _padding(f"{module.name}.weight_packed", codes.map(), args, shape[-1])
+        weight = module.open_weight() if module.form in IN_WORDS else None
+        if weight is not None:
+            name = f"{module.name}.weight_packed"
+            yield from _padding(name, weight.codes, weight.args, weight.shape[-1])
 
 
 def check_scales(module: StoredModule) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import torch
 
 from calipers.checkpoint.auxiliary_files import NOTES
 from calipers.checkpoint.quantized import QuantizedCheckpoint
-from calipers.checkpoint.stored_module import QuantizedWeight, StoredModule
+from calipers.checkpoint.stored_module import StoredModule
 from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.errors import counted, shortened
 from calipers.linting import Finding
@@ -125,10 +125,11 @@ def chosen_ranges(
 
 def weight_limits(module: StoredModule) -> WeightLimits | None:
     """Return how far codes reach in the groups of a weight."""
-    if module.weights is None or not module.is_sound:
+    weight = module.open_weight()
+    if weight is None:
         return None
-    largest = max(abs(end) for end in Format.of(module.weights).limits)
-    limits = QuantizedWeight.of(module).scales().abs().flatten() * largest
+    largest = max(abs(end) for end in Format.of(weight.args).limits)
+    limits = weight.scales().abs().flatten() * largest
     if not limits.numel() or not bool(torch.isfinite(limits).all()):
         return None
     ends = (float(limits.min()), float(limits.median()), float(limits.max()))

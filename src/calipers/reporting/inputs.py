@@ -14,7 +14,7 @@ from torch import Tensor
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import CalipersError, MeasurementsError, counted, shortened
 from calipers.judging.activations import RoundedValues
-from calipers.judging.weights import Streams
+from calipers.judging.costs import Streams
 from calipers.kernels.reductions import count_values
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.summary import octave_counts

@@ -17,7 +17,7 @@ from calipers.checkpoint.stored_module import StoredModule
 from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.errors import CalipersError
 from calipers.judging.costs import COSTLY, ModuleCosts, module_costs
-from calipers.linting.against import stored_loss
+from calipers.linting.codes import stored_loss
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import granularity_name
 from calipers.reporting.inputs import ChosenRange, Measured, MeasuredInput

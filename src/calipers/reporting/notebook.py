@@ -12,7 +12,7 @@ from calipers.calibration.coverage import Coverage
 from calipers.engine.loop import OneshotResult
 from calipers.evaluation import Evaluation
 from calipers.judging.losses import DECIBELS, format_decibels, loss_grid, module_losses
-from calipers.linting.results import LintResult
+from calipers.linting.lint import LintResult
 from calipers.measurements import Measurements
 from calipers.measurements.store import PEAKS
 from calipers.measurements.sufficiency import Sufficiency
