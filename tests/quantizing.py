@@ -9,10 +9,21 @@ import torch
 from families import VOCABULARY, build, saved
 
 import calipers
+from calipers import Measurements
 from calipers.checkpoint.headers import stored_tensors
+from calipers.checkpoint.reader import load_model
 
 IDS = torch.randint(VOCABULARY, (6, 40), generator=torch.Generator().manual_seed(3))
 HEADS = ["re:.*lm_head"]
+COLLECTED = "hessian,outputs,attention"
+HEAD_CACHE = {"num_bits": 8, "type": "float", "strategy": "attn_head"}
+GROUP = {"num_bits": 4, "strategy": "group", "group_size": 32}
+WITH_OUTPUTS = calipers.QuantizationModifier(
+    targets="Linear",
+    ignore=HEADS,
+    weights={**GROUP, "observer": "imatrix_mse"},
+    output_activations={"num_bits": 8, "strategy": "tensor"},
+)
 
 
 def model_folder(folder: Path, family: str = "llama", **changes: Any) -> Path:
@@ -49,3 +60,21 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
 
 def _is_compared(file: Path) -> bool:
     return file.suffix not in (".safetensors",) and file.name != "calipers.json"
+
+
+def measured(model: Path) -> Measurements:
+    """Measure all that quantizing may need, and read the file of it."""
+    file = model.with_name("seen")
+    calipers.measure(model, IDS, collect=COLLECTED, output_file=file, progress=False)
+    return Measurements.load(file)
+
+
+def quantize(model: Path, recipe: Any, out: Path, **options: Any) -> calipers.QuantizeResult:
+    return calipers.quantize(model, recipe, output_dir=out, progress=False, **options)
+
+
+def both(model: Path, recipe: Any, tmp: Path, data: Any = None, **options: Any) -> None:
+    """Quantize in memory and from disk to disk, and compare."""
+    calipers.oneshot(load_model(model), recipe, data, output_dir=tmp / "memory", progress=False)
+    quantize(model, recipe, tmp / "disk", **options)
+    assert_same_checkpoint(tmp / "disk", tmp / "memory")

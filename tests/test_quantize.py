@@ -3,57 +3,43 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import build
-from quantizing import HEADS, IDS, assert_same_checkpoint, bytes_of, model_folder, modifier
-from safetensors.torch import save_file
+from quantizing import (
+    HEAD_CACHE,
+    HEADS,
+    IDS,
+    WITH_OUTPUTS,
+    assert_same_checkpoint,
+    both,
+    measured,
+    model_folder,
+    modifier,
+    quantize,
+)
 
 import calipers
 from calipers import Measurements
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.reader import load_model
-from calipers.engine.quantize import prepare_model
-from calipers.engine.streaming import CheckpointSink
 from calipers.errors import (
     CalipersError,
-    CheckpointExistsError,
     ConfigurationError,
     MeasurementsError,
-    ModelLoadError,
-    RecipeError,
-    TensorValueError,
 )
 from calipers.files.safetensors_header import StoredTensor, read_header
 from calipers.measurements.file_format import OpenFile
-from calipers.planning.plan import StepPlan
-from calipers.planning.specs import SQUARES, Requirement
-from calipers.recipes import load_recipe
 from calipers.runtime.progress import Progress
-from calipers.statistics.sums import SquareSums
-from calipers.steps import Modifier
-from calipers.steps.base import Changes
 
 pytestmark = pytest.mark.filterwarnings("ignore::calipers.errors.CalipersWarning")
-
-COLLECTED = "hessian,outputs,attention"
-HEAD_CACHE = {"num_bits": 8, "type": "float", "strategy": "attn_head"}
-GROUP = {"num_bits": 4, "strategy": "group", "group_size": 32}
-WITH_OUTPUTS = calipers.QuantizationModifier(
-    targets="Linear",
-    ignore=HEADS,
-    weights={**GROUP, "observer": "imatrix_mse"},
-    output_activations={"num_bits": 8, "strategy": "tensor"},
-)
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +49,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(llama: Path) -> Measurements:
-    file = llama.with_name("seen")
-    calipers.measure(llama, IDS, collect=COLLECTED, output_file=file, progress=False)
-    return Measurements.load(file)
-
-
-def quantize(model: Path, recipe: Any, out: Path, **options: Any) -> calipers.QuantizeResult:
-    return calipers.quantize(model, recipe, output_dir=out, progress=False, **options)
-
-
-def both(model: Path, recipe: Any, tmp: Path, data: Any = None, **options: Any) -> None:
-    """Quantize in memory and from disk to disk, and compare."""
-    calipers.oneshot(load_model(model), recipe, data, output_dir=tmp / "memory", progress=False)
-    quantize(model, recipe, tmp / "disk", **options)
-    assert_same_checkpoint(tmp / "disk", tmp / "memory")
+    return measured(llama)
 
 
 @pytest.fixture
@@ -294,125 +267,7 @@ class TestFromMeasurements:
         assert_same_checkpoint(tmp_path / "disk", tmp_path / "memory")
 
 
-NORM, HEAD = "model.layers.1.input_layernorm", "lm_head"
 UP = "model.layers.1.mlp.up_proj"
-
-
-class Changing(Modifier):
-    """A step that answers what it is told to, as soon as it is given the module."""
-
-    module: str
-    changes: Any
-    claims: str = "changed"
-
-    def plan(self, model: torch.nn.Module, step: str) -> StepPlan:  # noqa: ARG002
-        if self.claims == "measured":
-            wanted = Requirement("input", SQUARES, lambda _: SquareSums(), is_optional=True)
-            return StepPlan(measured={self.module: (wanted,)})
-        return StepPlan(changed=(self.module,) if self.claims == "changed" else ())
-
-    def solve(self, layer: Any) -> Changes:
-        if self.claims != "nothing" and self.module not in layer.names:
-            return Changes()
-        return Changes(**self.changes(layer))
-
-
-def scaled(module: str, tensor: str, factor: float) -> Any:
-    return lambda layer: {
-        "tensors": {(module, tensor): factor * layer.tensor(module, tensor).detach()}
-    }
-
-
-class TestStepsThatChangeTensors:
-    @pytest.mark.parametrize(
-        ("family", "module", "tensor", "claims"),
-        [
-            ("llama", NORM, "weight", "changed"),
-            ("llama", NORM, "weight", "measured"),
-            ("llama", UP, "weight", "changed"),  # which is quantized, too
-            ("llama", "model.norm", "weight", "changed"),
-            ("llama", "model.embed_tokens", "weight", "changed"),
-            ("llama tied", "model.embed_tokens", "weight", "changed"),
-            ("llama tied", HEAD, "weight", "changed"),  # stored as the embedding, far before it
-            ("qwen2", "model.layers.0.self_attn.q_proj", "bias", "changed"),
-        ],
-    )
-    def test_both_ways_store_the_same(
-        self, tmp_path: Path, family: str, module: str, tensor: str, claims: str
-    ) -> None:
-        model = model_folder(tmp_path / "model", family)
-        step = Changing(module=module, changes=scaled(module, tensor, 2), claims=claims)
-        data = {"measurements": calipers.measure(model, IDS, progress=False)}
-        options: dict[str, Any] = data if claims == "measured" else {}
-        recipe = [step, modifier("W4A16")]
-        both(model, recipe, tmp_path, IDS if options else None, **options)
-        if module == UP:
-            return
-        place = f"{module}.{tensor}".replace(HEAD, "model.embed_tokens" if "tied" in family else "")
-        before, after = (stored_tensors(tmp_path / n)[place].read() for n in ("model", "disk"))
-        assert torch.equal(after, 2 * before)
-
-    def test_later_steps_and_errors_see_the_new_weight(self, llama: Path, tmp_path: Path) -> None:
-        recipe = [Changing(module=UP, changes=scaled(UP, "weight", 0)), modifier("W4A16")]
-        here = quantize(llama, recipe, tmp_path / "out")
-        assert here.errors[UP] == 0 < here.errors[UP.replace("up", "gate")]
-
-    def test_attributes_are_published_and_stored_nowhere(self, llama: Path, tmp_path: Path) -> None:
-        step = Changing(module=UP, changes=lambda _: {"published": {UP: {"_mark": torch.ones(3)}}})
-        recipe = [step, modifier("W4A16")]
-        both(llama, recipe, tmp_path)
-        prepared = prepare_model(llama, load_recipe(recipe), None)
-        for _ in CheckpointSink(prepared, Progress(False)).tensors({}):
-            pass
-        assert torch.equal(prepared.model.get_submodule(UP)._mark, torch.ones(3))
-
-    @pytest.mark.parametrize("way", ["memory", "disk"])
-    @pytest.mark.parametrize(
-        ("changes", "claims", "told"),
-        [
-            (
-                scaled(NORM, "weight", 2),
-                "nothing",
-                f"changes '{NORM}.weight', but it was not given",
-            ),
-            (
-                lambda _: {"tensors": {("model.nowhere", "weight"): torch.ones(1)}},
-                "changed",
-                "changes 'model.nowhere.weight', but LlamaForCausalLM has no such module",
-            ),
-            (
-                lambda _: {"tensors": {(NORM, "bias"): torch.ones(1)}},
-                "changed",
-                f"changes '{NORM}.bias', but LlamaRMSNorm has no such tensor. Allowed: weight",
-            ),
-            (
-                lambda _: {"tensors": {(NORM, "weight"): torch.ones(3)}},
-                "changed",
-                f"'{NORM}.weight' to a value of another form: torch.float32 of shape (3). It must "
-                "be torch.bfloat16 of shape (128)",
-            ),
-            (
-                lambda _: {"qparams": {(NORM, "weight"): {"scale": torch.ones(1)}}},
-                "changed",
-                f"finds parameters of '{NORM}.weight', which it did not plan to quantize",
-            ),
-            (
-                lambda _: {"published": {NORM: {"weight": torch.ones(1)}}},
-                "changed",
-                f"publishes '{NORM}.weight', which is a tensor of the module",
-            ),
-        ],
-    )
-    def test_what_does_not_fit_names_step_and_tensor(
-        self, llama: Path, tmp_path: Path, way: str, changes: Any, claims: str, told: str
-    ) -> None:
-        recipe = [Changing(module=NORM, changes=changes, claims=claims), modifier("W4A16")]
-        model = load_model(llama) if way == "memory" else llama
-        run = calipers.oneshot if way == "memory" else calipers.quantize
-        with pytest.raises(ConfigurationError, match=re.escape(told)) as error:
-            run(model, recipe, output_dir=tmp_path / "out", progress=False)
-        assert "Changing (number 1 of stage 'default')" in str(error.value)
-        assert not (tmp_path / "out").exists()
 
 
 class TestWhichWay:
@@ -462,147 +317,3 @@ class TestWhichWay:
         assert told[0] == "There are 5 mistakes:"
         wanted = ("exists already", "num_samples=0", "'float16'", "on_unseen='x'", "'W4A61'")
         assert all(text in line for text, line in zip(wanted, told[1:], strict=True))
-
-
-class TestWhatIsRefused:
-    @pytest.mark.parametrize(
-        ("recipe", "told"),
-        [
-            (modifier("W8A8_STATIC", observer={"input": "minmax"}), "observer minmax keeps"),
-            (modifier("FP8_DYNAMIC", kv_cache_scheme=HEAD_CACHE), "--collect attention"),
-            (modifier("W4A16", gptq=True), "--collect hessian"),
-            (modifier("W4A16", gptq=True, error_propagation="both"), "error_propagation: float"),
-            (WITH_OUTPUTS, "--collect outputs"),
-        ],
-    )
-    def test_what_the_measurements_do_not_tell(
-        self, llama: Path, tmp_path: Path, recipe: Any, told: str
-    ) -> None:
-        plain = calipers.measure(llama, IDS[:2], progress=False)
-        with pytest.raises(ConfigurationError, match=told) as error:
-            quantize(llama, recipe, tmp_path / "out", measurements=plain)
-        assert "model.layers.0.self_attn" in str(error.value)
-        assert not (tmp_path / "out").exists()
-
-    def test_a_recipe_that_needs_data_without_any(self, llama: Path, tmp_path: Path) -> None:
-        told = "needs data for 14 tensors .the first is model.layers.0.self_attn.q_proj.input"
-        with pytest.raises(ConfigurationError, match=told):
-            quantize(llama, modifier("FP8"), tmp_path / "out")
-
-    def test_measurements_of_other_weights(self, seen: Measurements, tmp_path: Path) -> None:
-        other = model_folder(tmp_path / "other", num_hidden_layers=1)
-        with pytest.raises(MeasurementsError, match=r"are of another model, or of other weights"):
-            quantize(other, modifier("FP8"), tmp_path / "out", measurements=seen)
-
-    def test_an_unfinished_run(self, llama: Path, seen: Measurements, tmp_path: Path) -> None:
-        assert seen.info is not None
-        half = Measurements.of_tensors(replace(seen.info, run={"batches": 1}), seen.tensors())
-        with pytest.raises(MeasurementsError, match="not those of a finished run"):
-            quantize(llama, modifier("FP8"), tmp_path / "out", measurements=half)
-
-    def test_several_processes(
-        self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigurationError, match="one process, and this is one of 2"):
-            quantize(llama, "FP8_DYNAMIC", tmp_path / "out")
-
-    def test_no_output_and_one_that_is_there(self, llama: Path, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="no place for the checkpoint"):
-            calipers.quantize(llama, "FP8_DYNAMIC")
-        (tmp_path / "out").mkdir()
-        with pytest.raises(CheckpointExistsError, match="exists already"):
-            quantize(llama, modifier("FP8_DYNAMIC"), tmp_path / "out")
-        with pytest.raises(CheckpointExistsError, match="model"):
-            quantize(llama, modifier("FP8_DYNAMIC"), llama, overwrite=True)
-        (tmp_path / "link").symlink_to(llama)
-        for source, out in (
-            (llama, tmp_path / "link" / "a" / "b"),
-            (tmp_path / "link", llama / "a"),
-        ):
-            with pytest.raises(CheckpointExistsError, match="inside that of the model in use"):
-                quantize(source, modifier("FP8_DYNAMIC"), out)
-        assert not (llama / "a").exists()
-
-    def test_a_file_that_becomes_shorter_meanwhile(self, llama: Path, tmp_path: Path) -> None:
-        shutil.copytree(llama, tmp_path / "model")
-        stored = stored_tensors(tmp_path / "model")["model.layers.1.mlp.up_proj.weight"]
-        stored.file.write_bytes(stored.file.read_bytes()[: stored.begin + 10])
-        for take in (stored.read, stored.map):
-            with pytest.raises(ModelLoadError, match="has become shorter"):
-                take()
-
-    def test_mapped_tensors(self, tmp_path: Path) -> None:
-        """They are those of the file, wherever they begin there, and writing stays in memory."""
-        values = {"a": torch.arange(3, dtype=torch.uint8), "b": torch.randn(5, 7).bfloat16()}
-        values |= {"none": torch.empty(0, 4), "long": torch.randn(3, 1000), "one": torch.ones(())}
-        save_file(values, tmp_path / "plain.safetensors")
-        content = (tmp_path / "plain.safetensors").read_bytes()
-        odd = len(content[8:].split(b"}}")[0]) + 2 + 1  # a header that ends at an odd place
-        text = content[8 : 8 + int.from_bytes(content[:8], "little")].rstrip().ljust(odd | 1)
-        data = content[8 + int.from_bytes(content[:8], "little") :]
-        shifted = len(text).to_bytes(8, "little") + text + data
-        (tmp_path / "odd.safetensors").write_bytes(shifted)
-        for file, before in (("plain.safetensors", content), ("odd.safetensors", shifted)):
-            for name, stored in read_header(tmp_path / file).items():
-                found = stored.map()
-                assert found.dtype == values[name].dtype
-                assert torch.equal(found, values[name])
-                found.zero_()
-            assert (tmp_path / file).read_bytes() == before
-
-    def test_a_weight_with_nan_leaves_nothing(self, llama: Path, tmp_path: Path) -> None:
-        shutil.copytree(llama, tmp_path / "model")
-        file = tmp_path / "model" / "model.safetensors"
-        stored = stored_tensors(tmp_path / "model")["model.layers.1.mlp.up_proj.weight"]
-        content = bytearray(file.read_bytes())
-        content[stored.begin : stored.begin + 2] = b"\xff\xff"
-        file.write_bytes(content)
-        with pytest.raises(TensorValueError, match=r"model\.layers\.1\.mlp\.up_proj"):
-            quantize(tmp_path / "model", modifier("W4A16"), tmp_path / "out")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
-def _make_unknown(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "strange", "architectures": ["StrangeForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-class TestUnknownArchitecture:
-    PATTERN = "re:.*_proj$"
-
-    @pytest.fixture
-    def unknown(self, llama: Path, tmp_path: Path) -> Path:
-        folder = tmp_path / "unknown"
-        shutil.copytree(llama, folder)
-        _make_unknown(folder)
-        return folder
-
-    def test_biases_stay_what_they_are(self, tmp_path: Path) -> None:
-        known = model_folder(tmp_path / "known", "qwen2", tie_word_embeddings=False)
-        shutil.copytree(known, tmp_path / "unknown")
-        _make_unknown(tmp_path / "unknown")
-        recipe = calipers.QuantizationModifier(targets=self.PATTERN, scheme="FP8_DYNAMIC")
-        quantize(known, recipe, tmp_path / "a")
-        quantize(tmp_path / "unknown", recipe, tmp_path / "b")
-        assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
-        assert "model.layers.0.self_attn.q_proj.bias" in bytes_of(tmp_path / "b")
-
-    def test_is_quantized_by_names(self, llama: Path, unknown: Path, tmp_path: Path) -> None:
-        recipe = calipers.QuantizationModifier(targets=self.PATTERN, scheme="NVFP4A16")
-        quantize(unknown, recipe, tmp_path / "a")
-        quantize(llama, recipe, tmp_path / "b")
-        assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
-        found, source = (
-            json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "a", unknown)
-        )
-        assert found.pop("quantization_config")["config_groups"]["group_0"]["targets"] == [
-            self.PATTERN
-        ]
-        assert found == source
-
-    def test_classes_mean_nothing(self, unknown: Path, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match=r"'strange', so it cannot be told .* 'Linear'"):
-            quantize(unknown, "W4A16", tmp_path / "out")

@@ -18,8 +18,8 @@ import calipers
 from calipers import Measurements
 from calipers.advice.advise import _recipe_of
 from calipers.advice.candidates import read_candidates
+from calipers.advice.predicting import Trial
 from calipers.checkpoint.headers import stored_tensors
-from calipers.engine.streaming import ErrorSink
 from calipers.errors import ConfigurationError, MeasurementsError
 from calipers.solvers.gptq import curvature
 from calipers.topology.names import groups_of_one_scheme, patterns_for
@@ -365,7 +365,7 @@ class TestBadInput:
     def test_a_size_is_refused_before_anything_is_solved(
         self, llama: Path, seen: Measurements, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ErrorSink, "take", lambda *_: pytest.fail("solved"))
+        monkeypatch.setattr(Trial, "take", lambda *_: pytest.fail("solved"))
         for schemes in ("W4A16-g32,W8A8", "W8A8,UNQUANTIZED"):
             with pytest.raises(ConfigurationError, match="cannot be met: the nearest"):
                 advise(llama, seen, schemes, "4bpw")

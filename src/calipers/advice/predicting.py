@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import nn
 
 from calipers.advice.candidates import UNQUANTIZED, Candidate
+from calipers.calibration.pipelines import NewValues, Part
 from calipers.checkpoint.compression import sizes_of_module
 from calipers.engine.loop import run_parts
-from calipers.engine.quantize import prepare_model
-from calipers.engine.streaming import ErrorSink, PreparedModel
+from calipers.engine.quantize import PreparedModel, prepare_model
 from calipers.judging.activations import dynamic_error
 from calipers.judging.costs import ModuleCosts
 from calipers.judging.losses import decibels
+from calipers.kernels.resources import FreedMemory
 from calipers.measurements import Measurements
 from calipers.planning.specs import COUNTS, ModuleSpec
 from calipers.runtime.progress import Progress
@@ -76,12 +78,31 @@ class Shape(NamedTuple):
     weights: int
 
 
-class Trial(NamedTuple):
-    """A candidate, and a model whose modules have its scheme and are not solved yet."""
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, and a model whose modules have its scheme; solving them, it keeps errors alone.
+
+    Errors and costs are in the solution of the model's driver.
+
+    :param seconds: module → how long it took to solve
+    """
 
     candidate: Candidate
     prepared: PreparedModel
     shapes: Mapping[str, Shape]
+    seconds: dict[str, float] = field(default_factory=dict)
+    _freed: FreedMemory = field(default_factory=FreedMemory)
+
+    def take(self, part: Part) -> NewValues:
+        """Solve a part."""
+        start = time.perf_counter()
+        with self.prepared.solved(part):
+            for name in part.states:
+                self.prepared.empty(name)
+        seconds = time.perf_counter() - start
+        self.seconds.update(dict.fromkeys(part.states, seconds / len(part.states)))
+        self._freed.count(self.prepared.bytes_of_work(part))
+        return {}
 
 
 def prepare_trials(
@@ -123,12 +144,10 @@ def predict(
     trials: Sequence[Trial], candidates: Sequence[Candidate], seen: Measurements, progress: Progress
 ) -> list[list[Prediction]]:
     """Solve every module in every trial, and return predictions by candidate and module."""
-    sinks = [ErrorSink(each.prepared) for each in trials]
     with progress.counting("predicting", len(trials[0].shapes), "modules") as add:
-        for part in run_parts(trials[0].prepared.read_parts(), *sinks):
+        for part in run_parts(trials[0].prepared.read_parts(), *trials):
             add(len(part.names))
-    solved = zip(trials, sinks, strict=True)
-    predictions = [list(_predictions(trial, sink.seconds, seen)) for trial, sink in solved]
+    predictions = [list(_predictions(trial, seen)) for trial in trials]
     as_is = [
         Prediction(
             each.module,
@@ -147,9 +166,7 @@ def predict(
     return [as_is if each.recipe is None else next(rows) for each in candidates]
 
 
-def _predictions(
-    trial: Trial, seconds: Mapping[str, float], seen: Measurements
-) -> Iterator[Prediction]:
+def _predictions(trial: Trial, seen: Measurements) -> Iterator[Prediction]:
     candidate, driver = trial.candidate, trial.prepared.driver
     for spec in driver.solution.plan.modules:
         measured = driver.solution.costs.get(spec.name, ModuleCosts())
@@ -165,7 +182,7 @@ def _predictions(
             costs.total_loss,
             trial.shapes[spec.name].size,
             trial.shapes[spec.name].weights,
-            seconds.get(spec.name, 0.0),
+            trial.seconds.get(spec.name, 0.0),
         )
 
 

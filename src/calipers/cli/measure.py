@@ -20,7 +20,7 @@ from calipers.cli.options import (
 )
 from calipers.cli.show import about
 from calipers.errors import ConfigurationError, MergeError, Mistakes, format_size
-from calipers.files.writing import PARTIAL, check_output_file
+from calipers.files.writing import check_output_file
 from calipers.options import CalibrationOptions, ComputeOptions, DataOptions, MeasureOptions
 
 Output = Annotated[
@@ -87,22 +87,16 @@ def measure(
     Example: calipers measure demo --data demo --samples 32 -o demo.safetensors
     """
     from calipers.engine import measure as measuring
-    from calipers.engine.job import check_options
-    from calipers.measurements.store import check_measurements_file
     from calipers.measurements.sufficiency import check_tolerance
 
     mistakes, taken = Mistakes(), packed(taken, data)
     options = MeasureOptions(data=taken, compute=compute, calibration=calibration)
-    inputs: dict[str, object] = {"model": model, "data": data, "tokenizer": taken.tokenizer}
-    # A run that was killed may have left something beside its output: measure() looks at that.
-    is_left = output.with_name(output.name + PARTIAL).exists()
-    replaces, sources = overwrite or is_left, None if is_left else inputs
-    mistakes.check(check_measurements_file, output, replaces, sources)
+    inputs = {"model": model, "data": data, "tokenizer": taken.tokenizer}
+    mistakes.check(measuring.check_output, output, overwrite, inputs)
     source = mistakes.check(model_source, model)
     dataset = mistakes.check(data_source, data, "calibration", "measure with")
     tolerance = mistakes.check(check_tolerance, tolerance)
-    mistakes.check(measuring.check_save_every, save_every)
-    mistakes.check(check_options, options)
+    mistakes.check(measuring.check_arguments, options, collect, save_every)
     mistakes.tell()
     trusted = compute.trust_remote_code
     size = measuring.expected_memory(source, collect, trust_remote_code=trusted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,14 +13,17 @@ from calipers.checkpoint.compression import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors, tied_names, unquantized_ties
 from calipers.engine.loop import give_schemes
 from calipers.engine.presets import scheme_runs_on
-from calipers.engine.streaming import hessian_bytes, hessians_of
 from calipers.planning.plan import Plan, Propagation
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
 from calipers.topology.model import Topology
-from calipers.topology.names import groups_side_by_side
+from calipers.topology.names import fused_groups, groups_side_by_side
 
+# Bytes for each element of a Hessian, (columns, columns), as solvers/gptq.py works.
+_SUM = 8  # float64
+_WORK = 44  # at the factorisation: five of float64 and a result of float32
+_KEPT = 12  # a root and a Hessian that the next inputs may share
 _OF_HALVES = 3  # statistics: of either half of the data and, in the end, of both
 
 
@@ -64,6 +67,29 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
     streams = 2 if plan.propagation == "both" else 1
     passes = streams * (longest + 1)  # the last one goes on to the next layer
     return FeedbackNeeds(plan.propagation, passes, max(map(hessian_bytes, at_a_time)))
+
+
+def hessian_bytes(modules: Sequence[ModuleSpec]) -> int:
+    """Return what Hessians take that are gathered together, and solved one after another."""
+    sizes: list[int] = []
+    works: list[int] = []
+    gathered = {module.name: module for module in modules if hessians_of(module)}
+    for names in fused_groups(gathered):  # they have the same input
+        readers = [gathered[name] for name in names]
+        elements = (readers[0].columns or 0) ** 2
+        sizes.append(max(map(hessians_of, readers)) * elements * _SUM)
+        works.append(elements * (_WORK + _KEPT * bool(works)))
+    return sum(sizes) + max(works, default=0)
+
+
+def hessians_of(module: ModuleSpec) -> int:
+    """Return how many sums of products of its inputs the error feedback of a module takes, at most.
+
+    One of them is as long as its outputs are many, where they are added to a residual stream.
+    """
+    weight = module.tensor("weight")
+    gathered = None if weight is None else weight.gathered
+    return 0 if gathered is None or module.columns is None else len(gathered.fields) - 1
 
 
 def statistics_bytes(model: PreTrainedModel, plan: Plan) -> int:

@@ -97,8 +97,9 @@ def check_options(options: MeasureOptions) -> None:
     mistakes, calibration = Mistakes(), options.calibration
     mistakes.check(check_data_options, options.data)
     mistakes.check(check_compute_options, options.compute)
-    for name, choices in (("pipeline", Pipeline), ("on_unseen", OnUnseen)):
-        mistakes.check(_check_choice, name, getattr(calibration, name), get_args(choices))
+    for name, choices in (("pipeline", get_args(Pipeline)), ("on_unseen", get_args(OnUnseen))):
+        if (value := getattr(calibration, name)) not in choices:
+            mistakes.add(not_allowed(name, value, choices))
     mistakes.tell()
 
 
@@ -120,11 +121,6 @@ def check_compute_options(compute: ComputeOptions) -> None:
     mistakes.check(dtype_choice, compute.dtype)
     mistakes.check(usable_device, compute.device)
     mistakes.tell()
-
-
-def _check_choice(option: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise not_allowed(option, value, allowed)
 
 
 def check_not_running(options: OneshotOptions, dataset: Any = None) -> None:

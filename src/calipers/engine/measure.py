@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from calipers.errors import (
     CalipersWarning,
     ConfigurationError,
     FusedExpertsError,
+    Mistakes,
     Option,
     counted,
     no_meaning,
@@ -108,13 +109,7 @@ def measure(
     :param keywords: the options of all groups, one by one
     """
     options = MeasureOptions.merged(keywords, data=data, compute=compute, calibration=calibration)
-    check_options(options)
-    if options.calibration.gives("on_unseen"):
-        raise no_meaning("on_unseen", options.calibration.on_unseen, "measurements")
-    if options.calibration.pipeline == "datafree":
-        raise no_meaning("pipeline", "datafree", "measurements")
-    check_save_every(save_every)
-    collected, tolerance = check_collected(collect), check_until_stable(until_stable)
+    collected, tolerance = check_arguments(options, collect, save_every, until_stable)
     with joined_ranks(options.calibration.timeout) as ranks:
         wanted = options.compute.progress if ranks.rank == 0 else False
         job = _MeasureJob(options, ranks, Progress.of(wanted), tolerance)
@@ -136,10 +131,32 @@ def measure(
     return result
 
 
-def check_save_every(seconds: object) -> None:
-    """Refuse what is no time between two files."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-        raise not_allowed("save_every", seconds, "a number of seconds, 0 or more")
+def check_arguments(
+    options: MeasureOptions,
+    collect: str | Collection[str],
+    save_every: Any,
+    until_stable: object = False,
+) -> tuple[tuple[str, ...], float | None]:
+    """Check all that a call is given but its files; return what is collected, and the tolerance."""
+    mistakes, calibration = Mistakes(), options.calibration
+    mistakes.check(check_options, options)
+    if calibration.gives("on_unseen"):
+        mistakes.add(no_meaning("on_unseen", calibration.on_unseen, "measurements"))
+    if calibration.pipeline == "datafree":
+        mistakes.add(no_meaning("pipeline", "datafree", "measurements"))
+    is_number = isinstance(save_every, (int, float)) and not isinstance(save_every, bool)
+    if not (is_number and save_every >= 0):
+        mistakes.add(not_allowed("save_every", save_every, "a number of seconds, 0 or more"))
+    collected = mistakes.check(check_collected, collect)
+    tolerance = mistakes.check(check_until_stable, until_stable)
+    mistakes.tell()
+    return collected, tolerance
+
+
+def check_output(file: str | Path, overwrite: bool, inputs: Mapping[str, object]) -> None:
+    """Refuse a place that measurements cannot be written to; a superfluous partial file goes."""
+    remove_superfluous(Path(os.path.realpath(file)))
+    check_measurements_file(file, overwrite, inputs)
 
 
 @dataclass(frozen=True)
@@ -165,8 +182,7 @@ class _MeasureJob(Job):
             if output_file is not None and self.ranks.rank == 0:
                 start = model if isinstance(model, (str, Path)) else source_folder(model)
                 inputs = {"model": start, "data": dataset, "tokenizer": options.data.tokenizer}
-                remove_superfluous(Path(os.path.realpath(output_file)))
-                check_measurements_file(output_file, overwrite, inputs)
+                check_output(output_file, overwrite, inputs)
         dtype, pipeline = dtype_choice(options.compute.dtype), options.calibration.pipeline
         self.ranks.agree({**self._common(collected), "pipeline": pipeline, "dtype": dtype})
 

@@ -321,11 +321,13 @@ class Mistakes:
         """Return what a function returns; None if it fails, which is told of later."""
         try:
             return function(*args, **options)
-        except SeveralMistakesError as error:
-            self._found.extend(error.mistakes)
         except CalipersError as error:
-            self._found.append(error)
+            self.add(error)
         return cast(T, None)  # nobody uses it: all that is needed comes after tell()
+
+    def add(self, error: CalipersError) -> None:
+        """Add what is told of later."""
+        self._found += error.mistakes if isinstance(error, SeveralMistakesError) else [error]
 
     def tell(self) -> None:
         """Raise what was found: a single error as it is, several as one."""

@@ -99,4 +99,4 @@ def remove_superfluous(output: Path) -> None:
         done, partial = (Measurements.load(each).info for each in (output, path))
         same = done is not None and partial is not None and done.fingerprint == partial.fingerprint
         if same and not Counter(partial.samples) - Counter(done.samples):  # type: ignore[union-attr]
-            path.unlink()
+            path.unlink(missing_ok=True)  # several processes may look at once

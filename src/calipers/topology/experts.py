@@ -28,7 +28,7 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that keep several experts in one parameter, by name."""
     fused = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        stacked = {key for key, value in module._parameters.items() if _is_stack(value)}
+        stacked = set(_stacked(module))
         known = "down_proj" in stacked and stacked & {"gate_up_proj", "up_proj"}
         # Other ways to stack experts cannot be unfused, but must not be passed over in silence.
         if known or (stacked and "expert" in f"{name} {type(module).__name__}".lower()):
@@ -122,8 +122,10 @@ class StackedForm:
         return linear
 
 
-def _is_stack(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.ndim == 3
+def _stacked(module: nn.Module) -> list[str]:
+    """Return the names of parameters that may hold several matrices."""
+    parameters = module._parameters.items()
+    return [name for name, value in parameters if value is not None and value.ndim == 3]
 
 
 def _stack(fused: nn.Module, name: str) -> nn.Parameter:
@@ -136,7 +138,7 @@ def _obstacle(fused: nn.Module) -> str | None:
     """Say what stands against unfusing a module, before its shapes are looked at."""
     present = {name: p for name, p in fused._parameters.items() if p is not None}
     known = {*_STACKED, *(f"{name}_bias" for name in _STACKED)}
-    stacked = [name for name in _STACKED if _is_stack(present.get(name))]
+    stacked = [name for name in _STACKED if name in _stacked(fused)]
     if stacked not in (["gate_up_proj", "down_proj"], ["up_proj", "down_proj"]):
         return "it has no 3-D down_proj with a 3-D gate_up_proj or up_proj alone beside it"
     if not present.keys() <= known:
