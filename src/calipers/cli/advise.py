@@ -136,24 +136,10 @@ def advise(
             "Compared with rounding to nearest alone: 'calipers measure … --collect hessian' lets "
             "GPTQ be compared, too."
         )
+    view += _front(result) if result.chosen is None else _choice(result)
     if result.chosen is None:
-        last = len(result.front) - 1
-        steps = min(_STEPS, last + 1)
-        numbers = dict.fromkeys(round(i * last / max(1, steps - 1)) for i in range(steps))
-        view += [
-            "What can be reached by mixing them:",
-            _points("", (("", result.front[number]) for number in numbers), result),
-            "Next: the same with --budget 4.5bpw -o recipe.yaml",
-        ]
-        return CommandOutput(data, view)
-    from calipers.judging.losses import format_decibels
-
-    rows = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
-    for each in result.worst()[:SHOWN]:
-        loss = "–" if each.loss is None else f"{each.loss:+.5f}"
-        rows.add_row(each.module, each.choice, format_decibels(each.error), loss)
-    view += [_chosen_text(result), rows]
-    if result.recipe is None:
+        view.append("Next: the same with --budget 4.5bpw -o recipe.yaml")
+    elif result.recipe is None:
         view.append("Nothing is to be quantized, so there is no recipe.")
     elif output is None:
         view.append("Next: the same with -o recipe.yaml, which calipers quantize takes")
@@ -164,6 +150,37 @@ def advise(
     return CommandOutput(data, view)
 
 
+def _front(result: Advice) -> list[RenderableType]:
+    """Show some of what mixed schemes reach, evenly from the smallest to the best."""
+    last = len(result.front) - 1
+    steps = min(_STEPS, last + 1)
+    numbers = dict.fromkeys(round(i * last / max(1, steps - 1)) for i in range(steps))
+    points = _points("", (("", result.front[number]) for number in numbers), result)
+    return ["What can be reached by mixing them:", points]
+
+
+def _choice(result: Advice) -> list[RenderableType]:
+    """Show what was chosen within the budget, and the modules that lose most by it."""
+    from calipers.judging.losses import format_decibels
+
+    assert result.total is not None
+    kinds = ", ".join(f"{name} for {count}" for name, count in result.counts().items())
+    proof = "no choice is better"
+    if result.gap:
+        proof = f"at most {result.gap:.2%} from the best choice"
+    by = f" by {result.methods[0]}" if len(result.methods) == 1 else ""
+    size = f"{result.total.bits:.2f} bits per weight, {format_size(result.total.size)}"
+    rows = table("worst modules", "scheme", "output error", "loss", wrapped=("worst modules",))
+    for each in result.worst()[:SHOWN]:
+        loss = "–" if each.loss is None else f"{each.loss:+.5f}"
+        rows.add_row(each.module, each.choice, format_decibels(each.error), loss)
+    return [
+        f"Chosen for {result.budget}: {kinds} modules; {size}, predicted "
+        f"{result.format_harm(result.total.harm)} (of {listing(result.uniform)}{by}: {proof}).",
+        rows,
+    ]
+
+
 def _points(title: str, points: Iterable[tuple[str, Point]], result: Advice) -> RenderableType:
     """Return a table of choices; without a title their names are left out."""
     first = [title] if title else []
@@ -172,17 +189,3 @@ def _points(title: str, points: Iterable[tuple[str, Point]], result: Advice) -> 
         cells = [f"{point.bits:.2f}", format_size(point.size), result.format_harm(point.harm)]
         rows.add_row(*([name] if title else []), *cells)
     return rows
-
-
-def _chosen_text(result: Advice) -> str:
-    assert result.total is not None
-    kinds = ", ".join(f"{name} for {count}" for name, count in result.counts().items())
-    proof = "no choice is better"
-    if result.gap:
-        proof = f"at most {result.gap:.2%} from the best choice"
-    by = f" by {result.methods[0]}" if len(result.methods) == 1 else ""
-    size = f"{result.total.bits:.2f} bits per weight, {format_size(result.total.size)}"
-    return (
-        f"Chosen for {result.budget}: {kinds} modules; {size}, predicted "
-        f"{result.format_harm(result.total.harm)} (of {listing(result.uniform)}{by}: {proof})."
-    )

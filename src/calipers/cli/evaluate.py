@@ -74,7 +74,13 @@ def evaluate(
 
     def add(result: Evaluation) -> None:
         judged.append(result)
-        _tell_last(name, result)
+        scores: Scores = result.base
+        last, note = name, ", worse than chance" if result.is_worse_than_chance else ""
+        if result.checkpoints:
+            last, scores = list(result.checkpoints.items())[-1]
+            note = f", change {format_difference(scores.change)}"
+        text = f"{last}: perplexity {scores.perplexity.value:.4f}{note}"
+        tell({"evaluated": {"name": last, **scores.as_dict()}}, text)
 
     def output(unfinished: str = "") -> CommandOutput:
         data = {"model": model, "complete": not unfinished, **judged[-1].as_dict()}
@@ -88,17 +94,6 @@ def evaluate(
             show(output(f"Not complete: {done} of {len(quantized)} checkpoints."))
         raise
     return output()
-
-
-def _tell_last(name: str, result: Evaluation) -> None:
-    """Tell of the model that was judged last."""
-    scores: Scores = result.base
-    note = ", worse than chance" if result.is_worse_than_chance else ""
-    if result.checkpoints:
-        name, last = list(result.checkpoints.items())[-1]
-        scores, note = last, f", change {format_difference(last.change)}"
-    text = f"{name}: perplexity {scores.perplexity.value:.4f}{note}"
-    tell({"evaluated": {"name": name, **scores.as_dict()}}, text)
 
 
 def _view(model: str, result: Evaluation, unfinished: str = "") -> list[RenderableType]:

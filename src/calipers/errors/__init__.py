@@ -53,6 +53,7 @@ from calipers.errors.messages import empty_data as empty_data
 from calipers.errors.messages import file_in_use as file_in_use
 from calipers.errors.messages import inside_source as inside_source
 from calipers.errors.messages import mask_of_scores as mask_of_scores
+from calipers.errors.messages import no_effect as no_effect
 from calipers.errors.messages import no_meaning as no_meaning
 from calipers.errors.messages import no_statistics as no_statistics
 from calipers.errors.messages import not_allowed as not_allowed

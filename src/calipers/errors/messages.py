@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from calipers.errors.base import (
+    CalipersWarning,
     CheckpointError,
     CheckpointExistsError,
     CodeNotAllowedError,
@@ -252,6 +253,15 @@ def code_not_allowed(
         path=path,
         source=source,
         line=line,
+    )
+
+
+def no_effect(subject: Option) -> CalipersWarning:
+    """Warn of an observer that was chosen, and that nothing will use."""
+    return CalipersWarning(
+        "has no effect: what it would watch is not quantized, or is dynamic (its scale is found "
+        "while the model runs)",
+        subject=subject,
     )
 
 

@@ -15,7 +15,6 @@ import yaml
 
 from calipers.errors import (
     CalipersError,
-    CalipersWarning,
     ConfigurationError,
     Option,
     RecipeError,
@@ -23,6 +22,7 @@ from calipers.errors import (
     code_not_allowed,
     listing,
     nearest,
+    no_effect,
     not_allowed,
 )
 from calipers.files.reading import read_whole
@@ -206,12 +206,7 @@ def _observe(modifiers: Modifiers, key: str, given: Any) -> Modifiers:
         raise RecipeError.of(error, Option(key)) from None
     changed = [modifier.with_observer(key, choice) for modifier in modifiers]
     if not any(changed):
-        warning = CalipersWarning(
-            "has no effect: what it would watch is not quantized, or is dynamic (its scale is "
-            "found while the model runs)",
-            subject=Option(key, choice.name),
-        )
-        warnings.warn(warning, stacklevel=4)
+        warnings.warn(no_effect(Option(key, choice.name)), stacklevel=4)
     return tuple(new or old for new, old in zip(changed, modifiers, strict=True))
 
 

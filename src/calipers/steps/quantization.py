@@ -14,7 +14,7 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from calipers.errors import CalipersWarning, Option, RecipeError, listing, unfit
+from calipers.errors import Option, RecipeError, listing, no_effect, unfit
 from calipers.kernels.resources import FreedMemory, in_threads
 from calipers.numerics.layout import has_global_scale
 from calipers.numerics.library_versions import (
@@ -257,12 +257,7 @@ class QuantizationModifier(Modifier):
                     used |= {key for key, _ in self._choices(base_name)}
         chosen = {key for base_name in SCHEME_FIELDS for key, _ in self._choices(base_name)}
         for key in sorted(chosen - used):
-            warning = CalipersWarning(
-                "has no effect: what it would watch is not quantized, or is dynamic (its scale is "
-                "found while the model runs)",
-                subject=Option(key, owner=self.label()),
-            )
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(no_effect(Option(key, owner=self.label())), stacklevel=3)
 
     def _check_useful(
         self,
