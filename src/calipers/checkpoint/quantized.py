@@ -34,7 +34,7 @@ from calipers.checkpoint.headers import (
 )
 from calipers.checkpoint.location import check_location
 from calipers.checkpoint.reader import build_unchecked
-from calipers.checkpoint.state import join, stored_names, tied_names
+from calipers.checkpoint.state import stored_names, tied_names
 from calipers.checkpoint.stored_module import StoredModule
 from calipers.errors import (
     CalipersError,
@@ -47,9 +47,9 @@ from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
 from calipers.judging.costs import ModuleCosts
 from calipers.kernels.rounding import IN_BYTES, IN_PAIRS, IN_WORDS
+from calipers.topology.names import KEY_PROJECTIONS, is_embedding, projection_of
 
 _STATES = ("q", "k", "v")
-_KEYS_OF_ATTENTION = ("k_proj", "qkv_proj", "kv_b_proj", "query_key_value")
 _OUTPUTS = ("output_scale", "output_zero_point")
 _MORE_TENSORS = 1000
 
@@ -148,7 +148,7 @@ class QuantizedCheckpoint:
             owner, _, local = name.rpartition(".")
             tensors[owner][local] = tensor
         parts = (name.rpartition(".") for name in tensors)
-        attention = {parent for parent, _, own in parts if own in _KEYS_OF_ATTENTION}
+        attention = {parent for parent, _, own in parts if own in KEY_PROJECTIONS}
         file = self.folder / "config.json"
         with library_errors(lambda words: damaged_file(file, f"targets or ignore: {words}")):
             modules = {
@@ -158,15 +158,16 @@ class QuantizedCheckpoint:
         if self.settings.kv_cache_scheme is None:
             return modules
         # Older writers gave the parameters of keys and values to the outputs of their projections.
+        kept = {projection_of(parent, side) for parent in attention for side in _STATES[1:]}
         projections = {
             name: [local for local in _OUTPUTS if local in module.tensors]
             for name, module in modules.items()
-            if name.rpartition(".")[2] in ("k_proj", "v_proj")
+            if name in kept
         }
         elsewhere = {name: set(projections.get(name, ())) for name in modules}
         for name, module in modules.items():
             for side in module.states:
-                outputs = projections.get(join(name, f"{side}_proj"), ())
+                outputs = projections.get(projection_of(name, side), ())
                 elsewhere[name] |= {local.replace("output", side) for local in outputs}
         return {n: replace(m, elsewhere=frozenset(elsewhere[n])) for n, m in modules.items()}
 
@@ -219,7 +220,7 @@ class QuantizedCheckpoint:
             in_memory, weight = name, tensors.get("weight")
             is_matrix = weight is not None and len(weight.shape) == 2
             with torch.device("meta"):
-                module = nn.Embedding(1, 1) if "embed" in name else nn.Linear(1, 1)
+                module = nn.Embedding(1, 1) if is_embedding(name) else nn.Linear(1, 1)
             if "weight_packed" not in tensors and not is_matrix:
                 module = None
         group = None if module is None else group_of(module, (name, in_memory), self.settings)

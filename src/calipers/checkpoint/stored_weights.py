@@ -31,6 +31,7 @@ from calipers.checkpoint.unknown_model import unknown_model
 from calipers.errors import ConfigurationError, cannot_load, damaged_file
 from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
+from calipers.topology.names import EMBEDDINGS, HEADS
 
 _VALUES = 16
 """How many values of a tensor are looked at, at least."""
@@ -191,8 +192,10 @@ class OriginalModel:
     def weight(self, module: str) -> StoredTensor | None:
         """Return the weight of a module; a head that has none of its own is the embedding."""
         weight = self.tensors.get(f"{module}.weight")
-        if weight is None and module.endswith("lm_head"):
-            names = (n for n in self.tensors if n.endswith(("embed_tokens.weight", "wte.weight")))
+        if weight is None and module.rpartition(".")[2] in HEADS:
+            names = (
+                n for n in self.tensors if n.endswith(tuple(f"{e}.weight" for e in EMBEDDINGS))
+            )
             weight = next((self.tensors[name] for name in names), None)
         return weight
 

@@ -25,7 +25,7 @@ def plan_for(
     fused = {
         name: module
         for name, module in fused_experts(model).items()
-        if recipe.aims_at_experts(name)
+        if recipe.targets_experts(name)
     }
     unfuse_experts(model, fused)
     plan = compile_plan(recipe.steps, model)

@@ -137,7 +137,7 @@ class Recipe(NotebookView):
         )
         return Recipe(tuple(stages))
 
-    def aims_at_experts(self, experts: str) -> bool:
+    def targets_experts(self, experts: str) -> bool:
         """Whether a modifier means Linear layers that these experts would have, if unfused."""
         layer = torch.nn.Linear(1, 1, device="meta")
         names = [f"{experts}.0.{part}" for part in EXPERT_PROJECTIONS]

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Self
 
 from calipers.errors import ConfigurationError, Option
-from calipers.topology.names import expert_of, fused_projections, grouped
+from calipers.topology.names import HEADS, expert_of, fused_projections, grouped
 
 # What the first Linears of either block of a layer are called, and the blocks themselves. Routers,
 # and experts that are stacked in one module, read the same norm.
@@ -53,7 +53,6 @@ _LAYOUTS: tuple[dict[str, str], ...] = (
     },
 )
 _FINAL = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-_HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def _norms_of_readers(names: Collection[str], layers: Sequence[str]) -> dict[str
     # The head reads the norm behind the last layer, where both are known.
     parent = layers[0].rpartition(".")[0].rpartition(".")[0]
     finals = [path for name in _FINAL if (path := f"{parent}.{name}".lstrip(".")) in names]
-    heads = [name for name in _HEADS if name in names]
+    heads = [name for name in HEADS if name in names]
     is_plain = not any(name.rpartition(".")[2] == "project_out" for name in names)
     if len(finals) == len(heads) == 1 and is_plain:
         norms[heads[0]] = finals[0]

@@ -17,6 +17,15 @@ FUSED_LAYER_NAMES: tuple[tuple[str, ...], ...] = (
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """The Linears of an expert in the order in which they run; some models have no gate."""
 
+KEY_PROJECTIONS = ("k_proj", "qkv_proj", "kv_b_proj", "query_key_value")
+"""The Linears of an attention module that compute its keys: a module has one if it is attention."""
+
+HEADS = ("lm_head", "embed_out")
+"""The Linears behind the last layer, whose outputs are logits."""
+
+EMBEDDINGS = ("embed_tokens", "wte")
+"""The embeddings that a head may be tied to."""
+
 EXPERTS_PATTERN = r"re:.*\.experts\..*"
 """A target of compressed-tensors that matches everything in experts."""
 
@@ -52,6 +61,24 @@ def expert_of(name: str) -> ExpertName | None:
     if match is None:
         return None
     return ExpertName(match["experts"], int(match["number"]), match["rest"] or "")
+
+
+def projection_of(attention: str, state: str) -> str:
+    """Return the Linear that computes the queries, keys or values of an attention module.
+
+    >>> projection_of("layers.0.self_attn", "k")
+    'layers.0.self_attn.k_proj'
+    """
+    return f"{attention}.{state}_proj"
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a matrix of a model that nobody knows is that of an embedding, by its name.
+
+    >>> is_embedding("model.embed_tokens"), is_embedding("lm_head")
+    (True, False)
+    """
+    return "embed" in name
 
 
 def without_expert_number(name: str) -> str:
