@@ -13,6 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from families import Untouched, build, saved, token_ids
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from calipers.observers import Observer
 from calipers.observers.spec import RANGE
 from calipers.recipes import load_recipe
 from calipers.runtime import precision
-from calipers.runtime.precision import computing_in, forward_dtype
+from calipers.runtime.precision import computing_in, forward_dtype, onloaded
 
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -225,3 +226,13 @@ def test_evaluate_computes_in_float32_with_the_weights_of_the_models(
     torch.nn.Module.float(quantized)
     scores = found.checkpoints["out"]
     assert scores.perplexity.value == pytest.approx(perplexity(quantized, data), rel=1e-6)
+
+
+def test_tensors_return_to_where_they_were() -> None:
+    """Torch takes the first CPU for another device than the CPU, and copies."""
+    module = nn.BatchNorm1d(4)
+    before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    with onloaded([module], torch.device("cpu:0")):
+        for name, tensor in module.state_dict().items():
+            assert tensor.data_ptr() != before[name]
+    assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == before
