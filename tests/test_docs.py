@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from calipers.numerics import formats
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/measurements.md")]
 DOCUMENTS += sorted((ROOT / "src").rglob("*.md"))
+
+
+def _place(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def blocks(document: Path, language: str = "python") -> list[str]:
@@ -39,6 +44,9 @@ def having(kind: str, found: Any, slow: frozenset[str] = frozenset()) -> Any:
     ]
     return pytest.mark.parametrize("document", rows)
 
+
+# Files of a package that is made up.
+EXAMPLES = frozenset({"my_package/reductions.py"})
 
 # These run whole models.
 SLOW = frozenset({"README.md", "docs/measurements.md"})
@@ -98,11 +106,25 @@ def test_yaml_blocks_are_recipes() -> None:
         assert load_recipe(block).modifiers
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_place)
 def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
         if not link.startswith("http"):
             assert (document.parent / link).exists(), link
+
+
+@pytest.mark.parametrize(
+    "document", sorted({*DOCUMENTS, *(ROOT / "docs").glob("*.md")}), ids=_place
+)
+def test_files_and_functions_that_are_named_are_there(document: Path) -> None:
+    folders = ("src", "tests", "scripts", "benchmarks")
+    files = {str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    text = document.read_text()
+    for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text):
+        assert name in EXAMPLES or any(file.endswith(f"/{name}") for file in files), name
+    if document.name == "judging.md":
+        for module, name in re.findall(r"`([a-z_]+)\.(\w+)`", text):
+            assert hasattr(import_module(f"calipers.judging.{module}"), name), f"{module}.{name}"
 
 
 def test_the_reader_of_measurements_is_short_and_needs_nothing_of_calipers() -> None:
