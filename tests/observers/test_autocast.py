@@ -49,7 +49,7 @@ def test_sums_of_inputs(name: str, options: dict[str, Any], half: torch.dtype) -
         observer.attach(linear)
         linear(x)
         observer.detach(linear)
-        observer.take_over(linear)
+        observer.gathering.take_over(linear)
         return observer(linear.weight)
 
     expected = gathered()

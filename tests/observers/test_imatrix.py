@@ -292,7 +292,7 @@ class TestFallback:
         assert len(caught) == 1
         plain = build(observer.args, observer.base_name)
         plain.definition = Definition(search=searched_range)
-        plain.weighing = Importance()
+        plain.gathering.importance = Importance()
         assert torch.equal(observer.max_vals, plain(value).max_vals)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -195,7 +195,7 @@ def test_under_importance(kind: str, fmt: str, importance: str) -> None:
     observer.attach(linear)
     linear(torch.randn(100, COLUMNS) @ torch.randn(COLUMNS, COLUMNS))
     observer.detach(linear)
-    observer.take_over(linear)
+    observer.gathering.take_over(linear)
     report = observer(weight).report()
     assert report.chosen <= report.minmax * (1 + 1e-6)
 

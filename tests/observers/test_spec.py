@@ -97,7 +97,7 @@ def test_what_must_be_known_of_inputs(
         assert tuple(statistic.declared()) == fields
         assert statistic.configuration()["nonfinite"] == "ignore"
     observer = spec.build()
-    assert observer.weighing == spec.importance
+    assert observer.gathering.importance == spec.importance
     assert (observer.inputs is None) is (statistic is None)
 
 

@@ -95,7 +95,7 @@ def test_a_new_importance() -> None:
     plain = MemorylessMSEObserver("weight", ARGS)(linear.weight)
     assert error < observer_error(plain, linear.weight)[:, 3].sum()
     second = PeakObserver("weight", ARGS, strict=True)
-    assert second.take_over(linear)
+    assert second.gathering.take_over(linear)
     assert not hasattr(linear, "peaks")
     assert torch.equal(second(linear.weight).max_vals, observer.max_vals)
 

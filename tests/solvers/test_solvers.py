@@ -14,18 +14,18 @@ from calipers.errors import NoStatisticsError
 from calipers.numerics.layout import Layout
 from calipers.numerics.qparams import global_scale_of
 from calipers.observers import Observer
-from calipers.solvers.distribution import entropy, percentile
+from calipers.observers.classic import searched_range
+from calipers.observers.options import SearchOptions
+from calipers.solvers.distribution import entropy_range, percentile_range
 from calipers.solvers.importance import Weights
 from calipers.solvers.scales import (
     CountedValues,
     Problem,
-    RangeGrid,
     Solution,
     Solutions,
     common_global_scale,
     error_of,
     exact,
-    grid_search,
     least_error,
     minmax,
     of_range,
@@ -39,7 +39,7 @@ FORMATS = {
     "fp8 channel": QuantizationArgs(num_bits=8, type="float", strategy="channel"),
     "nvfp4": nvfp4(16),
 }
-PARTS = RangeGrid([1 - i / 50 for i in range(25)])
+HALVED = SearchOptions(maxshrink=0.5, grid=50, patience=1000, norm=2.0)
 
 
 def problem_of(weight: Tensor, args: QuantizationArgs, weights: Weights = Weights()) -> Problem:  # noqa: B008
@@ -61,7 +61,7 @@ def test_who_tries_more_errs_less(fmt: str, weighed: bool) -> None:
     usual = usual_of(weight, args)
     found = [
         minmax(problem, usual),
-        of_range(problem, *grid_search(problem, PARTS), usual),
+        of_range(problem, *searched_range(problem, HALVED), usual),
         exact(problem, usual),
     ]
     errors = [solution.error for solution in found]
@@ -84,7 +84,7 @@ def test_min_max_is_what_an_observer_finds(fmt: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "solve", [minmax, exact, lambda problem: of_range(problem, *grid_search(problem, PARTS))]
+    "solve", [minmax, exact, lambda problem: of_range(problem, *searched_range(problem, HALVED))]
 )
 def test_a_problem_stays_as_it_is(solve: object) -> None:
     weight = torch.randn(8, 64)
@@ -117,11 +117,11 @@ class TestCounts:
         x = torch.randn(20, 50)
         for symmetric in (True, False):
             args = QuantizationArgs(num_bits=8, symmetric=symmetric)
-            low, high = percentile(self.counted(x, args), 100)
+            low, high = percentile_range(self.counted(x, args), 100)
             assert (low, high) == (x.min(), x.max())
             for low, high in (
-                percentile(self.counted(x, args), 90),
-                entropy(self.counted(x, args), 512),
+                percentile_range(self.counted(x, args), 90),
+                entropy_range(self.counted(x, args), 512),
             ):
                 assert x.min() <= low < 0 < high <= x.max()
 

@@ -17,7 +17,6 @@ from typing_extensions import Self
 from calipers.errors import (
     ConfigurationError,
     NoStatisticsError,
-    UnsuitableError,
     listing,
     no_statistics,
     not_finite,
@@ -30,7 +29,6 @@ from calipers.observers.compatibility import (
     ALIASES,
     base_name_and_args,
     calculate_by_piece,
-    construct,
     declared_by,
 )
 from calipers.observers.definition import (
@@ -39,15 +37,10 @@ from calipers.observers.definition import (
     check_countable,
     usual_global_scale,
 )
-from calipers.observers.inputs import InputHook
+from calipers.observers.inputs import InputGathering
 from calipers.observers.options import ObserverOptions, parse_options
-from calipers.observers.registry import class_in_file, is_file_of_code, observer_registry
-from calipers.registry import Registry
-from calipers.solvers.importance import (
-    Importance,
-    ImportanceTarget,
-    importance_named,
-)
+from calipers.observers.registry import ObserverClass, observer_registry
+from calipers.solvers.importance import ImportanceTarget
 from calipers.solvers.scales import Solutions
 from calipers.statistics import ranges
 from calipers.statistics.base import Lock, Reduction, Statistic, guarded
@@ -55,8 +48,6 @@ from calipers.statistics.distributed import sync_statistics
 from calipers.statistics.module import StatisticModule
 from calipers.statistics.ranges import LastRange, Observation, observation_of
 from calipers.statistics.value_counts import ValueCounts
-
-C = TypeVar("C", bound=type)
 
 Update = TypeVar("Update", bound=Callable[..., None])
 
@@ -71,7 +62,7 @@ def in_pieces(update: Update) -> Update:
     return update
 
 
-class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
+class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[misc]
     """Watches tensors and works out the parameters to quantize them with.
 
     A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
@@ -91,19 +82,13 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     tensor([[1., 2.]])
     """
 
-    registry: ClassVar[Registry[type[Observer]]]
     parts = ("range_statistic", "counts", "inputs")
+    tokens_field = "observed_tokens"
 
-    Options: ClassVar[type[ObserverOptions] | None] = None
     Range: ClassVar[type[LastRange]] = LastRange
     definition: ClassVar[Definition | None] = None
     """What the class does, as pure functions: engines need no object of a class that has its own,
     but show tensors to objects of a subclass that has none."""
-    gathers_inputs: ClassVar[bool] = False
-    usual_importance: ClassVar[str] = "none"
-    """How the errors of a weight count, unless an option ``importance`` says otherwise."""
-    remembers: ClassVar[str] = ""
-    when: ClassVar[str] = ""
 
     options: ObserverOptions
     module_name: str = ""
@@ -111,9 +96,9 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     counts: ValueCounts | None = None
     """The counts of an observer that counts values."""
     inputs: Statistic | None = None
-    """What is known of the inputs of the module of a weight, if errors are weighed by it."""
-    weighing: Importance
-    """How errors count."""
+    """What is known of the inputs of the module of a weight, if errors are weighed by it;
+    ``gathering`` is how that comes to be known."""
+    gathering: InputGathering
 
     min_vals: Tensor
     max_vals: Tensor
@@ -122,10 +107,7 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     observed_like: Tensor
 
     _solutions: Solutions | None = None  # of the last weight, where its scales are chosen
-    has_warned = False
-    """Whether somebody has told that importance cannot be used."""
     _observation: Observation | None = None  # what it is being shown
-    _hook: InputHook | None = None
     _scale: Tensor  # of the first generation
     _zero_point: Tensor
 
@@ -150,7 +132,8 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         if self.definition is not None and self.definition.counts_values:
             self.counts = ValueCounts(self.base_name, strategy_name(self.args))
         self.options = options
-        self.apply_options()
+        self.gathering = InputGathering(self, self.importance_under(base_name, options))
+        self._tell_range_options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the class keep what its definition says."""
@@ -163,108 +146,6 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     def kept(cls) -> Mapping[str, Reduction]:
         """Return what is kept of a tensor, and how two of them become one."""
         return {**cls.Range.all_reductions(), **cls.all_reductions()}
-
-    # By name
-
-    @classmethod
-    def register(
-        cls, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> Callable[[C], C]:
-        """Return a decorator that makes a subclass known by a name."""
-        return cls.registry.register(name, alias)
-
-    @classmethod
-    def register_value(
-        cls, value: type, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> None:
-        """Make a subclass known by a name."""
-        cls.registry.add(value, name, alias)
-
-    @classmethod
-    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Self]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``.
-
-        :param allow_code: whether such a file may run; pass False for a name that comes from data
-        """
-        kind: type[Self]
-        if isinstance(name, str) and is_file_of_code(name):
-            kind = class_in_file(name, cls.registry.base or object, allow_code)
-        else:
-            kind = cls.registry.get(name)
-        return kind
-
-    @classmethod
-    def load_from_registry(
-        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
-    ) -> Self:
-        """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
-        kind = cls.get_value_from_registry(name, allow_code=allow_code)
-        observer: Self = construct(kind, constructor_kwargs)
-        return observer
-
-    @classmethod
-    def registered_names(cls) -> list[str]:
-        """Return the names of all subclasses, sorted."""
-        return sorted(cls.registry.names())
-
-    @classmethod
-    def registered_aliases(cls) -> list[str]:
-        """Return the other names they go by, sorted."""
-        return sorted(cls.registry.aliases())
-
-    @classmethod
-    def registered_name(cls) -> str:
-        """Return the name of this class; of one that is not registered, that of its definition."""
-        return cls.registry.name_of(cls) or cls.__name__
-
-    # Declared
-
-    @classmethod
-    def checked_options(
-        cls, base_name: str, args: QuantizationArgs, given: Mapping[str, Any]
-    ) -> ObserverOptions:
-        """Return the options; refuse them, or a tensor that the observer is not made for."""
-        fmt = Format.of(args)  # refuses what does not exist
-        options = cls.parse_options(given)
-        cls.check(base_name, args, options, fmt)
-        return options
-
-    @classmethod
-    def parse_options(cls, given: Mapping[str, Any]) -> ObserverOptions:
-        """Return the options that were given; a class that declares none takes any."""
-        if cls.Options is not None:
-            return parse_options(cls.Options, given, cls.registered_name())
-        known = {key: value for key, value in given.items() if key in ObserverOptions.model_fields}
-        return parse_options(ObserverOptions, known, cls.registered_name())
-
-    @classmethod
-    def check(
-        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
-    ) -> None:
-        """Refuse what the observer is not made for, by an ``UnsuitableError``."""
-
-    @classmethod
-    def suits(cls, base_name: str, args: QuantizationArgs) -> bool:
-        """Whether the observer is made for such a tensor, with its options as they are at first."""
-        if cls.gathers_inputs and base_name != "weight":
-            return False
-        try:
-            cls.checked_options(base_name, args, {})
-        except UnsuitableError:
-            return False
-        return True
-
-    @classmethod
-    def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
-        """Return how errors count under some options."""
-        chosen = getattr(options, "importance", cls.usual_importance)
-        return importance_named(chosen if base_name == "weight" else "none", options.nonfinite)
-
-    @classmethod
-    def label_of(cls, base_name: str, module_name: str = "") -> str:
-        """Return how messages call an observer of this class."""
-        of = f" of {module_name}" if module_name else ""
-        return f"Observer '{cls.registered_name()}' ({base_name}{of})"
 
     # Its statistics
 
@@ -300,22 +181,14 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
         if self._has_option(option):
             given, kind = {**self.options.model_dump(), option: value}, type(self.options)
             self.__dict__["options"] = parse_options(kind, given, self.registered_name())
-            self.apply_options()
+            self._tell_range_options()
+            self.gathering.use(self.importance_under(self.base_name, self.options))
         else:
             super().__setattr__(name, value)
 
-    def apply_options(self) -> None:
-        """Tell the statistics the options that concern them; what they know stays."""
+    def _tell_range_options(self) -> None:
         for name in self.range_statistic.settings:
             setattr(self.range_statistic, name, getattr(self.options, name))
-        self.weighing = self.importance_under(self.base_name, self.options)
-        before, inputs = self.inputs, self.weighing.statistic(None, self.args)
-        if inputs is before:  # there are none
-            return
-        self.inputs = inputs
-        if before is not None and inputs is not None and before.declared() == inputs.declared():
-            inputs.owner = before.owner
-            inputs.copy_from(before)
 
     # Observing
 
@@ -370,18 +243,15 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
             scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
             self.absorb(min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point)
             return
-        pieces, shown = self.pieces(observed), self._observation
+        pieces, shown, gathering = self.pieces(observed), self._observation, self.gathering
         if self.counts is not None:
             check_countable(low, high, pieces.dtype, self.label(), ". Nothing was recorded")
         if not definition.takes_extrema:
             seen = Extrema(low, high, 0, shown.extrema.missing if shown else None)
             layout = shown.layout if shown else Layout.of(self.base_name, self.args)
-            weights, self.has_warned = definition.weights(
-                self.weighing,
-                self.inputs,
-                ImportanceTarget(pieces, layout, self.label()),
-                is_strict=getattr(self.options, "strict", False),
-                has_warned=self.has_warned,
+            target = ImportanceTarget(pieces, layout, self.label())
+            weights, gathering.has_warned = definition.weights(
+                gathering.importance, self.inputs, target, self.options, gathering.has_warned
             )
             low, high, self._solutions = definition.solve(
                 seen, pieces, self.args, self.options, weights
@@ -518,12 +388,7 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     @property
     def num_observed_tokens(self) -> int:
         """How many tokens were observed; 0 for weights."""
-        return int(getattr(self, "observed_tokens", 0))
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were taken in, as every statistic tells it."""
-        return self.num_observed_tokens
+        return self.num_tokens
 
     @property
     def num_nonfinite(self) -> int:
@@ -543,47 +408,16 @@ class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
 
     # Inputs and importance
 
-    @guarded
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the sums of inputs that were left on a module, or start summing them.
 
         Nothing happens where the observer has no use for them, or there are no ``in_features``.
         """
-        channels: Any = getattr(module, "in_features", None)
-        if self.inputs is None or self.take_over(module) or channels is None:
-            return
-        sums = self.weighing.statistic(channels, self.args)
-        if sums is not None and not self.inputs.fields():
-            self.inputs = sums
-            sums.update(torch.zeros(0, channels))  # sums of zero
-        self.inputs.owner = self.label()
-        if self._hook is not None:
-            self._hook.handle.remove()
-        self._hook = InputHook(self, module)
+        self.gathering.attach(module)
 
-    @guarded
     def detach(self, module: torch.nn.Module) -> None:
         """Stop summing, and leave the sums on ``module``."""
-        hook = self._hook
-        if hook is not None and hook.is_on(module):
-            hook.handle.remove()
-            self._hook = None
-            hook.publish(module)
-
-    @guarded
-    def take_over(self, module: torch.nn.Module) -> bool:
-        """Take the sums that another observer left on ``module``, if it did."""
-        fields = self.weighing.fields
-        if not fields or not all(hasattr(module, name) for name in fields):
-            return False
-        for hook in module._forward_pre_hooks.values():
-            other = getattr(hook, "__self__", None)
-            if isinstance(other, InputHook) and {*fields} <= {*other.observer.weighing.fields}:
-                return False  # somebody who gathers the same is at work
-        for name in fields:
-            setattr(self, name, getattr(module, name))
-            delattr(module, name)
-        return True
+        self.gathering.detach(module)
 
     def sync_activation_stats(self) -> list[dist.Work]:
         """Start reducing the statistics over all ranks; wait for what is returned.

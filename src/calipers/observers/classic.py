@@ -5,6 +5,7 @@ from __future__ import annotations
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
 from calipers.errors import ImportanceUnsupportedError
+from calipers.kernels.search import search_range
 from calipers.numerics.layout import strategy_name
 from calipers.observers.base import Observer
 from calipers.observers.definition import Definition, Range
@@ -20,7 +21,7 @@ from calipers.observers.options import (
     SearchOptions,
     Shrink,
 )
-from calipers.solvers.scales import Problem, grid_search
+from calipers.solvers.scales import Problem
 from calipers.statistics.ranges import Extrema, MovingAverage
 
 # Extrema
@@ -57,7 +58,18 @@ class MinMaxObserver(MemorylessMinMaxObserver):
 
 def searched_range(problem: Problem, options: SearchOptions) -> Range:
     """Return the best of the shrunk ranges of one tensor."""
-    return grid_search(problem._replace(norm=options.norm), options.tried)
+    weights = problem.weights.diagonal  # of a row of a weight: a piece is a run of its columns
+    return search_range(
+        problem.pieces,
+        problem.low,
+        problem.high,
+        problem.args,
+        factors=[1 - i / options.grid for i in range(options.steps)],
+        norm=options.norm,
+        expand=options.expand,
+        patience=options.stop_after,
+        weights=None if weights is None else weights.reshape(-1, weights.shape[-1]),
+    )
 
 
 class MemorylessMSEObserver(Observer):

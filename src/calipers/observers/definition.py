@@ -62,8 +62,8 @@ class Definition:
     search: Callable[[Problem, Any], Range] | None = None
     is_optimal: bool = False
     counts_values: bool = False
-    range_from_counts: Callable[[CountedValues, Any, str], Range] | None = None
-    qparams_from_counts: Callable[[CountedValues, Any, str], QParamsDict] | None = None
+    range_from_counts: Callable[[CountedValues, Any], Range] | None = None
+    qparams_from_counts: Callable[[CountedValues, Any], QParamsDict] | None = None
     least_importance: float = 0.0
     check_importance: Callable[[str, QuantizationArgs, str], None] | None = None
     is_of_weights: bool = False
@@ -78,8 +78,7 @@ class Definition:
         importance: Importance,
         inputs: Statistic | None,
         target: ImportanceTarget,
-        *,
-        is_strict: bool,
+        options: Any,
         has_warned: bool,
     ) -> tuple[Weights, bool]:
         """Return what the errors of a weight are weighed by, and whether a warning has been given.
@@ -96,7 +95,7 @@ class Definition:
             target = target._replace(least=self.least_importance)
             return importance.weights(inputs, target), has_warned
         except ImportanceError as error:
-            if is_strict:
+            if getattr(options, "strict", False):
                 error.add_hint("With strict=False it would fall back to plain error")
                 raise
             if not has_warned:

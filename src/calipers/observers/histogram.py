@@ -5,32 +5,26 @@ from __future__ import annotations
 import copy
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field
 from typing_extensions import Self
 
-from calipers.errors import (
-    MergeError,
-    UnsuitableError,
-    different_configurations,
-)
+from calipers.errors import MergeError, UnsuitableError, different_configurations
 from calipers.numerics.formats import Format
-from calipers.numerics.layout import strategy_name
+from calipers.numerics.layout import has_few_scales, strategy_name
 from calipers.observers.base import Observer
 from calipers.observers.definition import Definition, QParamsDict, Range
 from calipers.observers.options import Bins, Norm, ObserverOptions, Percentile
-from calipers.solvers.distribution import entropy, percentile
+from calipers.solvers.distribution import entropy_range, percentile_range
 from calipers.solvers.scales import CountedValues, least_error
 from calipers.statistics.base import guarded
 from calipers.statistics.ranges import Extrema
 from calipers.statistics.value_counts import ValueCounts
 
 
-def least_error_qparams(
-    seen: CountedValues, options: HistogramMSEOptions, label: str
-) -> QParamsDict:
+def least_error_qparams(seen: CountedValues, options: HistogramMSEOptions) -> QParamsDict:
     """Return the scale and zero point with the least error over all values."""
-    scale, zero_point = least_error(seen, options.norm, label)
+    scale, zero_point = least_error(seen, options.norm)
     return {"scale": scale, "zero_point": zero_point, "global_scale": None}
 
 
@@ -44,17 +38,14 @@ def covered_range(qparams: QParamsDict, args: QuantizationArgs, shape: torch.Siz
     return lows, highs
 
 
-def percentile_range(seen: CountedValues, options: PercentileOptions, label: str) -> Range:  # noqa: ARG001
+def kept_range(seen: CountedValues, options: PercentileOptions) -> Range:
     """Return the range that keeps the asked share of the values of each piece."""
-    return percentile(seen, options.percentile)
+    return percentile_range(seen, options.percentile)
 
 
-def entropy_range(seen: CountedValues, options: EntropyOptions, label: str) -> Range:  # noqa: ARG001
+def closest_range(seen: CountedValues, options: EntropyOptions) -> Range:
     """Return the range of least divergence of each piece."""
-    return entropy(seen, options.bins)
-
-
-_COUNTED = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
+    return entropy_range(seen, options.bins)
 
 
 class ValueCountsObserver(Observer):
@@ -82,7 +73,7 @@ class ValueCountsObserver(Observer):
     ) -> None:
         """Refuse strategies with many pieces, for each of which all values would be counted."""
         super().check(base_name, args, options, fmt)
-        if args.strategy not in _COUNTED:
+        if not has_few_scales(args):
             raise UnsuitableError(
                 "values are counted per tensor or per head (strategies tensor and attn_head), not "
                 f"per '{strategy_name(args)}'",
@@ -98,7 +89,7 @@ class ValueCountsObserver(Observer):
         assert definition is not None
         if definition.qparams_from_counts is None:
             return super().get_qparams()
-        return definition.qparams_from_counts(self._counted(), self.options, self.label())
+        return definition.qparams_from_counts(self._counted(), self.options)
 
     @guarded
     def get_range(self) -> Range:
@@ -108,7 +99,7 @@ class ValueCountsObserver(Observer):
         if definition.qparams_from_counts is not None:
             return covered_range(self.get_qparams(), self.args, self.min_vals.shape)
         if definition.range_from_counts is not None:
-            return definition.range_from_counts(self._counted(), self.options, self.label())
+            return definition.range_from_counts(self._counted(), self.options)
         return super().get_range()
 
     def adopt(self, other: ValueCountsObserver) -> Self:
@@ -138,7 +129,7 @@ class ValueCountsObserver(Observer):
     def _counted(self) -> CountedValues:
         """Return what solvers ask for."""
         low, high = super().get_range()
-        return CountedValues(self.counts.distributions(), low, high, self.args)
+        return CountedValues(self.counts.distributions(), low, high, self.args, self.label())
 
 
 class HistogramMSEOptions(ObserverOptions):
@@ -184,7 +175,7 @@ class PercentileObserver(ValueCountsObserver):
     )
     Options = PercentileOptions
     options: PercentileOptions
-    definition = Definition(Extrema, counts_values=True, range_from_counts=percentile_range)
+    definition = Definition(Extrema, counts_values=True, range_from_counts=kept_range)
 
 
 class EntropyOptions(ObserverOptions):
@@ -203,7 +194,7 @@ class EntropyObserver(ValueCountsObserver):
     when = "for comparison: it clips too much for language models"
     Options = EntropyOptions
     options: EntropyOptions
-    definition = Definition(Extrema, counts_values=True, range_from_counts=entropy_range)
+    definition = Definition(Extrema, counts_values=True, range_from_counts=closest_range)
 
     @classmethod
     def check(

@@ -14,6 +14,7 @@ from calipers.errors import UnsuitableError, no_statistics, weight_gone
 from calipers.numerics.formats import Format
 from calipers.numerics.layout import has_global_scale
 from calipers.observers.base import Observer, in_pieces
+from calipers.observers.classic import searched_range
 from calipers.observers.definition import Definition, QParamsDict
 from calipers.observers.options import ImportanceOptions, ObserverOptions, SearchOptions
 from calipers.solvers.importance import ImportanceName, Weights
@@ -21,7 +22,6 @@ from calipers.solvers.scales import (
     Solutions,
     common_global_scale,
     error_of,
-    grid_search,
     minmax,
     of_range,
 )
@@ -166,8 +166,7 @@ class OptimalObserver(Observer):
         problem, qparams = self.solutions().problem, self.get_qparams()
         global_scale = qparams["global_scale"]
         usual = None if global_scale is None else super().get_global_scale()
-        classic = SearchOptions()
-        shrunk = grid_search(problem._replace(norm=classic.norm, weights=Weights()), classic.tried)
+        shrunk = searched_range(problem._replace(weights=Weights()), SearchOptions())
         return ErrorReport(
             minmax(problem, usual).error,
             of_range(problem, *shrunk, usual).error,

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from calipers.errors import ConfigurationError, nearest
-from calipers.solvers.scales import RangeGrid
 
 Options = TypeVar("Options", bound="ObserverOptions")
 
@@ -78,12 +77,6 @@ class SearchOptions(ObserverOptions):
     def stop_after(self) -> int | None:
         """How many candidates in a row in vain end the search; None for never."""
         return self.patience
-
-    @property
-    def tried(self) -> RangeGrid:
-        """What is searched: shrink factors, from the whole range downwards."""
-        factors = [1 - i / self.grid for i in range(self.steps)]
-        return RangeGrid(factors, self.expand, self.stop_after)
 
 
 class MovingAverageSearchOptions(SearchOptions, MovingAverageOptions):

@@ -61,6 +61,7 @@ class ObserverSpec:
     :param options: all options, with their defaults
     :param importance: how errors count, and what must be known of inputs for that
     :param definition: what is measured, and how that is solved
+    :param is_adapted: whether the statistic and the solver are an object of the class instead
     """
 
     base_name: str
@@ -69,6 +70,7 @@ class ObserverSpec:
     options: ObserverOptions
     importance: Importance
     definition: Definition
+    is_adapted: bool
 
     @staticmethod
     def resolve(
@@ -107,13 +109,14 @@ class ObserverSpec:
         is_adapted = definition is None or (
             definition.counts_values if is_weight else definition.is_of_weights
         )
-        return (AdaptedSpec if is_adapted else ObserverSpec)(
+        return ObserverSpec(
             base_name,
             args.model_copy(update={"observer_kwargs": given}, deep=True),
             kind,
             options,
             kind.importance_under(base_name, options),
             definition or Definition(),
+            is_adapted,
         )
 
     @property
@@ -147,9 +150,17 @@ class ObserverSpec:
     @property
     def statistics(self) -> dict[str, Callable[[str], Statistic]]:
         """What is measured of a stream: key → what makes it, empty, for the module of a name."""
+        if self.is_adapted:
+            return {RANGE: self.build}
         if not self.definition.counts_values:
             return {RANGE: self._range_statistic}
-        return {RANGE: self._range_statistic, COUNTS: self._value_counts}
+
+        def value_counts(module_name: str) -> Statistic:
+            statistic = ValueCounts(self.base_name, strategy_name(self.args))
+            statistic.owner = self.label(module_name)
+            return statistic
+
+        return {RANGE: self._range_statistic, COUNTS: value_counts}
 
     def _range_statistic(self, module_name: str) -> Statistic:
         definition, options = self.definition, self.options
@@ -164,11 +175,6 @@ class ObserverSpec:
         statistic.owner = self.label(module_name)
         return statistic
 
-    def _value_counts(self, module_name: str) -> Statistic:
-        statistic = ValueCounts(self.base_name, strategy_name(self.args))
-        statistic.owner = self.label(module_name)
-        return statistic
-
     @torch.no_grad()
     def solve_stream(
         self, seen: Mapping[str, Statistic | None], module_name: str = ""
@@ -177,6 +183,9 @@ class ObserverSpec:
 
         :param seen: the statistics, by their keys
         """
+        observer = seen.get(RANGE)
+        if isinstance(observer, Observer):
+            return observer.get_qparams() if observer.has_statistics else None
         result = self._from_statistics(seen, module_name)
         if result is None or isinstance(result, dict):
             return result
@@ -191,6 +200,9 @@ class ObserverSpec:
         self, seen: Mapping[str, Statistic | None], module_name: str = ""
     ) -> Range | None:
         """Return the range that the parameters of a tensor are made from; None without data."""
+        observer = seen.get(RANGE)
+        if isinstance(observer, Observer):
+            return observer.get_range() if observer.has_statistics else None
         result = self._from_statistics(seen, module_name)
         if result is None or not isinstance(result, dict):
             return result
@@ -213,8 +225,8 @@ class ObserverSpec:
             check_countable(*ends, ends[0].dtype, label)
             if solve is None:
                 return ends
-            counted = CountedValues(counts.distributions(), *ends, self.args)
-            return solve(counted, self.options, label)
+            counted = CountedValues(counts.distributions(), *ends, self.args, label)
+            return solve(counted, self.options)
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -226,48 +238,6 @@ class ObserverSpec:
 
     def __hash__(self) -> int:
         return hash(self._key)
-
-
-class AdaptedSpec(ObserverSpec):
-    """The spec of an observer of somebody else: the statistic and the solver are an object of it.
-
-    This is the one place where they are adapted.
-    """
-
-    @property
-    def statistics(self) -> dict[str, Callable[[str], Statistic]]:
-        """The observer, which is a statistic."""
-        return {RANGE: self.build}
-
-    def solve_stream(
-        self, seen: Mapping[str, Statistic | None], module_name: str = ""
-    ) -> QParamsDict | None:
-        """Ask the observer; a range that was found elsewhere is taken as it is."""
-        observer = seen.get(RANGE)
-        if not isinstance(observer, Observer):
-            return super().solve_stream(seen, module_name)
-        return observer.get_qparams() if observer.has_statistics else None
-
-    def range_of_stream(
-        self, seen: Mapping[str, Statistic | None], module_name: str = ""
-    ) -> Range | None:
-        """Ask the observer, as for its parameters."""
-        observer = seen.get(RANGE)
-        if not isinstance(observer, Observer):
-            return super().range_of_stream(seen, module_name)
-        return observer.get_range() if observer.has_statistics else None
-
-    @staticmethod
-    def solve_weights(weights: Sequence[Weight]) -> list[QParamsDict]:
-        """Show weights to observers, which share their global scale themselves."""
-        observers = [weight.spec.build(weight.module_name) for weight in weights]
-        if len(observers) > 1:
-            Observer.fuse(observers)
-        for weight, observer in zip(weights, observers, strict=True):
-            observer.has_warned = weight.has_warned
-            observer.inputs = weight.inputs
-            observer(weight.value)
-        return [observer.get_qparams() for observer in observers]
 
 
 class Weight(NamedTuple):
@@ -292,12 +262,9 @@ class Weight(NamedTuple):
         if seen is None or (seen.extrema.nonfinite and seen.is_finite_nowhere):
             raise no_statistics(self.module_name)
 
+        target = ImportanceTarget(seen.pieces, seen.layout, label)
         weights, _ = definition.weights(
-            spec.importance,
-            self.inputs,
-            ImportanceTarget(seen.pieces, seen.layout, label),
-            is_strict=getattr(options, "strict", False),
-            has_warned=self.has_warned,
+            spec.importance, self.inputs, target, options, self.has_warned
         )
         low, high, solutions = definition.solve(
             seen.extrema, seen.pieces, spec.args, options, weights
@@ -313,8 +280,8 @@ class Weight(NamedTuple):
 def solve_weights(weights: Sequence[Weight]) -> list[QParamsDict]:
     """Return the parameters of weights; several share one global scale (TENSOR_GROUP)."""
     with full_precision():
-        if any(isinstance(weight.spec, AdaptedSpec) for weight in weights):
-            return AdaptedSpec.solve_weights(weights)
+        if any(weight.spec.is_adapted for weight in weights):
+            return _observe_weights(weights)
         group = [weight.solve() for weight in weights]
         results: list[QParamsDict] = []
         for weight, solved in zip(weights, group, strict=True):
@@ -332,3 +299,15 @@ def solve_weights(weights: Sequence[Weight]) -> list[QParamsDict]:
                 scale, zero_point = qparams_of(solved.low, solved.high, args, global_scale, label)
             results.append({"scale": scale, "zero_point": zero_point, "global_scale": global_scale})
         return results
+
+
+def _observe_weights(weights: Sequence[Weight]) -> list[QParamsDict]:
+    """Show weights to observers, which share their global scale themselves."""
+    observers = [weight.spec.build(weight.module_name) for weight in weights]
+    if len(observers) > 1:
+        Observer.fuse(observers)
+    for weight, observer in zip(weights, observers, strict=True):
+        observer.gathering.has_warned = weight.has_warned
+        observer.inputs = weight.inputs
+        observer(weight.value)
+    return [observer.get_qparams() for observer in observers]

@@ -17,38 +17,72 @@ from calipers.statistics.value_counts import Distribution
 _CANDIDATES_AT_ONCE = 64  # parts of a range whose divergences are worked out together
 
 
-def percentile(seen: CountedValues, share: float) -> tuple[Tensor, Tensor]:
-    """Return the range that leaves out at most 100 − ``share`` percent of the values of a piece.
+def percentile_range(seen: CountedValues, percentile: float) -> tuple[Tensor, Tensor]:
+    """Return the narrowest range that leaves out at most 100 − ``percentile`` percent of a piece.
 
-    Values that were rounded to be counted are kept by the outer edge of their bin.
+    A symmetric range ends at ±t, the share counting both sides; otherwise each side may leave out
+    half of it. An end is always one of the values, or the outer edge of its bin where values were
+    rounded to be counted: nothing is interpolated. ``percentile`` is taken as the decimal number it
+    is written as, and compared in whole numbers, so that no rounding decides.
     """
+    left_out = (100 - Fraction(str(percentile))) / 100
 
-    def ends_of(values: Distribution, low: Tensor, _high: Tensor) -> tuple[Tensor, Tensor]:
-        ends = percentile_range(*values, share, seen.args.symmetric)
-        if low.dtype.itemsize == 2:
-            return ends
+    def ends_of(counted: Distribution, least: Tensor, _largest: Tensor) -> tuple[Tensor, Tensor]:
+        values, counts = counted
+        share = left_out * int(counts.sum())
+        if seen.args.symmetric:
+            magnitudes, order = values.abs().sort()
+            high = _upper_end(magnitudes, counts[order], share // 1)
+            low = -high
+        else:
+            most = share // 2
+            low = -_upper_end(-values.flip(0), counts.flip(0), most)
+            high = _upper_end(values, counts, most)
+        if least.dtype.itemsize == 2:
+            return low, high
         # float64 is rounded to float32 on its way, up to half a float32 further.
-        slack = int(low.dtype == torch.float64)
-        return -bfloat16_upper_edge(-ends[0], slack), bfloat16_upper_edge(ends[1], slack)
+        slack = int(least.dtype == torch.float64)
+        return -bfloat16_upper_edge(-low, slack), bfloat16_upper_edge(high, slack)
 
     return _piece_by_piece(seen, ends_of)
 
 
-def entropy(seen: CountedValues, bins: int) -> tuple[Tensor, Tensor]:
-    """Return the range whose quantized distribution diverges least from that of the values.
+def entropy_range(seen: CountedValues, bins: int) -> tuple[Tensor, Tensor]:
+    """Return the part of the whole range whose quantized distribution diverges least.
 
-    The whole range is [−absmax, absmax] for symmetric formats, and from minimum to maximum, and to
-    zero, for others.
+    The whole range of a piece is [−absmax, absmax] for symmetric formats, and from minimum to
+    maximum, and to zero, for others. The values are counted in ``bins`` equal bins of it: P. Zeros
+    are left out, since no candidate loses anything of them. Candidates are the range times i/bins,
+    from the whole one down to as many bins as there are codes. Q is what is left of P after
+    clipping and quantizing, with the ends of the candidate rounded to their dtype and its scale as
+    stored: each bin gets the code of its centre, bins beyond the candidate the code at its end, and
+    what a code holds is spread evenly over those of its bins that are not empty. So a wide
+    candidate loses what is told apart within a code, a narrow one what is told apart beyond its
+    ends.
+
+    The least Σ p·log(p/q) wins, of equal ones the widest range. All sums are float64.
     """
+    codes = len(Format.of(seen.args).values())
+    parts = torch.arange(bins, codes - 1, -1, dtype=torch.float64) / bins
 
-    def ends_of(values: Distribution, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def ends_of(counted: Distribution, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         low, high = low.clamp(max=0), high.clamp(min=0)
         if seen.args.symmetric:
             high = torch.maximum(-low, high)
             low = -high
         if low == high:
             return low, high
-        return entropy_range(*values, low, high, seen.args, bins)
+        values, counts = counted
+        lossy = values != 0
+        start, width = low.double(), high.double() - low.double()
+        # Values that rounding put beyond an end belong to the last bin there.
+        places = ((values[lossy].double() - start) / width * bins).floor().clamp(0, bins - 1)
+        histogram = torch.zeros(bins, dtype=torch.float64)
+        histogram.index_add_(0, places.long(), counts[lossy].double())
+        chunks = parts.chunk(-(-len(parts) // _CANDIDATES_AT_ONCE))
+        divergences = [_divergences(histogram, low, high, chunk, seen.args) for chunk in chunks]
+        best = parts[torch.cat(divergences).argmin()]
+        return (start * best).to(low.dtype), (high.double() * best).to(high.dtype)
 
     return _piece_by_piece(seen, ends_of)
 
@@ -71,36 +105,6 @@ def _piece_by_piece(
         for side in zip(*ends, strict=True)
     )
     return torch.maximum(lows, low), torch.minimum(highs, high)
-
-
-def entropy_range(
-    values: Tensor, counts: Tensor, low: Tensor, high: Tensor, args: QuantizationArgs, bins: int
-) -> tuple[Tensor, Tensor]:
-    """Return the part of a range whose quantized distribution diverges least.
-
-    The values are counted in ``bins`` equal bins from ``low`` to ``high``, a range with zero in it:
-    P. Zeros are left out, since no candidate loses anything of them. Candidates are the range times
-    i/bins, from the whole one down to as many bins as there are codes. Q is what is left of P after
-    clipping and quantizing, with the ends of the candidate rounded to their dtype and its scale as
-    stored: each bin gets the code of its centre, bins beyond the candidate the code at its end, and
-    what a code holds is spread evenly over those of its bins that are not empty. So a wide
-    candidate loses what is told apart within a code, a narrow one what is told apart beyond its
-    ends.
-
-    The least Σ p·log(p/q) wins, of equal ones the widest range. All sums are float64.
-    """
-    lossy = values != 0
-    start, width = low.double(), high.double() - low.double()
-    # Values that rounding put beyond an end belong to the last bin there.
-    places = ((values[lossy].double() - start) / width * bins).floor().clamp(0, bins - 1)
-    histogram = torch.zeros(bins, dtype=torch.float64)
-    histogram.index_add_(0, places.long(), counts[lossy].double())
-    codes = len(Format.of(args).values())
-    parts = torch.arange(bins, codes - 1, -1, dtype=torch.float64) / bins
-    chunks = parts.chunk(-(-len(parts) // _CANDIDATES_AT_ONCE))
-    divergences = [_divergences(histogram, low, high, chunk, args) for chunk in chunks]
-    best = parts[torch.cat(divergences).argmin()]
-    return (low.double() * best).to(low.dtype), (high.double() * best).to(high.dtype)
 
 
 def _divergences(
@@ -131,32 +135,6 @@ def _divergences(
 def _from_left(values: Tensor) -> Tensor:
     """Sum all values before each place; one after the other, however many threads there are."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)])
-
-
-def percentile_range(
-    values: Tensor, counts: Tensor, percentile: float, symmetric: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the narrowest ends beyond which at most 100 − ``percentile`` percent of all lie.
-
-    ``values`` ascend, ``counts`` say how often each occurred. A symmetric range ends at ±t, the
-    share counting both sides; otherwise each side may leave out half of it. An end is always one of
-    the values: nothing is interpolated. ``percentile`` is taken as the decimal number it is
-    written as, and compared in whole numbers, so that no rounding decides.
-
-    >>> values, counts = torch.tensor([-2.0, 0.0, 1.0, 7.0]), torch.tensor([2, 995, 2, 1])
-    >>> percentile_range(values, counts, 99.9, symmetric=True)
-    (tensor(-2.), tensor(2.))
-    >>> percentile_range(values, counts, 99.8, symmetric=False)
-    (tensor(-2.), tensor(1.))
-    """
-    share = (100 - Fraction(str(percentile))) / 100 * int(counts.sum())
-    if symmetric:
-        magnitudes, order = values.abs().sort()
-        end = _upper_end(magnitudes, counts[order], share // 1)
-        return -end, end
-    most = share // 2
-    low = -_upper_end(-values.flip(0), counts.flip(0), most)
-    return low, _upper_end(values, counts, most)
 
 
 def bfloat16_upper_edge(end: Tensor, slack: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Solvers for scales and zero points: min-max, grid search, and the exact optimum."""
+"""Solvers for scales and zero points: min-max, and the exact optimum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from calipers.errors import weight_gone
 from calipers.kernels.hessian import choose_candidates, quadratic_error
 from calipers.kernels.optimum import best_scales
 from calipers.kernels.rounding import quantization_errors
-from calipers.kernels.search import search_range
 from calipers.numerics.formats import (
     Format,
     ScaleKind,
@@ -88,12 +87,14 @@ class CountedValues(NamedTuple):
     :param distributions: how often each value of each piece occurred, in the order of the qparams
     :param low: the exact least value of each piece
     :param high: the exact largest value of each piece
+    :param label: what messages call the one who counted them
     """
 
     distributions: Iterable[Distribution]
     low: Tensor
     high: Tensor
     args: QuantizationArgs
+    label: str = "least_error"
 
 
 class Solution(NamedTuple):
@@ -177,38 +178,6 @@ def of_range(
     return Solution(scale, zero_point, error_of(problem, scale, zero_point, global_scale))
 
 
-class RangeGrid(NamedTuple):
-    """The ranges that a grid search tries, as parts of the whole one.
-
-    :param factors: what the range is multiplied by, one after the other
-    :param expand: what it is multiplied by before
-    :param patience: how many factors in a row in vain end the search; None: none do
-    """
-
-    factors: Sequence[float]
-    expand: float = 1.0
-    patience: int | None = None
-
-
-def grid_search(problem: Problem, grid: RangeGrid) -> tuple[Tensor, Tensor]:
-    """Return the range with the least Σ w·|q−x|^norm of each piece, as it would be stored.
-
-    Weights are those of a row of a weight, or None: a piece must be a run of columns of one row.
-    """
-    weights = problem.weights.diagonal
-    return search_range(
-        problem.pieces,
-        problem.low,
-        problem.high,
-        problem.args,
-        factors=grid.factors,
-        norm=problem.norm,
-        expand=grid.expand,
-        patience=grid.patience,
-        weights=None if weights is None else weights.reshape(-1, weights.shape[-1]),
-    )
-
-
 class _Candidates(NamedTuple):
     """Scales as they are stored, and zero points: (*qparam_shape, candidates)."""
 
@@ -246,14 +215,12 @@ def exact(problem: Problem, global_scale: Tensor | None = None) -> Solution:
     return Solution(scale, zero_point, float(errors.sum()))
 
 
-def least_error(
-    seen: CountedValues, norm: float = 2.0, where: str = "least_error"
-) -> tuple[Tensor, Tensor]:
+def least_error(seen: CountedValues, norm: float = 2.0) -> tuple[Tensor, Tensor]:
     """Return the scale and zero point with the least Σ|q−x|^norm over all values that were seen.
 
     A piece without any value gets those of its range; one of which none can be made is refused.
     """
-    scale, zero_point = qparams_of(seen.low, seen.high, seen.args, None, where)
+    scale, zero_point = qparams_of(seen.low, seen.high, seen.args, None, seen.label)
     shape = scale.shape
     scale, zero_point = scale.flatten(), zero_point.flatten()
     lows, highs = seen.low.flatten(), seen.high.flatten()
