@@ -69,6 +69,32 @@ class Rounding(NamedTuple):
         return Rounding(scales, zeros, groups.to(target.device).contiguous(), fmt)
 
 
+class Feedback(NamedTuple):
+    """What error feedback is given, and what it has written so far; all of shape (rows, columns).
+
+    :param factor: (columns, columns), see :func:`feed_back`
+    :param result: the values after quantization
+    :param errors: how far the target is from them
+    """
+
+    target: Tensor
+    factor: Tensor
+    rounding: Rounding
+    result: Tensor
+    errors: Tensor
+
+
+class Descent(NamedTuple):
+    """What descent changes, ``values`` and ``pulls``, and what it goes by; see :func:`descend`."""
+
+    values: Tensor
+    target: Tensor
+    hessian: Tensor
+    rounding: Rounding
+    block: int
+    pulls: Tensor | None
+
+
 @torch.no_grad()
 def feed_back(target: Tensor, factor: Tensor, rounding: Rounding, block: int = 128) -> Tensor:
     """Quantize column after column, each with the errors of those before it: q_j = Q(w_j − Σ Δ M).
@@ -83,13 +109,14 @@ def feed_back(target: Tensor, factor: Tensor, rounding: Rounding, block: int = 1
     target = _working(target)
     rounding = rounding.checked(target)
     factor = _square(factor, target, "factor")
-    result, errors = torch.empty_like(target), torch.zeros_like(target)
+    errors = torch.zeros_like(target)
+    feedback = Feedback(target, factor, rounding, torch.empty_like(target), errors)
     for columns in _blocks(target, block):
         adjusted = torch.addmm(
             target[:, columns], errors[:, : columns.start], factor[: columns.start, columns]
         )
-        feed_back_block(adjusted, target, factor, rounding, columns, result, errors)
-    return result
+        feed_back_block(feedback, adjusted, columns)
+    return feedback.result
 
 
 @torch.no_grad()
@@ -118,8 +145,8 @@ def descend(
         raise ValueError(f"Values of shape {tuple(values.shape)} for {tuple(target.shape)}.")
     values = values.detach().to(target).clone(memory_format=torch.contiguous_format)
     hessian, rounding = _square(hessian, target, "hessian"), rounding.checked(target)
-    count = descend_in_place(values, target, hessian, rounding, sweeps, block, pulls)
-    return values, count
+    descent = Descent(values, target, hessian, rounding, block, pulls)
+    return values, descend_in_place(descent, sweeps)
 
 
 def _working(target: Tensor) -> Tensor:
@@ -152,24 +179,10 @@ def _rounded(values: Tensor, rounding: Rounding, group: int, rows: Tensor | None
     return quantize_dequantize(values, scale, zero, rounding.fmt)
 
 
-def _workload(_: Tensor, target: Tensor, __: Tensor, rounding: Rounding, *___: object) -> Workload:
-    return Workload((target,), rounding.fmt)
-
-
-@operation(_workload)
-def feed_back_block(
-    adjusted: Tensor,
-    target: Tensor,
-    factor: Tensor,
-    rounding: Rounding,
-    columns: slice,
-    result: Tensor,
-    errors: Tensor,
-) -> None:
-    """Quantize a block of columns, which comes adjusted to all before it.
-
-    Writes its values into ``result``, and into ``errors`` how far the target is from them.
-    """
+@operation(lambda feedback, *_: Workload((feedback.target,), feedback.rounding.fmt))
+def feed_back_block(feedback: Feedback, adjusted: Tensor, columns: slice) -> None:
+    """Quantize a block of columns, which comes adjusted to all before it."""
+    target, factor, rounding, result, errors = feedback
     # One column after the other: they are to lie together. Both are written to, and contiguous()
     # would be a view of a target with one row or column.
     left = adjusted.T.contiguous()
@@ -182,20 +195,13 @@ def feed_back_block(
     result[:, columns], errors[:, columns] = left.T, wanted.T
 
 
-@operation(_workload)
-def descend_in_place(
-    values: Tensor,
-    target: Tensor,
-    hessian: Tensor,
-    rounding: Rounding,
-    sweeps: int,
-    block: int,
-    pulls: Tensor | None,
-) -> int:
+@operation(lambda descent, *_: Workload((descent.target,), descent.rounding.fmt))
+def descend_in_place(descent: Descent, sweeps: int) -> int:
     """Change values, and pulls where they are given, in place. Return how many changes there were.
 
     A row in which a sweep changed nothing is done with.
     """
+    values, target, hessian, rounding, block, pulls = descent
     total, groups = 0, rounding.groups.tolist()
     rows = torch.arange(len(values), device=values.device)
     for _ in range(sweeps):

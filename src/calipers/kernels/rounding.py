@@ -52,6 +52,20 @@ class Packing(NamedTuple):
     form: CompressionFormat | None
     with_values: bool = False
 
+    def shared(self) -> tuple[int, int] | None:
+        """Return how many rows and columns share a scale; None where scales have another shape."""
+        weight, args = self.weight, self.args
+        if weight.dim() != 2 or not weight.numel() or not self.scale.dim():
+            return None
+        rows, columns = weight.shape
+        if not args.block_structure and indivisible_by(columns, args):
+            return None
+        expected = scale_shape(weight.shape, args)
+        if any(p is not None and p.shape != expected for p in (self.scale, self.zero_point)):
+            return None
+        height = rows if expected == (1,) else block_height(args)
+        return height, shared_columns(args) or columns
+
 
 class Packed(NamedTuple):
     """The codes of a matrix, and what is lost by them.
@@ -94,32 +108,15 @@ def pack_weight(
     """
     if global_scale is not None and (form is None or form in IN_PAIRS):
         scale = scale / global_scale
-    asked = Packing(weight, scale, zero_point, args, form, with_values)
-    shared = _shared(asked)
-    return _pack_in_torch(asked) if shared is None else pack(asked, shared)
+    return pack(Packing(weight, scale, zero_point, args, form, with_values))
 
 
-def _shared(asked: Packing) -> tuple[int, int] | None:
-    """Return how many rows and columns share a scale; None where scales have another shape."""
-    weight, scale, zero_point, args = asked[:4]
-    if weight.dim() != 2 or not weight.numel() or not scale.dim():
-        return None
-    rows, columns = weight.shape
-    if not args.block_structure and indivisible_by(columns, args):
-        return None
-    expected = scale_shape(weight.shape, args)
-    if any(part is not None and part.shape != expected for part in (scale, zero_point)):
-        return None
-    height = rows if expected == (1,) else block_height(args)
-    return height, shared_columns(args) or columns
-
-
-@operation(lambda asked, *_: Workload((asked.weight,)))
-def pack(asked: Packing, shared: tuple[int, int]) -> Packed:
-    """Pack a matrix whose blocks of so many rows and columns share a scale.
-
-    Some rows at a time: this takes many times the memory of what is packed.
-    """
+@operation(lambda asked: Workload((asked.weight,)))
+def pack(asked: Packing) -> Packed:
+    """Pack a weight: of a matrix some rows at a time, since it takes many times their memory."""
+    shared = asked.shared()
+    if shared is None:
+        return _pack_in_torch(asked)
     height, (rows, columns) = shared[0], asked.weight.shape
     parts = []
     for blocks in runs(math.ceil(rows / height), each=height * columns, tile=_PART):

@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 from calipers.kernels.hessian import (
     LEAST_GAIN,
     ROUNDS,
+    Descent,
+    Feedback,
     Rounding,
     choose_in_blocks,
     descend_in_place,
@@ -26,37 +28,22 @@ _PANEL = 16  # columns of a matrix that lie together
 
 
 @feed_back_block.register(BACKEND)
-def _feed_back(
-    adjusted: Tensor,
-    target: Tensor,
-    factor: Tensor,
-    rounding: Rounding,
-    columns: slice,
-    result: Tensor,
-    errors: Tensor,
-) -> None:
+def _feed_back(feedback: Feedback, adjusted: Tensor, columns: slice) -> None:
     library().feed_back(
         adjusted=adjusted,
-        target=target,
-        factor=factor,
-        rounder=_rounder(rounding),
+        target=feedback.target,
+        factor=feedback.factor,
+        rounder=_rounder(feedback.rounding),
         begin=columns.start,
-        result=result,
-        errors=errors,
+        result=feedback.result,
+        errors=feedback.errors,
         threads=num_threads(),
     )
 
 
 @descend_in_place.register(BACKEND)
-def _descend(
-    values: Tensor,
-    target: Tensor,
-    hessian: Tensor,
-    rounding: Rounding,
-    sweeps: int,
-    block: int,
-    pulls: Tensor | None,
-) -> int:
+def _descend(descent: Descent, sweeps: int) -> int:
+    values, target, hessian, rounding, block, pulls = descent
     known = (values - target) @ hessian if pulls is None else pulls.resolve_neg().contiguous()
     count: int = library().descend(
         values=values,

@@ -24,11 +24,12 @@ from calipers.numerics.layout import as_grid
 
 
 @pack.register(BACKEND)
-def _pack(asked: Packing, shared: tuple[int, int]) -> Packed | Declined:
+def _pack(asked: Packing) -> Packed | Declined:
     weight, scale, zero_point, args, form, with_values = asked
-    grid = _grid(asked)
-    if grid is None:
-        return Declined("the codes are not known")
+    shared = asked.shared()
+    grid = None if shared is None else _grid(asked)
+    if shared is None or grid is None:
+        return Declined("the codes, or the shape of the scales, are not known")
     rows, columns = weight.shape
     bits, codes = args.num_bits, None
     if form is not None:
