@@ -28,8 +28,8 @@ from calipers.numerics.qparams import qparams_of
 from calipers.observers.compatibility import (
     ALIASES,
     base_name_and_args,
-    calculate_by_piece,
-    declared_by,
+    calculated_fields,
+    declared_fields,
 )
 from calipers.observers.definition import (
     Definition,
@@ -84,6 +84,8 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
 
     parts = ("range_statistic", "counts", "inputs")
     tokens_field = "observed_tokens"
+    num_observed_tokens = Statistic.num_tokens
+    """How many tokens were observed; 0 for weights."""
 
     Range: ClassVar[type[LastRange]] = LastRange
     definition: ClassVar[Definition | None] = None
@@ -102,10 +104,6 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
 
     min_vals: Tensor
     max_vals: Tensor
-    observed_tokens: Tensor
-    observed_nonfinite: Tensor
-    observed_like: Tensor
-
     _solutions: Solutions | None = None  # of the last weight, where its scales are chosen
     _observation: Observation | None = None  # what it is being shown
     _scale: Tensor  # of the first generation
@@ -132,8 +130,8 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
         if self.definition is not None and self.definition.counts_values:
             self.counts = ValueCounts(self.base_name, strategy_name(self.args))
         self.options = options
-        self.gathering = InputGathering(self, self.importance_under(base_name, options))
-        self._tell_range_options()
+        self.gathering = InputGathering(self)
+        self._apply_options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the class keep what its definition says."""
@@ -152,10 +150,7 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
     @classmethod
     def all_reductions(cls) -> dict[str, Reduction]:
         """Collect the fields that classes declare; the first generation keeps its results, too."""
-        declared = declared_by(cls)
-        if not cls.writes_update():
-            declared |= {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
-        return declared
+        return declared_fields(cls, keeps_results=not cls.writes_update())
 
     @classmethod
     def writes_update(cls) -> bool:
@@ -181,14 +176,14 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
         if self._has_option(option):
             given, kind = {**self.options.model_dump(), option: value}, type(self.options)
             self.__dict__["options"] = parse_options(kind, given, self.registered_name())
-            self._tell_range_options()
-            self.gathering.use(self.importance_under(self.base_name, self.options))
+            self._apply_options()
         else:
             super().__setattr__(name, value)
 
-    def _tell_range_options(self) -> None:
+    def _apply_options(self) -> None:
         for name in self.range_statistic.settings:
             setattr(self.range_statistic, name, getattr(self.options, name))
+        self.gathering.use(self.importance_under(self.base_name, self.options))
 
     # Observing
 
@@ -240,8 +235,8 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
         if definition is None:  # a class of the first generation
             has_global = has_global_scale(self.args)
             global_scale = usual_global_scale([(low, high)], self.label()) if has_global else None
-            scale, zero_point = calculate_by_piece(self.calculate_qparams, observed, global_scale)
-            self.absorb(min_vals=low, max_vals=high, _scale=scale, _zero_point=zero_point)
+            results = calculated_fields(self.calculate_qparams, observed, global_scale)
+            self.absorb(min_vals=low, max_vals=high, **results)
             return
         pieces, shown, gathering = self.pieces(observed), self._observation, self.gathering
         if self.counts is not None:
@@ -386,11 +381,6 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
         return usual_global_scale([each.get_range() for each in fused], self.label())
 
     @property
-    def num_observed_tokens(self) -> int:
-        """How many tokens were observed; 0 for weights."""
-        return self.num_tokens
-
-    @property
     def num_nonfinite(self) -> int:
         """How many values were left out for being NaN or Inf."""
         return int(getattr(self, "observed_nonfinite", 0))
@@ -405,8 +395,6 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
         for observer in group:
             observer._fused_observers = group - {observer}
             observer.share_lock(lock)
-
-    # Inputs and importance
 
     def attach(self, module: torch.nn.Module) -> None:
         """Take over the sums of inputs that were left on a module, or start summing them.

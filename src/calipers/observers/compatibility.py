@@ -24,14 +24,18 @@ ALIASES = {"avg_constant": "averaging_constant"}
 """Other names of options, as attributes of an observer."""
 
 
-def declared_by(cls: type) -> dict[str, Reduction]:
-    """Collect the fields that a class and its bases declare, in either way, the nearest winning."""
+def declared_fields(cls: type, *, keeps_results: bool) -> dict[str, Reduction]:
+    """Collect the fields that a class and its bases declare, in either way, the nearest winning.
+
+    :param keeps_results: whether the results of ``calculate_qparams`` are fields too
+    """
     collected: dict[str, Reduction] = {}
     for base in reversed(cls.__mro__):
         collected.update(base.__dict__.get("reductions", {}))
         for name, reduce_op in base.__dict__.get("_act_sync_dict", {}).items():
             collected[name] = Reduction.of(reduce_op)
-    return collected
+    results = {"_scale": Reduction.LAST, "_zero_point": Reduction.LAST}
+    return collected | results if keeps_results else collected
 
 
 def base_name_and_args(
@@ -79,10 +83,10 @@ def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def calculate_by_piece(
+def calculated_fields(
     calculate: Calculate, view: Tensor, global_scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return scale and zero point of every piece of a canonical view.
+) -> dict[str, Tensor]:
+    """Return scale and zero point of every piece of a canonical view, as fields of an observer.
 
     A method with ``reduce_dims`` is called once for all pieces, others piece by piece, and told
     which one by ``tensor_id`` if they take it.
@@ -106,4 +110,4 @@ def calculate_by_piece(
             f"calculate_qparams returned {scale.numel()} scales and {zero_point.numel()} zero "
             f"points where {shape.numel()} are needed."
         )
-    return scale.reshape(shape), zero_point.reshape(shape)
+    return {"_scale": scale.reshape(shape), "_zero_point": zero_point.reshape(shape)}

@@ -28,16 +28,13 @@ class WeightObserver(Protocol):
 
 
 class InputGathering:
-    """Fills the ``inputs`` of an observer by a hook, and leaves them on the module for the next.
+    """Fills the ``inputs`` of an observer by a hook, and leaves them on the module for the next."""
 
-    :param importance: how errors of the weight count, and what must be known of inputs for that
-    """
-
-    def __init__(self, observer: WeightObserver, importance: Importance) -> None:
+    def __init__(self, observer: WeightObserver) -> None:
         self.observer = observer
+        self.importance = Importance()  # how errors of the weight count
         self.has_warned = False  # whether somebody was told that importance cannot be used
         self._handle: RemovableHandle | None = None
-        self.use(importance)
 
     @property
     def lock(self) -> Lock:

@@ -153,11 +153,8 @@ class OptimalObserver(Observer):
             scale, zero_point, _ = self.solutions().under(global_scale)
         else:
             scale, zero_point = self._scale, self._zero_point
-        return {
-            "scale": scale.clone(),
-            "zero_point": zero_point.clone(),
-            "global_scale": global_scale,
-        }
+        scale, zero_point = scale.clone(), zero_point.clone()
+        return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
     @torch.no_grad()
     @guarded
