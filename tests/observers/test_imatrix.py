@@ -231,7 +231,7 @@ def test_patience_zero_tries_every_candidate() -> None:
 )
 def test_number_of_candidates(maxshrink: float, grid: int, count: int) -> None:
     options = IMatrixMSEObserver("weight", INT4, maxshrink=maxshrink, grid=grid).options
-    assert options.tried.factors == [1 - i / grid for i in range(count)]
+    assert options.factors == [1 - i / grid for i in range(count)]
 
 
 class TestFallback:

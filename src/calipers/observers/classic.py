@@ -64,7 +64,7 @@ def searched_range(problem: Problem, options: SearchOptions) -> Range:
         problem.low,
         problem.high,
         problem.args,
-        factors=[1 - i / options.grid for i in range(options.steps)],
+        factors=options.factors,
         norm=options.norm,
         expand=options.expand,
         patience=options.stop_after,

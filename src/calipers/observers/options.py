@@ -74,6 +74,11 @@ class SearchOptions(ObserverOptions):
         return int(self.maxshrink * self.grid)
 
     @property
+    def factors(self) -> list[float]:
+        """What the range is multiplied by, from the whole range downwards."""
+        return [1 - i / self.grid for i in range(self.steps)]
+
+    @property
     def stop_after(self) -> int | None:
         """How many candidates in a row in vain end the search; None for never."""
         return self.patience
