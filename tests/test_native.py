@@ -22,7 +22,7 @@ from calipers.errors import ConfigurationError
 from calipers.kernels import KernelReport, describe, native
 from calipers.kernels.operations import Workload, chosen_backends
 from calipers.kernels.reductions import count_values, extrema
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 
 FIRST_USE = (
     "import torch; from calipers.kernels import describe; "
@@ -152,7 +152,7 @@ with tempfile.NamedTemporaryFile() as file:
 LONG_SEARCH = """
 import os, signal, sys, threading, time, torch
 from compressed_tensors.quantization import QuantizationArgs
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 
 torch.set_num_threads(3)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may ignore it
@@ -163,14 +163,14 @@ values = torch.randn(1, 1024, 8, 1, 128)
 low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
 factors = [1 - i / 1_000_000 for i in range(100_000)]
 args = QuantizationArgs(num_bits=4)
-search_range(values, low, high, args, factors=factors[:10], norm=2.4)
+search_range(RangeSearch(values, low, high, args, factors=factors[:10], norm=2.4))
 before = threads()
 print("ready", flush=True)
 try:
-    search_range(values, low, high, args, factors=factors, norm=2.4)
+    search_range(RangeSearch(values, low, high, args, factors=factors, norm=2.4))
 except KeyboardInterrupt:
     print("interrupted", threads() - before, flush=True)
-low, high = search_range(values, low, high, args, factors=factors[:10], norm=2.4)
+low, high = search_range(RangeSearch(values, low, high, args, factors=factors[:10], norm=2.4))
 print("works", bool(high.isfinite().all()), flush=True)
 """
 
@@ -238,7 +238,9 @@ def test_other_python_threads_go_on() -> None:
     try:
         before = ticks[0]
         factors = [1 - i / 10_000 for i in range(2000)]
-        search_range(values, low, high, QuantizationArgs(num_bits=4), factors=factors, norm=2.4)
+        search_range(
+            RangeSearch(values, low, high, QuantizationArgs(num_bits=4), factors=factors, norm=2.4)
+        )
         assert ticks[0] > before + 5
     finally:
         done.set()
@@ -262,7 +264,7 @@ class TestMoreThanTwoToThe31:
         found = extrema(values)
         assert (found.min_vals.item(), found.max_vals.item()) == (-2.0, 3.0)
         args = QuantizationArgs(num_bits=8, type="float")
-        _, high = search_range(values, *found[:2], args, factors=[0.5, 1.0], norm=2.0)
+        _, high = search_range(RangeSearch(values, *found[:2], args, factors=[0.5, 1.0], norm=2.0))
         assert high.item() == 3.0
         counts = count_values(values)
         assert int(counts[0, 0]) == self.count - 3
@@ -275,5 +277,5 @@ class TestMoreThanTwoToThe31:
         assert (found.min_vals[-1].item(), found.max_vals[-1].item()) == (-2.0, 3.0)
         assert not found.max_vals[1:-1].any()
         args = QuantizationArgs(num_bits=4)
-        _, high = search_range(values, *found[:2], args, factors=[0.5, 1.0], norm=2.0)
+        _, high = search_range(RangeSearch(values, *found[:2], args, factors=[0.5, 1.0], norm=2.0))
         assert high[-1].item() == 3.0

@@ -6,7 +6,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.kernels.reductions import extrema
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 from calipers.numerics.formats import Format
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
@@ -22,7 +22,9 @@ def run(view: torch.Tensor, args: QuantizationArgs = INT4, **options: object) ->
     """Search, and return the index of the chosen factor of each piece."""
     options = {"factors": FACTORS, "norm": 2.0, **options}
     found = extrema(view.unsqueeze(-2))
-    low, high = search_range(view.unsqueeze(-2), found.min_vals, found.max_vals, args, **options)
+    low, high = search_range(
+        RangeSearch(view.unsqueeze(-2), found.min_vals, found.max_vals, args, **options)
+    )
     largest = torch.maximum(-found.min_vals, found.max_vals)
     ratio = torch.maximum(-low, high).double() / largest.double()
     return (ratio[..., None] - torch.tensor(options["factors"])).abs().argmin(-1)
@@ -68,7 +70,9 @@ def check_choice(
     ]
     errors = torch.stack([exact_error(values, *c, args, norm, weights) for c in candidates])
     found = search_range(
-        laid_out, low, high, args, factors=SHRINK, norm=norm, weights=weights, expand=expand
+        RangeSearch(
+            laid_out, low, high, args, factors=SHRINK, norm=norm, weights=weights, expand=expand
+        )
     )
     least, best = errors.min(0)
     assert (exact_error(values, *found, args, norm, weights) <= least * (1 + 1e-6)).all()

@@ -13,7 +13,7 @@ from data import EIGHTEEN, draw
 from torch import Tensor
 
 from calipers.kernels import describe
-from calipers.kernels.optimum import Optimum, best_scales
+from calipers.kernels.optimum import Optimum, ScaleSearch, best_scales
 from calipers.numerics.formats import Format, storable_scales, windows_of
 
 NVFP4 = {
@@ -86,16 +86,18 @@ class Search(NamedTuple):
         fmt = Format.of(self.args)
         finite = x.nan_to_num(0.0, 0.0, 0.0)
         return best_scales(
-            x,
-            finite.amin((0, -2, -1)),
-            finite.amax((0, -2, -1)),
-            fmt,
-            windows=windows_of(fmt, self.signed),
-            storable=storable_scales(fmt, self.dtype, self.global_scale),
-            norm=self.norm,
-            weights=weights,
-            keep=keep,
-            most=torch.finfo(x.dtype).max,
+            ScaleSearch(
+                x,
+                finite.amin((0, -2, -1)),
+                finite.amax((0, -2, -1)),
+                fmt,
+                windows=windows_of(fmt, self.signed),
+                storable=storable_scales(fmt, self.dtype, self.global_scale),
+                norm=self.norm,
+                weights=weights,
+                keep=keep,
+                most=torch.finfo(x.dtype).max,
+            )
         )
 
     def error(self, x: Tensor, scale: Tensor, window: Tensor, weights: Tensor | None) -> float:

@@ -12,7 +12,7 @@ from geometries import in_any_memory, pieces
 
 from calipers.kernels.native import search
 from calipers.kernels.reductions import extrema
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 
 
 @in_any_memory
@@ -63,7 +63,8 @@ def test_strange_values_count_as_zero(shape: tuple[int, ...], dtype: torch.dtype
     for value in (float("nan"), float("inf"), -float("inf")):
         values = zeros.masked_fill(strange, value)
         found, expected = (
-            search_range(x, low, high, INT4, factors=SHRINK, norm=2.4) for x in (values, zeros)
+            search_range(RangeSearch(x, low, high, INT4, factors=SHRINK, norm=2.4))
+            for x in (values, zeros)
         )
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -86,7 +87,7 @@ def test_values_beyond_the_range_count(length: int, norm: float) -> None:
     for piece, outlier in enumerate((30.0, 1e3, 1e4)):
         values[0, piece, ..., length // 2] = outlier
     low, high = -torch.ones(3, 1), torch.ones(3, 1)
-    _, found = search_range(values, low, high, args, factors=factors, norm=norm)
+    _, found = search_range(RangeSearch(values, low, high, args, factors=factors, norm=norm))
     errors = torch.stack([exact_error(values, low * f, high * f, args, norm) for f in factors])
     assert found.flatten().tolist() == [factors[i] for i in errors.argmin(0)]
 
@@ -99,9 +100,11 @@ def test_zeros_have_no_error_under_any_scale(
     args = MXFP4.model_copy(update={"num_bits": bits})
     bound = torch.zeros(shape[1:3], dtype=dtype)
     for low, high in ((bound, bound), (-bound, bound), (bound, -bound)):
-        _, found = search_range(zeros, low, high, args, factors=SHRINK, norm=2.4, patience=2)
+        _, found = search_range(
+            RangeSearch(zeros, low, high, args, factors=SHRINK, norm=2.4, patience=2)
+        )
         assert not found.any()
-    found = search_range(zeros, bound - 1, bound + 1, args, factors=SHRINK, norm=2.4)
+    found = search_range(RangeSearch(zeros, bound - 1, bound + 1, args, factors=SHRINK, norm=2.4))
     assert torch.equal(found[1], bound + 1)
 
 
@@ -114,7 +117,7 @@ def test_a_factor_of_zero(dtype: torch.dtype) -> None:
         factors = [8.0, 0.0]
         ranges = [((low * f).to(dtype), (high * f).to(dtype)) for f in factors]
         errors = torch.stack([exact_error(values, *r, args, 2.0) for r in ranges])
-        _, found = search_range(values, low, high, args, factors=factors, norm=2.0)
+        _, found = search_range(RangeSearch(values, low, high, args, factors=factors, norm=2.0))
         expected = torch.stack([r[1].flatten() for r in ranges]).gather(0, errors.argmin(0)[None])
         assert torch.equal(found.flatten(), expected[0])
 
@@ -123,8 +126,10 @@ def test_ranges_need_not_be_contiguous() -> None:
     values = torch.randn(1, 4, 2, 1, 16)
     both = torch.stack([values.amin((0, -2, -1)), values.amax((0, -2, -1))], -1)
     options = {"factors": SHRINK, "norm": 2.4}
-    found = search_range(values, both[..., 0], both[..., 1], INT4, **options)
-    plain = search_range(values, both[..., 0].clone(), both[..., 1].clone(), INT4, **options)
+    found = search_range(RangeSearch(values, both[..., 0], both[..., 1], INT4, **options))
+    plain = search_range(
+        RangeSearch(values, both[..., 0].clone(), both[..., 1].clone(), INT4, **options)
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
@@ -133,7 +138,9 @@ def test_weights_without_meaning_are_refused(bad: float) -> None:
     values, weights = torch.randn(1, 2, 1, 1, 4), torch.tensor([[1.0, bad, 1.0, 1.0]])
     bound = torch.ones(2, 1)
     with pytest.raises(ValueError, match=r"finite and not negative"):
-        search_range(values, -bound, bound, INT4, factors=[1.0], norm=2.0, weights=weights)
+        search_range(
+            RangeSearch(values, -bound, bound, INT4, factors=[1.0], norm=2.0, weights=weights)
+        )
 
 
 def test_huge_weights_count_by_their_proportions() -> None:
@@ -163,7 +170,9 @@ class TestLongPiecesOf16Bits:
         strange[0, 1] = float("nan")
         low, high = values.amin((0, -2, -1)), values.amax((0, -2, -1))
         options = {"factors": SHRINK, "norm": 2.4}
-        found, expected = (search_range(x, low, high, INT4, **options) for x in (strange, values))
+        found, expected = (
+            search_range(RangeSearch(x, low, high, INT4, **options)) for x in (strange, values)
+        )
         assert found[0][0] == expected[0][0]
         assert found[1][0] == expected[1][0]
         assert found[1][1] == high[1]
@@ -175,7 +184,7 @@ class TestLongPiecesOf16Bits:
         values = torch.randn(1, 1, 1, 600, 500)
         for dtype in (torch.float32, torch.bfloat16):
             low, high = extrema(values.to(dtype))[:2]
-            search_range(values.to(dtype), low, high, INT4, factors=SHRINK, norm=2.4)
+            search_range(RangeSearch(values.to(dtype), low, high, INT4, factors=SHRINK, norm=2.4))
         assert len(counted) == (0 if engine == "torch" else 1)
 
 
@@ -196,9 +205,9 @@ class TestScalesOfTheNativeKernel:
         sizes = 10 ** torch.empty(1, 50, 4, 1, 1).uniform_(-3, 3)
         values = (DISTRIBUTIONS[distribution]((1, 50, 4, 1, 24)) * sizes).to(dtype)
         found = extrema(values)
-        made = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
+        made = search_range(RangeSearch(values, *found[:2], args, factors=SHRINK, norm=2.4))
         monkeypatch.setattr(search, "_scale_source", lambda _: "given")
-        given = search_range(values, *found[:2], args, factors=SHRINK, norm=2.4)
+        given = search_range(RangeSearch(values, *found[:2], args, factors=SHRINK, norm=2.4))
         assert all(torch.equal(a, b) for a, b in zip(made, given, strict=True))
 
     @pytest.mark.parametrize("table", [1, 100, 3000])
@@ -209,7 +218,7 @@ class TestScalesOfTheNativeKernel:
         values = torch.randn(1, 50, 4, 1, 24)
         found = extrema(values)
         options = {"factors": SHRINK, "norm": 2.4, "patience": 3}
-        whole = search_range(values, *found[:2], args, **options)
+        whole = search_range(RangeSearch(values, *found[:2], args, **options))
         monkeypatch.setattr(search, "_TABLE", table)
-        parts = search_range(values, *found[:2], args, **options)
+        parts = search_range(RangeSearch(values, *found[:2], args, **options))
         assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calipers.kernels.hessian import Rounding, choose_candidates, descend, feed_back
 from calipers.kernels.operations import operations
-from calipers.kernels.optimum import best_scales
+from calipers.kernels.optimum import ScaleSearch, best_scales
 from calipers.kernels.reductions import (
     BINS,
     count_values,
@@ -26,7 +26,7 @@ from calipers.kernels.reductions import (
     summarize_channels,
 )
 from calipers.kernels.rounding import pack_weight, quantization_errors
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 from calipers.numerics.formats import Format, windows_of
 
 INT4 = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
@@ -87,7 +87,7 @@ def _search(x: Given) -> Any:
     factors = [1 - i / 10 for i in range(9)]
     ends = (x.low, x.high)
     return search_range(
-        as_pieces(x.values), *ends, INT4, factors=factors, norm=2.4, weights=x.weights
+        RangeSearch(as_pieces(x.values), *ends, INT4, factors=factors, norm=2.4, weights=x.weights)
     )
 
 
@@ -95,7 +95,9 @@ def _optimum(x: Given, storable: Tensor | None, fmt: Format = SYMMETRIC) -> Any:
     pieces, windows = as_pieces(x.values), windows_of(fmt, fmt.symmetric)
     ends = (x.low, x.high)
     return best_scales(
-        pieces, *ends, fmt, windows=windows, storable=storable, weights=x.weights, keep=2
+        ScaleSearch(
+            pieces, *ends, fmt, windows=windows, storable=storable, weights=x.weights, keep=2
+        )
     )
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from calipers.errors import ConfigurationError
 from calipers.kernels.native import BACKEND
 from calipers.kernels.operations import Workload
-from calipers.kernels.optimum import best_scales
+from calipers.kernels.optimum import ScaleSearch, best_scales
 from calipers.kernels.rounding import quantization_errors
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 from calipers.numerics.formats import GRIDS, Floats, Format, storable_scales, windows_of
 from calipers.numerics.qparams import qparams_of
 from calipers.observers import Observer
@@ -135,7 +135,7 @@ class TestKernels:
         ranges = [[(end.float() * f).to(dtype) for end in (low, high)] for f in FACTORS]
         scales = torch.stack([torch.maximum(-a, b) / NUMBERS[name][-1] for a, b in ranges], -1)
         least = errors(x.flatten(0, -2), scales.flatten(0, -2), name, norm).amin(-1)
-        start, end = search_range(x, low, high, args, factors=FACTORS, norm=norm)
+        start, end = search_range(RangeSearch(x, low, high, args, factors=FACTORS, norm=norm))
         chosen = torch.maximum(-start, end) / NUMBERS[name][-1]
         found = errors(x.flatten(0, -2), chosen.reshape(6, 1), name, norm).squeeze(-1)
         assert (found <= least * (1 + 1e-5)).all()
@@ -143,12 +143,14 @@ class TestKernels:
     def test_best_scales(self, name: str, dtype: torch.dtype, norm: float) -> None:
         fmt, x = Format.of(arguments(name)), weight(dtype)[None, :, None, None]
         found = best_scales(
-            x,
-            *extrema(x),
-            fmt,
-            windows=windows_of(fmt),
-            storable=storable_scales(fmt, torch.bfloat16),
-            norm=norm,
+            ScaleSearch(
+                x,
+                *extrema(x),
+                fmt,
+                windows=windows_of(fmt),
+                storable=storable_scales(fmt, torch.bfloat16),
+                norm=norm,
+            )
         )
         for values, scale, error in zip(
             x.flatten(0, -2), found.scales.flatten(), found.errors.flatten(), strict=True
@@ -164,7 +166,7 @@ class TestKernels:
 def test_every_float_is_a_scale(name: str, dtype: torch.dtype) -> None:
     """Where a float32 scale is stored, none of thousands around the one found is better."""
     fmt, x = Format.of(arguments(name)), weight(dtype)[None, :, None, None]
-    found = best_scales(x, *extrema(x), fmt, windows=windows_of(fmt), storable=None)
+    found = best_scales(ScaleSearch(x, *extrema(x), fmt, windows=windows_of(fmt), storable=None))
     rows, scales = x.flatten(0, -2), found.scales.reshape(6, 1)
     tried = scales * torch.logspace(-2, 1, 5000, base=2, dtype=torch.float64)
     assert (

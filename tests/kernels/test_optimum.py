@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from optima import FORMATS, INT4, Search, by_piece, eighteen
 from torch import Tensor
 
-from calipers.kernels.optimum import best_scales
+from calipers.kernels.optimum import ScaleSearch, best_scales
 from calipers.numerics.formats import Format, windows_of
 
 
@@ -150,13 +150,15 @@ def test_fewer_candidates_than_asked_for() -> None:
     one, two = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
     for storable in (one, two):
         found = best_scales(
-            torch.tensor([[[[[1.0, 7.0, 3.2]]]]]),
-            torch.zeros(1, 1),
-            torch.full((1, 1), 7.0),
-            fmt,
-            windows=windows_of(fmt),
-            storable=storable,
-            keep=4,
+            ScaleSearch(
+                torch.tensor([[[[[1.0, 7.0, 3.2]]]]]),
+                torch.zeros(1, 1),
+                torch.full((1, 1), 7.0),
+                fmt,
+                windows=windows_of(fmt),
+                storable=storable,
+                keep=4,
+            )
         )
         assert found.scales[0, 0, 0] == 1
         assert {*found.scales.flatten().tolist()} <= {*storable.tolist()}

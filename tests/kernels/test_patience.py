@@ -11,7 +11,7 @@ from engines import threads_in_use, with_engines
 from exact import FACTORS, exact_error, run
 
 from calipers.kernels import search
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 
 
 class TestPatience:
@@ -98,13 +98,15 @@ def test_pieces_that_take_turns(patience: int) -> None:
         decided += 1
         kinds = torch.tensor([0] * 16 + [1])
         _, found = search_range(
-            two[:, kinds],
-            low[kinds],
-            high[kinds],
-            args,
-            factors=factors,
-            norm=2.0,
-            patience=patience,
+            RangeSearch(
+                two[:, kinds],
+                low[kinds],
+                high[kinds],
+                args,
+                factors=factors,
+                norm=2.0,
+                patience=patience,
+            )
         )
         assert torch.equal(found.flatten(), (high.flatten() * torch.tensor(factors)[best])[kinds])
     assert decided > 90
@@ -130,7 +132,7 @@ def test_patience_of_all_pieces_together(shape: tuple[int, ...], threads: int) -
         decided += 1
         with threads_in_use(threads):
             _, found = search_range(
-                values, low, high, args, factors=factors, norm=2.0, patience=patience
+                RangeSearch(values, low, high, args, factors=factors, norm=2.0, patience=patience)
             )
         assert torch.equal(found.flatten(), (high.flatten() * torch.tensor(factors)[best]))
     assert decided > 3

@@ -12,7 +12,7 @@ from pairwise import pairwise
 
 from calipers.kernels import resources
 from calipers.kernels.reductions import extrema
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 from calipers.numerics.layout import flatten_for_calibration
 
 
@@ -57,7 +57,9 @@ def test_each_of_many_pieces_has_the_range_of_its_own(dtype: torch.dtype) -> Non
     high = torch.arange(1.0, 20_001.0).to(dtype)
     low = -high / 2
     pieces = torch.stack([low, high], -1).reshape(1, -1, 1, 1, 2)
-    found = search_range(pieces, low[:, None], high[:, None], INT4, factors=[0.5], norm=2.0)
+    found = search_range(
+        RangeSearch(pieces, low[:, None], high[:, None], INT4, factors=[0.5], norm=2.0)
+    )
     assert torch.equal(found[0].flatten(), low / 2)
     assert torch.equal(found[1].flatten(), high / 2)
 
@@ -67,7 +69,7 @@ def test_scales_of_two_are_those_of_compressed_tensors(dtype: torch.dtype) -> No
     """Up to 7 the scale is 1, under which these values are exact: no narrower range is better."""
     x = torch.tensor([6.0, 3.0, 1.5, 0.5] * 8, dtype=dtype).reshape(1, 1, 1, 32)
     low, high = (end.reshape(1) for end in (x.min(), x.max()))
-    found = search_range(x, low, high, MXFP4, factors=[1.0, 0.9], norm=2.0)
+    found = search_range(RangeSearch(x, low, high, MXFP4, factors=[1.0, 0.9], norm=2.0))
     assert [end.item() for end in found] == [0.5, 6.0]
 
 
@@ -112,7 +114,14 @@ def test_tiles_do_not_show(shape: tuple[int, ...], tile: int, weighted: bool) ->
 def test_a_later_candidate_must_be_strictly_better() -> None:
     zeros = torch.zeros(1, 3, 8)
     low, high = search_range(
-        zeros.unsqueeze(-2), zeros[0, :, 0] - 1, zeros[0, :, 0] + 1, INT4, factors=FACTORS, norm=2.0
+        RangeSearch(
+            zeros.unsqueeze(-2),
+            zeros[0, :, 0] - 1,
+            zeros[0, :, 0] + 1,
+            INT4,
+            factors=FACTORS,
+            norm=2.0,
+        )
     )
     assert high.tolist() == [1.0] * 3
     assert low.tolist() == [-1.0] * 3
@@ -123,7 +132,9 @@ def test_float64_is_searched_in_float64() -> None:
     found = extrema(view.unsqueeze(-2))
     chosen = run(view, factors=[0.7, 0.3])
     low, high = search_range(
-        view.unsqueeze(-2), found.min_vals, found.max_vals, INT4, factors=[0.7, 0.3], norm=2.0
+        RangeSearch(
+            view.unsqueeze(-2), found.min_vals, found.max_vals, INT4, factors=[0.7, 0.3], norm=2.0
+        )
     )
     factors = torch.tensor([0.7, 0.3], dtype=torch.float64)[chosen]
     assert torch.equal(low, found.min_vals * factors)
@@ -146,7 +157,15 @@ def test_no_factors_leave_the_range() -> None:
     view = torch.randn(1, 3, 8)
     found = extrema(view.unsqueeze(-2))
     low, high = search_range(
-        view.unsqueeze(-2), found.min_vals, found.max_vals, INT4, factors=[], norm=2.0, expand=2.0
+        RangeSearch(
+            view.unsqueeze(-2),
+            found.min_vals,
+            found.max_vals,
+            INT4,
+            factors=[],
+            norm=2.0,
+            expand=2.0,
+        )
     )
     assert torch.equal(low, found.min_vals * 2)
     assert torch.equal(high, found.max_vals * 2)

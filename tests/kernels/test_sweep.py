@@ -13,7 +13,7 @@ from engines import with_engines
 from optima import INT4, Search, by_piece, eighteen, least_error
 from torch import Tensor
 
-from calipers.kernels.optimum import Optimum, best_scales
+from calipers.kernels.optimum import Optimum, ScaleSearch, best_scales
 from calipers.numerics.formats import Format, windows_of
 
 
@@ -36,7 +36,7 @@ def find_any(
 ) -> Optimum:
     fmt, ends = Format.of(args), (x.amin((0, -2, -1)), x.amax((0, -2, -1)))
     options: dict[str, Any] = {"windows": windows_of(fmt, signed), "storable": None}
-    return best_scales(x, *ends, fmt, **options, weights=weights, keep=keep)
+    return best_scales(ScaleSearch(x, *ends, fmt, **options, weights=weights, keep=keep))
 
 
 SWEPT = ["int2", "int4", "int8", "int4_signed", "fp4", "fp8"]
@@ -205,11 +205,13 @@ def test_other_norms_cannot_be_swept() -> None:
     x, fmt = torch.randn(1, 1, 1, 1, 4), Format.of(INT4)
     with pytest.raises(ValueError, match="Only squared errors can be minimized"):
         best_scales(
-            x,
-            x.amin((0, -2, -1)),
-            x.amax((0, -2, -1)),
-            fmt,
-            windows=windows_of(fmt),
-            storable=None,
-            norm=2.4,
+            ScaleSearch(
+                x,
+                x.amin((0, -2, -1)),
+                x.amax((0, -2, -1)),
+                fmt,
+                windows=windows_of(fmt),
+                storable=None,
+                norm=2.4,
+            )
         )

@@ -23,7 +23,7 @@ from calipers.kernels.reductions import (
 )
 from calipers.kernels.resources import in_threads, kernels_only, num_threads
 from calipers.kernels.rounding import quantization_errors
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 
 FACTORS = [1 - i / 50 for i in range(20)]
 INT8 = QuantizationArgs(num_bits=8, symmetric=False)
@@ -60,7 +60,7 @@ def test_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_search(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.randn(shape).to(dtype)
     low, high, *_ = extrema(values)
-    identical(lambda: search_range(values, low, high, INT8, factors=FACTORS, norm=2.4))
+    identical(lambda: search_range(RangeSearch(values, low, high, INT8, factors=FACTORS, norm=2.4)))
 
 
 @with_engines("shape, dtype", SHAPES, DTYPES, engines=NATIVE_ENGINES)

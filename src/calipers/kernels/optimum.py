@@ -45,7 +45,16 @@ class Optimum(NamedTuple):
 
 
 class ScaleSearch(NamedTuple):
-    """What is searched. Weights have the shape of the pieces; ranges one number per piece."""
+    """What is searched: scales and windows for each piece, and how their errors count.
+
+    :param pieces: (observations, *qparam_shape, rows, columns)
+    :param low: the least value of each piece, in the qparam shape
+    :param storable: the scales to choose from, ascending; None stands for every float, and asks for
+        norm 2
+    :param weights: not negative; broadcasts with the pieces
+    :param keep: how many of the best candidates of a piece are wanted
+    :param most: no scale is taken under which a value becomes one beyond it
+    """
 
     pieces: Tensor
     low: Tensor
@@ -53,9 +62,9 @@ class ScaleSearch(NamedTuple):
     fmt: Format
     windows: Sequence[Window]
     storable: Tensor | None
-    norm: float
-    weights: Tensor | None
-    keep: int
+    norm: float = 2.0
+    weights: Tensor | None = None
+    keep: int = 1
     most: float = torch.inf
 
 
@@ -72,30 +81,15 @@ def overflows(search: ScaleSearch, scales: Tensor, *window: Tensor | float) -> T
 
 
 @torch.no_grad()
-def best_scales(
-    pieces: Tensor,
-    min_vals: Tensor,
-    max_vals: Tensor,
-    fmt: Format,
-    *,
-    windows: Sequence[Window],
-    storable: Tensor | None,
-    norm: float = 2.0,
-    weights: Tensor | None = None,
-    keep: int = 1,
-    most: float = torch.inf,
-) -> Optimum:
+def best_scales(search: ScaleSearch) -> Optimum:
     """Find for each piece the scale and the window with the least Σ w·|q−x|^norm.
 
-    ``pieces`` has shape (observations, *qparam_shape, rows, columns), ``min_vals`` and
-    ``max_vals`` are its extrema, ``weights``, not negative, broadcasts with it. ``storable`` are
-    the scales to choose from, ascending; ``None`` stands for every float, and asks for norm 2;
-    with a window per zero point, or in pieces of more than 2¹⁸ values, scales of 8 significant bits
-    are tried then, and the best ones moved to where their codes err least, until those stay.
-    NaN and Inf count as zero, which quantizes without error. No scale is taken under which a value
-    becomes one beyond ``most``.
+    Where every float can be stored, but there is a window per zero point, or a piece has more than
+    2¹⁸ values, scales of 8 significant bits are tried, and the best ones moved to where their codes
+    err least, until those stay. NaN and Inf count as zero, which quantizes without error.
     """
-    if storable is None and norm != 2:
+    pieces, weights, shape = search.pieces, search.weights, search.low.shape
+    if search.storable is None and search.norm != 2:
         raise ValueError("Only squared errors can be minimized over every float.")
     if weights is None and are_worth_counting(pieces):
         values, counts = distinct_values(pieces)
@@ -104,17 +98,16 @@ def best_scales(
     if weights is not None:
         weights = weights.to(pieces.device, torch.promote_types(pieces.dtype, torch.float32))
         weights = weights.expand(pieces.shape)
-    shape = min_vals.shape
     # Zero is in every range.
-    low, high = min_vals.reshape(-1).clamp(max=0), max_vals.reshape(-1).clamp(min=0)
-    search = ScaleSearch(pieces, low, high, fmt, windows, storable, norm, weights, keep, most)
-    if storable is not None:
+    low, high = search.low.reshape(-1).clamp(max=0), search.high.reshape(-1).clamp(min=0)
+    search = search._replace(pieces=pieces, low=low, high=high, weights=weights)
+    if search.storable is not None:
         found = try_scales(search)
-    elif len(windows) <= 2 and length_of(pieces) <= _MOST_SWEPT:
+    elif len(search.windows) <= 2 and length_of(pieces) <= _MOST_SWEPT:
         found = sweep_scales(search)
     else:
         found = _polished(search)
-    return Optimum(*(part.reshape(*shape, keep) for part in found))
+    return Optimum(*(part.reshape(*shape, search.keep) for part in found))
 
 
 @operation(lambda search: Workload((search.pieces,), search.fmt, search.norm))

@@ -16,19 +16,26 @@ from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.qparams import quantize_dequantize, safe_qparams
 
 
-class Search(NamedTuple):
-    """What every candidate is judged by.
+class RangeSearch(NamedTuple):
+    """What is searched: factors of the range of each piece, and how their errors count.
 
-    ``low`` and ``high`` are the ranges that the factors multiply, one number per piece, in the
-    working precision; ``weights`` has shape (n, values of a piece), row ``p % n`` for piece ``p``.
+    :param pieces: (observations, *qparam_shape, rows, columns)
+    :param low: the lower end of what the factors multiply, in the qparam shape; with ``high``, a
+        range between whose ends all values of the piece lie
+    :param expand: what that range is multiplied by before
+    :param patience: how many factors in a row that improve no piece end the search; None: none do
+    :param weights: (n, values of a piece); row ``p % n`` belongs to piece ``p``
     """
 
     pieces: Tensor
     low: Tensor
     high: Tensor
     args: QuantizationArgs
+    factors: Sequence[float]
     norm: float
-    weights: Tensor | None
+    expand: float = 1.0
+    patience: int | None = None
+    weights: Tensor | None = None
 
     def range_of(self, factor: Tensor | float, these: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return the ranges as they would be stored."""
@@ -36,25 +43,8 @@ class Search(NamedTuple):
         return self.low[these].mul(factor).to(dtype), self.high[these].mul(factor).to(dtype)
 
 
-def search_range(
-    pieces: Tensor,
-    min_vals: Tensor,
-    max_vals: Tensor,
-    args: QuantizationArgs,
-    *,
-    factors: Sequence[float],
-    norm: float,
-    expand: float = 1.0,
-    patience: int | None = None,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Find for each piece the factor of its range with the least Σ w·|q−x|^norm.
-
-    ``pieces`` has shape (observations, *qparam_shape, rows, columns), and ``min_vals`` and
-    ``max_vals``, between which its values lie, the qparam shape; what the factors multiply is
-    ``expand`` times that range. ``weights`` has shape (n, rows · columns): row ``p % n`` belongs
-    to piece ``p``. A later factor must be strictly better.
-    The search ends after ``patience`` factors in a row that improve no piece (``None``: never).
+def search_range(search: RangeSearch) -> tuple[Tensor, Tensor]:
+    """Find for each piece the range with the least Σ w·|q−x|^norm; a later one must be better.
 
     A candidate is judged as it would be stored: its range in the dtype of ``pieces``, its scale as
     compressed-tensors makes it from that. The rest is float32, or float64 for float64 pieces.
@@ -62,18 +52,18 @@ def search_range(
     scale is not rounded. NaN and Inf count as zero, which quantizes without error.
     Memory: a few numbers per piece, and a few tiles.
     """
-    if weights is not None:
-        weights = proportions(weights)
+    dtype, shape, args = search.pieces.dtype, search.low.shape, search.args
     if Format.of(args).scale is ScaleKind.E4M3_GLOBAL:
         args = args.model_copy(update={"scale_dtype": None})
-    working = torch.float64 if pieces.dtype == torch.float64 else torch.float32
-    low, high = (bound.reshape(-1).to(working).contiguous() for bound in (min_vals, max_vals))
-    if expand != 1:
-        most = torch.finfo(pieces.dtype).max
-        low, high = (bound.mul(expand).clamp_(-most, most) for bound in (low, high))
-    search = Search(pieces, low, high, args, norm, weights)
-    low, high = best_range(search, factors, patience) if factors else search.range_of(1.0)
-    return low.reshape(min_vals.shape), high.reshape(min_vals.shape)
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    ends = [end.reshape(-1).to(working).contiguous() for end in (search.low, search.high)]
+    if search.expand != 1:
+        most = torch.finfo(dtype).max
+        ends = [end.mul(search.expand).clamp_(-most, most) for end in ends]
+    weights = None if search.weights is None else proportions(search.weights)
+    search = search._replace(low=ends[0], high=ends[1], args=args, weights=weights)
+    low, high = best_range(search) if search.factors else search.range_of(1.0)
+    return low.reshape(shape), high.reshape(shape)
 
 
 def proportions(weights: Tensor) -> Tensor:
@@ -83,19 +73,20 @@ def proportions(weights: Tensor) -> Tensor:
     return weights / weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-@operation(lambda search, *_: Workload((search.pieces,), Format.of(search.args), search.norm))
-def best_range(
-    search: Search, factors: Sequence[float], patience: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return both ends of the best range of each piece, as they would be stored."""
-    low, device = search.low, search.low.device
+@operation(lambda search: Workload((search.pieces,), Format.of(search.args), search.norm))
+def best_range(search: RangeSearch) -> tuple[Tensor, Tensor]:
+    """Return both ends of the best range of each piece, as they would be stored.
+
+    The ranges are flat here, one number per piece in the working precision, and expanded already.
+    """
+    low, device, patience = search.low, search.low.device, search.patience
     view = search.pieces.flatten(-2)
     view = view.reshape(view.shape[0], -1, view.shape[-1])
     unit = _unit(low, search.high, search.norm)
     best_error = torch.full(low.shape, torch.inf, dtype=torch.float64, device=device)
     best = torch.zeros(low.shape, dtype=torch.int32, device=device)
     stalled = torch.zeros((), dtype=torch.int64, device=device)
-    for index, factor in enumerate(factors):
+    for index, factor in enumerate(search.factors):
         improved = torch.zeros((), dtype=torch.bool, device=device)
         for these in runs(view.shape[1], view[:, :1].numel(), tile_for(device)):
             error = _error(view[:, these], search, factor, these, unit)
@@ -108,7 +99,7 @@ def best_range(
         stalled = torch.where(improved, 0, stalled + 1)
         if patience is not None and _asks_freely(device) and stalled >= max(patience, 1):
             break
-    return search.range_of(torch.tensor(factors, dtype=low.dtype, device=device)[best])
+    return search.range_of(torch.tensor(search.factors, dtype=low.dtype, device=device)[best])
 
 
 def _asks_freely(device: torch.device) -> bool:
@@ -120,7 +111,7 @@ def _asks_freely(device: torch.device) -> bool:
 
 
 def _error(
-    view: Tensor, search: Search, factor: float, these: slice, unit: Tensor | None
+    view: Tensor, search: RangeSearch, factor: float, these: slice, unit: Tensor | None
 ) -> Tensor:
     """Sum the error of a few pieces, tile by tile."""
     args, working = search.args, search.low.dtype

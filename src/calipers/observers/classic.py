@@ -5,7 +5,7 @@ from __future__ import annotations
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
 from calipers.errors import ImportanceUnsupportedError
-from calipers.kernels.search import search_range
+from calipers.kernels.search import RangeSearch, search_range
 from calipers.numerics.layout import strategy_name
 from calipers.observers.base import Observer
 from calipers.observers.definition import Definition, Range
@@ -60,15 +60,14 @@ def searched_range(problem: Problem, options: SearchOptions) -> Range:
     """Return the best of the shrunk ranges of one tensor."""
     weights = problem.weights.diagonal  # of a row of a weight: a piece is a run of its columns
     return search_range(
-        problem.pieces,
-        problem.low,
-        problem.high,
-        problem.args,
-        factors=options.factors,
-        norm=options.norm,
-        expand=options.expand,
-        patience=options.stop_after,
-        weights=None if weights is None else weights.reshape(-1, weights.shape[-1]),
+        RangeSearch(
+            *(problem.pieces, problem.low, problem.high, problem.args),
+            factors=options.factors,
+            norm=options.norm,
+            expand=options.expand,
+            patience=options.stop_after,
+            weights=None if weights is None else weights.reshape(-1, weights.shape[-1]),
+        )
     )
 
 

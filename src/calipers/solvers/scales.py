@@ -12,7 +12,7 @@ from torch import Tensor
 
 from calipers.errors import weight_gone
 from calipers.kernels.hessian import choose_candidates, quadratic_error
-from calipers.kernels.optimum import best_scales
+from calipers.kernels.optimum import ScaleSearch, best_scales
 from calipers.kernels.rounding import quantization_errors
 from calipers.numerics.formats import (
     Format,
@@ -303,11 +303,8 @@ def _searched(problem: Problem, global_scale: Tensor | None) -> _Candidates:
     if storable is None and problem.norm != 2:  # only parabolas can be swept
         largest = max(-float(problem.low.min()), float(problem.high.max()))
         storable = fine_scales(largest or 1.0)
-    scales, window, _ = best_scales(
-        problem.pieces,
-        problem.low,
-        problem.high,
-        fmt,
+    search = ScaleSearch(
+        *(problem.pieces, problem.low, problem.high, fmt),
         windows=windows_of(fmt, problem.signed),
         storable=storable,
         norm=problem.norm,
@@ -315,6 +312,7 @@ def _searched(problem: Problem, global_scale: Tensor | None) -> _Candidates:
         keep=problem.shortlist,
         most=torch.finfo(dtype).max,
     )
+    scales, window, _ = best_scales(search)
     if global_scale is not None:  # turn effective scales into those that are stored under it
         divisor = global_scale.detach().float().to(scales.device)
         stored = stored_scales(fmt, dtype, wanted)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from calipers.kernels.native import BACKEND, library, numbers_of
 from calipers.kernels.reductions import are_worth_counting, distinct_values
 from calipers.kernels.resources import num_threads, runs
-from calipers.kernels.search import Search, best_range, proportions
+from calipers.kernels.search import RangeSearch, best_range, proportions
 from calipers.numerics.formats import Format, ScaleKind
 from calipers.numerics.layout import as_grid
 from calipers.numerics.qparams import safe_qparams
@@ -19,9 +17,8 @@ _TABLE = 1 << 22  # scales handed to the kernel at once
 
 
 @best_range.register(BACKEND)
-def _best_range(
-    search: Search, factors: Sequence[float], patience: int | None
-) -> tuple[Tensor, Tensor]:
+def _best_range(search: RangeSearch) -> tuple[Tensor, Tensor]:
+    factors, patience = search.factors, search.patience
     candidates = torch.tensor(factors, dtype=search.low.dtype, device="cpu")
     if search.weights is None and len(factors) >= 4 and are_worth_counting(search.pieces):
         # Only the values that occur are tried, weighted by how often they do.
@@ -75,7 +72,7 @@ def _best_range(
     return low, high
 
 
-def _scale_source(search: Search) -> str:
+def _scale_source(search: RangeSearch) -> str:
     """Say whether the native kernel can work out the scales itself, and how."""
     fmt = Format.of(search.args)
     if fmt.scale is ScaleKind.POWER_OF_TWO:
