@@ -14,6 +14,7 @@ from quantizing import IDS, model_folder, modifier
 
 import calipers
 from calipers.kernels import rounding
+from calipers.solvers import scales
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "w4a16": ("W4A16", {}),
@@ -44,8 +45,12 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return run
 
-    for name in ("pack", "_pack_in_torch", "sum_errors"):
-        monkeypatch.setattr(rounding, name, counted(name, getattr(rounding, name)))
+    for module, name in (
+        (rounding, "pack"),
+        (rounding, "_pack_in_torch"),
+        (scales, "quantization_errors"),
+    ):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     # Everything that compressed-tensors rounds goes through here.
     ours = counted("compressed-tensors", library._process_quantization)
     monkeypatch.setattr(library, "_process_quantization", ours)

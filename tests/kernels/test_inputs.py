@@ -25,7 +25,7 @@ from calipers.kernels.reductions import (
     sum_of_squares,
     summarize_channels,
 )
-from calipers.kernels.rounding import pack_weight, quantization_errors
+from calipers.kernels.rounding import Quantization, pack_weight, quantization_errors
 from calipers.kernels.search import RangeSearch, search_range
 from calipers.numerics.formats import Format, windows_of
 
@@ -163,7 +163,9 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "add_counts": _count,
     "add_counts distinct": lambda x: distinct_values(as_pieces(x.values.bfloat16())),
     "summarize_channels": _summarize,
-    "sum_errors": lambda x: quantization_errors(*_rounding(x), 2.4, x.weights),
+    "quantization_errors": lambda x: quantization_errors(
+        Quantization(*_rounding(x), 2.4, x.weights)
+    ),
     "feed_back_block": _feed_back,
     "descend_in_place": _descend,
     "choose_in_blocks": _choose,

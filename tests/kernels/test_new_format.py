@@ -17,7 +17,7 @@ from calipers.errors import ConfigurationError
 from calipers.kernels.native import BACKEND
 from calipers.kernels.operations import Workload
 from calipers.kernels.optimum import ScaleSearch, best_scales
-from calipers.kernels.rounding import quantization_errors
+from calipers.kernels.rounding import Quantization, quantization_errors
 from calipers.kernels.search import RangeSearch, search_range
 from calipers.numerics.formats import GRIDS, Floats, Format, storable_scales, windows_of
 from calipers.numerics.qparams import qparams_of
@@ -124,7 +124,7 @@ class TestKernels:
         expected = (
             nearest(x.float() / scale[..., None, None], name).float() * scale[..., None, None]
         )
-        found = quantization_errors(x, scale, None, args, norm)
+        found = quantization_errors(Quantization(x, scale, None, args, norm))
         exact = (expected.double() - x).abs().pow(norm).sum((0, -2, -1))
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 

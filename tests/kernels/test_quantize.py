@@ -8,7 +8,7 @@ from data import DISTRIBUTIONS, FORMATS
 from engines import with_engines
 from geometries import in_any_memory, pieces
 
-from calipers.kernels.rounding import quantization_errors
+from calipers.kernels.rounding import Quantization, quantization_errors
 from calipers.numerics.qparams import qparams_of
 
 
@@ -18,7 +18,7 @@ def both(
     """Return the error that the kernel finds, and what compressed-tensors makes of the values."""
     low, high = (v.float() * shrink for v in (values.amin((0, -2, -1)), values.amax((0, -2, -1))))
     scale, zero_point = qparams_of(low, high, args)
-    error = quantization_errors(values, scale, zero_point, args, norm)
+    error = quantization_errors(Quantization(values, scale, zero_point, args, norm))
     zero = None if args.symmetric else zero_point[..., None, None]
     expected = torch.stack(
         [fake_quantize(one.float(), scale[..., None, None], zero, args) for one in values]
@@ -55,14 +55,18 @@ def test_norms(norm: float, size: float) -> None:
 def test_scales_need_not_be_contiguous() -> None:
     values, args = torch.randn(1, 4, 2, 1, 8), QuantizationArgs(num_bits=4, symmetric=False)
     scale, zero_point = torch.rand(4, 2, 2).unbind(-1)
-    found = quantization_errors(values, scale, zero_point.round(), args)
-    plain = quantization_errors(values, scale.clone(), zero_point.round().clone(), args)
+    found = quantization_errors(Quantization(values, scale, zero_point.round(), args))
+    plain = quantization_errors(
+        Quantization(values, scale.clone(), zero_point.round().clone(), args)
+    )
     assert torch.equal(found, plain)
 
 
 def test_strange_values_add_no_error() -> None:
     values = torch.tensor([[[[1.0, float("nan"), float("inf"), -float("inf"), 0.3]]]])
-    error = quantization_errors(values, torch.tensor([0.5]), None, QuantizationArgs(num_bits=4))
+    error = quantization_errors(
+        Quantization(values, torch.tensor([0.5]), None, QuantizationArgs(num_bits=4))
+    )
     assert error.item() == pytest.approx(0.04)
 
 
@@ -76,7 +80,9 @@ def test_weighted_errors(
     plain, expected = both(values, args, norm)
     low, high = (v.float() * 0.8 for v in (values.amin((0, -2, -1)), values.amax((0, -2, -1))))
     parts = (*qparams_of(low, high, args), args, norm)
-    torch.testing.assert_close(quantization_errors(values, *parts), plain, rtol=1e-12, atol=0)
-    found = quantization_errors(pieces(memory, shape, values), *parts, weights)
+    torch.testing.assert_close(
+        quantization_errors(Quantization(values, *parts)), plain, rtol=1e-12, atol=0
+    )
+    found = quantization_errors(Quantization(pieces(memory, shape, values), *parts, weights))
     exact = (expected.double() - values).abs().pow(norm).mul(weights).sum((0, -2, -1))
     torch.testing.assert_close(found, exact, rtol=2e-6, atol=1e-12)

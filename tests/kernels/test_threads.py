@@ -22,7 +22,7 @@ from calipers.kernels.reductions import (
     summarize_channels,
 )
 from calipers.kernels.resources import in_threads, kernels_only, num_threads
-from calipers.kernels.rounding import quantization_errors
+from calipers.kernels.rounding import Quantization, quantization_errors
 from calipers.kernels.search import RangeSearch, search_range
 
 FACTORS = [1 - i / 50 for i in range(20)]
@@ -68,7 +68,7 @@ def test_quantize(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.randn(shape).to(dtype)
     scale = torch.rand(shape[1:3]) + 0.01
     args = QuantizationArgs(num_bits=4)
-    identical(lambda: (quantization_errors(values, scale, None, args, 2.4),))
+    identical(lambda: (quantization_errors(Quantization(values, scale, None, args, 2.4)),))
 
 
 @with_engines("shape, dtype", [(3000, 50), (70, 5000)], DTYPES, engines=NATIVE_ENGINES)

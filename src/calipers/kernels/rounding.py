@@ -156,54 +156,50 @@ def _pack_in_torch(asked: Packing) -> Packed:
 
 
 class Quantization(NamedTuple):
-    """What is quantized, by what, and how its error counts; weights have the shape of pieces."""
+    """What is quantized, by what, and how its error counts; a global scale is divided out.
+
+    :param pieces: (observations, *qparam_shape, rows, columns)
+    :param scale: of the qparam shape, and so is ``zero_point``
+    :param weights: broadcasts with the pieces
+    """
 
     pieces: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    fmt: Format
-    norm: float
+    args: QuantizationArgs
+    norm: float = 2.0
     weights: Tensor | None = None
 
+    def expanded_weights(self) -> Tensor | None:
+        """Return the weights in the shape of the pieces, in float32 or better."""
+        if self.weights is None:
+            return None
+        working = torch.promote_types(self.pieces.dtype, torch.float32)
+        return self.weights.to(self.pieces.device, working).expand(self.pieces.shape)
 
+
+@operation(lambda asked: Workload((asked.pieces,), Format.of(asked.args), asked.norm))
 @torch.no_grad()
-def quantization_errors(
-    pieces: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    args: QuantizationArgs,
-    norm: float = 2.0,
-    weights: Tensor | None = None,
-) -> Tensor:
+def quantization_errors(asked: Quantization) -> Tensor:
     """Return Σ w·|q−x|^norm of each piece, in float64.
 
-    Pieces are (observations, *qparam_shape, rows, columns); ``scale`` and ``zero_point`` have the
-    qparam shape, and a global scale is already divided out.
-    ``weights`` broadcasts with the pieces. The work is done in float32 (float64 for float64). NaN
-    and Inf add no error.
+    The work is done in float32 (float64 for float64), tile by tile: the values themselves are not
+    kept. NaN and Inf add no error.
 
-    >>> args = QuantizationArgs(num_bits=4)
     >>> x = torch.tensor([[[[1.0, 2.2, -3.5]]]])
-    >>> quantization_errors(x, torch.tensor([0.5]), None, args, weights=torch.tensor(2.0))
-    tensor([0.0800], dtype=torch.float64)
+    >>> asked = Quantization(x, torch.tensor([0.5]), None, QuantizationArgs(num_bits=4))
+    >>> quantization_errors(asked)
+    tensor([0.0400], dtype=torch.float64)
     """
-    if weights is not None:
-        weights = weights.to(pieces.device, torch.promote_types(pieces.dtype, torch.float32))
-        weights = weights.expand(pieces.shape)
-    zero_point = None if args.symmetric else zero_point
-    return sum_errors(Quantization(pieces, scale, zero_point, Format.of(args), norm, weights))
-
-
-@operation(lambda asked: Workload((asked.pieces,), asked.fmt, asked.norm))
-def sum_errors(asked: Quantization) -> Tensor:
-    """Return the error of each piece. Work tile by tile: the values themselves are not kept."""
-    pieces, scale, zero_point, fmt, norm, weights = asked
-    shape = pieces.shape[1:-2]
+    pieces, scale, zero_point, args, norm, _ = asked
+    fmt, weights, shape = Format.of(args), asked.expanded_weights(), pieces.shape[1:-2]
     working = torch.promote_types(pieces.dtype, torch.float32)
     by_piece = pieces.movedim(0, -3).reshape(shape.numel(), -1)
     if weights is not None:
         weights = weights.movedim(0, -3).reshape_as(by_piece)
     scale = scale.to(working).reshape(-1, 1)
+    if args.symmetric:
+        zero_point = None
     zero_point = None if zero_point is None else zero_point.to(working).reshape(-1, 1)
     errors = torch.zeros(len(by_piece), dtype=torch.float64, device=by_piece.device)
     for these in runs(len(by_piece), each=min(by_piece.shape[1], TILE)):

@@ -13,7 +13,7 @@ from torch import Tensor
 from calipers.errors import weight_gone
 from calipers.kernels.hessian import choose_candidates, quadratic_error
 from calipers.kernels.optimum import ScaleSearch, best_scales
-from calipers.kernels.rounding import quantization_errors
+from calipers.kernels.rounding import Quantization, quantization_errors
 from calipers.numerics.formats import (
     Format,
     ScaleKind,
@@ -127,12 +127,14 @@ def errors_of(
 ) -> Tensor:
     """Return Σ w·|q−x|^norm of each piece."""
     return quantization_errors(
-        problem.pieces,
-        effective(scale, global_scale),
-        zero_point,
-        problem.args,
-        problem.norm,
-        problem.factors,
+        Quantization(
+            problem.pieces,
+            effective(scale, global_scale),
+            zero_point,
+            problem.args,
+            problem.norm,
+            problem.factors,
+        )
     )
 
 

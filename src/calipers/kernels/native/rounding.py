@@ -17,9 +17,9 @@ from calipers.kernels.rounding import (
     Packing,
     Quantization,
     pack,
-    sum_errors,
+    quantization_errors,
 )
-from calipers.numerics.formats import GRIDS, Grid
+from calipers.numerics.formats import GRIDS, Format, Grid
 from calipers.numerics.layout import as_grid
 
 
@@ -80,18 +80,18 @@ def _grid(asked: Packing) -> Grid | None:
     return GRIDS.get((kind, bits)) if is_known else None
 
 
-@sum_errors.register(BACKEND)
-def _sum_errors(asked: Quantization) -> Tensor:
-    kernels = library()
+@quantization_errors.register(BACKEND)
+def _quantization_errors(asked: Quantization) -> Tensor:
+    kernels, weights, fmt = library(), asked.expanded_weights(), Format.of(asked.args)
     grid, shape = as_grid(asked.pieces, ordered=True), asked.pieces.shape[1:-2]
-    count, zero_point = shape.numel(), asked.zero_point
+    count, zero_point = shape.numel(), None if fmt.symmetric else asked.zero_point
     errors = asked.pieces.new_empty(kernels.quantize_chunks(grid), count, dtype=torch.float64)
     kernels.quantize(
         values=grid,
-        weights=None if asked.weights is None else as_grid(asked.weights, ordered=True),
+        weights=None if weights is None else as_grid(weights, ordered=True),
         scales=asked.scale.detach().float().reshape(count).contiguous(),
         zero_points=None if zero_point is None else zero_point.float().reshape(count).contiguous(),
-        numbers=numbers_of(asked.fmt.grid),
+        numbers=numbers_of(fmt.grid),
         norm=asked.norm,
         errors=errors,
         threads=num_threads(),
