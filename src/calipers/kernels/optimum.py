@@ -204,10 +204,14 @@ def _enumerate(search: ScaleSearch, x: Tensor, w: Tensor) -> Optimum:
             at = top[:, None] - 1 - torch.arange(begin, begin + _TOGETHER, device=x.device)
             scales = storable[at.clamp(min=0)]
             measured = (scales / unit).unsqueeze(-1)
-            # Smaller scales clip more: they cannot become better than what is kept.
-            clipped = _clip(search, x, w, window, measured[:, :1]) if begin else None
-            if clipped is not None and bool((clipped >= kept.errors[:, -1] * _ROUNDING).all()):
-                break
+            # Smaller scales clip more: values beyond the ends of the window err by so much at
+            # least, and they cannot become better than what is kept.
+            if begin:
+                low, high = (measured[:, :1, 0] * (end - window.zero) for end in window[1:3])
+                beyond = torch.maximum(x - high, low - x).clamp_(min=0)
+                clipped = (_powers(beyond, search.norm) * w).sum(-1, dtype=torch.float64)
+                if bool((clipped >= kept.errors[:, -1] * _ROUNDING).all()):
+                    break
             errors = _powers(_errors(search, x, window, measured), search.norm)
             errors = (errors * w.unsqueeze(1)).sum(-1, dtype=torch.float64)
             leave = (at < 0) | overflows(search, scales, *window[:3])
@@ -225,13 +229,6 @@ def _errors(search: ScaleSearch, x: Tensor, window: Window, scales: Tensor) -> T
     if window.zero:
         codes -= window.zero
     return codes.mul_(scales).sub_(x.unsqueeze(1)).abs_()
-
-
-def _clip(search: ScaleSearch, x: Tensor, w: Tensor, window: Window, scales: Tensor) -> Tensor:
-    """Sum what values beyond the ends of the window err by at least."""
-    low, high = (scales[..., 0] * (end - window.zero) for end in window[1:3])
-    beyond = torch.maximum(x - high, low - x).clamp_(min=0)
-    return (_powers(beyond, search.norm) * w).sum(-1, dtype=torch.float64)
 
 
 def _powers(errors: Tensor, norm: float) -> Tensor:

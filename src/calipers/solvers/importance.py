@@ -138,11 +138,27 @@ class HessianImportance(Importance):
 
     def weights(self, inputs: Statistic | None, of: ImportanceTarget) -> Weights:
         """Return the diagonal of E[x xᵀ] over its mean, and its blocks over the same."""
-        blocks, count = _gathered(inputs, self.fields, of.label)
-        sums = blocks.diagonal(dim1=1, dim2=2).flatten()
-        diagonal = _diagonal(sums / count, of)
-        mean = float((sums / count).mean())
-        return Weights(diagonal, _fitted(blocks / count / mean, int(count), of))
+        sums, count = _gathered(inputs, self.fields, of.label)
+        squares = sums.diagonal(dim1=1, dim2=2).flatten() / count
+        diagonal = _diagonal(squares, of)
+        blocks = sums / count / float(squares.mean())
+        width, piece = blocks.shape[-1], of.pieces.shape[-1]
+        if of.layout.order is not None:
+            raise ImportanceError(
+                "a Hessian is of neighbouring columns, which g_idx tears apart", where=of.label
+            )
+        if not bool(torch.isfinite(blocks).all()):
+            raise ImportanceError("the Hessian has NaN or Inf in it", where=of.label)
+        padded = -blocks.shape[0] * width % piece  # columns of a block that no matrix fills
+        if (width % piece and piece % width) or padded % width:
+            raise ImportanceError(
+                f"the Hessian has blocks of {width} columns, which do not fit pieces of {piece} "
+                "columns",
+                where=of.label,
+                hint="Gather it with this observer",
+            )
+        fill = blocks.new_zeros(padded // width, width, width)
+        return Weights(diagonal, torch.cat([shrunk(blocks, int(count)), fill]))
 
 
 @dataclass(frozen=True)
@@ -247,23 +263,3 @@ def _diagonal(mean: Tensor, of: ImportanceTarget) -> Tensor:
         raise ImportanceError(f"importance {problem}", where=of.label)
     diagonal = mean / mean.mean()
     return of.layout.over_columns(diagonal.clamp(min=of.least) if of.least else diagonal)
-
-
-def _fitted(blocks: Tensor, tokens: int, of: ImportanceTarget) -> Tensor:
-    """Return blocks that fit the pieces, shrunk as far as tokens are few."""
-    width, piece = blocks.shape[-1], of.pieces.shape[-1]
-    if of.layout.order is not None:
-        raise ImportanceError(
-            "a Hessian is of neighbouring columns, which g_idx tears apart", where=of.label
-        )
-    if not bool(torch.isfinite(blocks).all()):
-        raise ImportanceError("the Hessian has NaN or Inf in it", where=of.label)
-    padded = -blocks.shape[0] * width % piece  # columns of a block that the matrix does not fill
-    if (width % piece and piece % width) or padded % width:
-        raise ImportanceError(
-            f"the Hessian has blocks of {width} columns, which do not fit pieces of {piece} "
-            "columns",
-            where=of.label,
-            hint="Gather it with this observer",
-        )
-    return torch.cat([shrunk(blocks, tokens), blocks.new_zeros(padded // width, width, width)])
