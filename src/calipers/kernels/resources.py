@@ -50,10 +50,12 @@ def num_threads() -> int:
     threads = torch.get_num_threads()
     if not processes.isdecimal() or int(processes) < 2:
         return threads
-    processors = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # those that this process may use
-        processors = len(os.sched_getaffinity(0))
-    return max(1, min(threads, processors // int(processes)))
+    return max(1, min(threads, _processors() // int(processes)))
+
+
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
