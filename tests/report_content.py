@@ -13,6 +13,7 @@ from calipers.evaluation import LayerError
 from calipers.judging.costs import ModuleCosts
 from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
+from calipers.measurements.summary import Magnitudes
 from calipers.reporting.content import (
     CheckpointFacts,
     Content,
@@ -21,7 +22,7 @@ from calipers.reporting.content import (
     WeightDetail,
     WeightLimits,
 )
-from calipers.reporting.inputs import Channel, ChannelRanges, ChosenRange, LogHistogram, Shares
+from calipers.reporting.inputs import Channel, ChannelRanges, ChosenRange, Shares
 from calipers.reporting.modules import ModuleFacts, judged
 from calipers.reporting.outside import (
     Evaluated,
@@ -67,7 +68,7 @@ def content(layers: int = 4, evil: bool = True) -> Content:
         source_size=16_060_522_496,
         parameters=8_030_261_248,
         inputs=tuple(_input((name,)) for name in names),
-        weights={name: WeightDetail(4096, 4096, _histogram(), 0.5, 0.02) for name in names},
+        weights={name: WeightDetail(4096, 4096, _histogram()) for name in names},
         evaluation=_evaluated([each.name for each in checkpoints], layers),
         predictions=tuple(Prediction(name, word, 0.1) for name in names),
         sufficiency=(Sufficiency(f"{names[0]}.input", False, word),),
@@ -104,8 +105,9 @@ def _range(observer: str) -> ChosenRange:
     return ChosenRange(observer, -20.3, 20.1, 0.16, Shares(0.001, 0.6, 0.2))
 
 
-def _histogram() -> LogHistogram:
-    return LogHistogram(-60, tuple(1 + 7919 * index % 100_003 for index in range(90)), 5)
+def _histogram() -> Magnitudes:
+    counts = tuple(1 + 7919 * index % 100_003 for index in range(90))
+    return Magnitudes(rms=0.02, largest=0.5, zeros=5, exponent=-60, counts=counts)
 
 
 def _input(readers: tuple[str, ...]) -> InputDetail:

@@ -29,8 +29,8 @@ from calipers.planning.specs import COUNTS, SQUARES
 from calipers.reporting.description import describe_checkpoint
 from calipers.reporting.inputs import (
     OBSERVERS,
-    LogHistogram,
     distribution_of,
+    histogram_of,
     range_of,
     ranges_by_observers,
 )
@@ -180,11 +180,11 @@ def test_ranges_are_those_of_observers_that_see_the_tensor(symmetric: bool) -> N
 def test_histograms_count_every_value() -> None:
     x = (torch.randn(3000) * torch.randn(3000).mul(4).exp()).to(torch.bfloat16)
     x[:7] = 0
-    found = LogHistogram.of(distribution_of(x))
+    found = histogram_of(distribution_of(x))
     assert found.zeros == int((x == 0).sum())
-    assert found.total == 3000
+    assert found.zeros + sum(found.counts) == 3000
     for index, count in enumerate(found.counts[1:], start=1):
-        low, high = (2 ** ((found.first + index + i) / 4) for i in (0, 1))
+        low, high = (2 ** ((found.exponent + index + i) / 4) for i in (0, 1))
         assert count == int(((x.double().abs() >= low) & (x.double().abs() < high)).sum())
 
 
@@ -208,8 +208,8 @@ def test_channels_and_weights(made: Made, found: Report) -> None:
     weight = load_file(made.model / "model.safetensors")[f"{DOWN}.weight"]
     shown = found.content.weights[DOWN]
     assert (shown.rows, shown.columns) == tuple(weight.shape)
-    assert shown.histogram.total == weight.numel()
-    assert shown.largest == float(weight.abs().max())
+    assert shown.values.zeros + sum(shown.values.counts) == weight.numel()
+    assert shown.values.largest == float(weight.abs().max())
     limits = found.content.checkpoints[0].limits[DOWN]
     scales = load_file(made.plain / "model.safetensors")[f"{DOWN}.weight_scale"].float()
     assert limits.largest == pytest.approx(8 * float(scales.max()))

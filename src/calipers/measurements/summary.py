@@ -15,32 +15,14 @@ from calipers.statistics.value_counts import ValueCounts
 from calipers.topology.names import split_layer, without_numbers
 
 
-def octave_counts(
-    sizes: Tensor, counts: Tensor, parts: int = 1, most: int | None = None
-) -> tuple[int, tuple[int, ...]]:
-    """Count magnitudes above zero in bins; bin i holds 2^(i/parts) ≤ |x| < 2^((i+1)/parts).
-
-    :param sizes: the magnitudes, in float64
-    :param counts: how often each occurred
-    :param most: at most so many octaves: the first bin holds all smaller magnitudes, too
-    :return: the number of the first bin, and the count of each
-    """
-    if not len(sizes):
-        return 0, ()
-    bins = (sizes.log2() * parts).floor().long()
-    first, last = int(bins.min()), int(bins.max())
-    first = first if most is None else max(first, last - most * parts)
-    places = (bins - first).clamp(min=0)
-    summed = counts.new_zeros(last - first + 1).index_add_(0, places, counts)
-    return first, tuple(summed.tolist())
-
-
 @dataclass(frozen=True)
 class Magnitudes:
-    """How often magnitudes occurred, by powers of two.
+    """How large values are: how often magnitudes occurred, by powers of two or parts of them.
+
+    Bin i of so many to an octave holds 2^((exponent+i)/parts) ≤ |x| < 2^((exponent+i+1)/parts).
 
     :param rms: √(Σx² / n) over all finite values
-    :param exponent: of the first count: that of magnitudes from 2^exponent up to twice as much
+    :param exponent: of the first bin
     """
 
     rms: float
@@ -48,6 +30,31 @@ class Magnitudes:
     zeros: int
     exponent: int
     counts: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, values: Tensor, counts: Tensor, parts: int = 1, most: int | None = None
+    ) -> Magnitudes:
+        """Count magnitudes, given finite values and how often each occurred.
+
+        :param most: at most so many octaves: the first bin holds all smaller magnitudes, too
+
+        >>> Magnitudes.of(torch.tensor([-1.0, 0.0, 4.0]), torch.tensor([8, 7, 1]))
+        Magnitudes(rms=1.224744871391589, largest=4.0, zeros=7, exponent=0, counts=(8, 0, 1))
+        """
+        sizes, total = values.double().abs(), int(counts.sum())
+        rms = math.sqrt(float((sizes.square() * counts).sum()) / total) if total else math.nan
+        is_zero = sizes == 0
+        zeros = int(counts[is_zero].sum())
+        sizes, counts = sizes[~is_zero], counts[~is_zero]
+        if not len(sizes):
+            return cls(rms, 0.0, zeros, 0, ())
+        bins = (sizes.log2() * parts).floor().long()
+        first, last = int(bins.min()), int(bins.max())
+        first = first if most is None else max(first, last - most * parts)
+        places = (bins - first).clamp(min=0)
+        summed = counts.new_zeros(last - first + 1).index_add_(0, places, counts)
+        return cls(rms, float(sizes.max()), zeros, first, tuple(summed.tolist()))
 
     @property
     def peak(self) -> float:
@@ -63,17 +70,10 @@ def magnitudes_of(statistics: Mapping[str, Statistic]) -> Magnitudes | None:
     """Return how large values were; None where they were not counted."""
     counted = [each for each in statistics.values() if isinstance(each, ValueCounts)]
     parts = list(counted[0].distributions()) if counted and counted[0].fields() else []
-    if not parts:
+    if not sum(int(part.counts.sum()) for part in parts):
         return None
-    sizes = torch.cat([part.values for part in parts]).double().abs()
-    counts = torch.cat([part.counts for part in parts])
-    total = int(counts.sum())
-    if not total:
-        return None
-    rms = math.sqrt(float((sizes.square() * counts).sum()) / total)
-    is_zero = sizes == 0
-    histogram = octave_counts(sizes[~is_zero], counts[~is_zero])
-    return Magnitudes(rms, float(sizes.max()), int(counts[is_zero].sum()), *histogram)
+    values = torch.cat([part.values for part in parts])
+    return Magnitudes.of(values, torch.cat([part.counts for part in parts]))
 
 
 OUTSIDE = "–"

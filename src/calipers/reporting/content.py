@@ -17,16 +17,17 @@ from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.errors import counted, shortened
 from calipers.linting import Finding
 from calipers.measurements import MeasurementsInfo
+from calipers.measurements.summary import Magnitudes
 from calipers.numerics.formats import Format
 from calipers.reporting.inputs import (
     REFERENCE,
     ChannelRanges,
     ChosenRange,
-    LogHistogram,
     Measured,
     MeasuredInput,
     distribution_of,
     has_one_range,
+    histogram_of,
     range_of,
     ranges_by_observers,
 )
@@ -58,7 +59,7 @@ class InputDetail(NamedTuple):
     readers: tuple[str, ...]
     tokens: int
     exact: bool
-    histogram: LogHistogram | None
+    histogram: Magnitudes | None
     channels: ChannelRanges | None
     by_format: tuple[ObserverRanges, ...]
 
@@ -68,9 +69,7 @@ class WeightDetail(NamedTuple):
 
     rows: int
     columns: int
-    histogram: LogHistogram
-    largest: float
-    rms: float
+    values: Magnitudes
 
 
 class WeightLimits(NamedTuple):
@@ -100,7 +99,7 @@ def input_details(
             for args in formats.values() or (REFERENCE,):
                 ranges = ranges_by_observers(known, seen.values, args, exact=seen.exact)
                 by_format.append(ObserverRanges(args_label(args), ranges))
-        histogram = None if seen.values is None else LogHistogram.of(seen.values)
+        histogram = None if seen.values is None else histogram_of(seen.values)
         known_of = seen.readers, seen.tokens, seen.exact, histogram, seen.channels
         details.append(InputDetail(*known_of, tuple(by_format)))
     return tuple(details)
@@ -141,14 +140,7 @@ def weight_detail(source: OriginalModel, module: str) -> WeightDetail | None:
     weight = source.weight(module)
     if weight is None or len(weight.shape) != 2 or not weight.size:
         return None
-    seen = distribution_of(weight.map())
-    energy = (seen.values.double().square() * seen.counts).sum()
-    return WeightDetail(
-        *weight.shape,
-        LogHistogram.of(seen),
-        float(seen.values.abs().max()) if len(seen.values) else 0.0,
-        float((energy / seen.counts.sum()).sqrt()),
-    )
+    return WeightDetail(*weight.shape, histogram_of(distribution_of(weight.map())))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from calipers.judging.activations import RoundedValues
 from calipers.judging.costs import Streams
 from calipers.kernels.reductions import count_values
 from calipers.measurements import Measurements, MeasurementsInfo
-from calipers.measurements.summary import octave_counts
+from calipers.measurements.summary import Magnitudes
 from calipers.measurements.tensors import Statistics, readers_of
 from calipers.numerics.formats import Format
 from calipers.observers.spec import ObserverSpec
@@ -94,37 +94,13 @@ class ChannelRanges:
         )
 
 
-BINS_PER_OCTAVE = 4
+_BINS_PER_OCTAVE = 4
 _MOST_OCTAVES = 24
 
 
-class LogHistogram(NamedTuple):
-    """How many values have which magnitude.
-
-    Bin i holds 2^((first+i)/4) ≤ |x| < 2^((first+i+1)/4); the first one all smaller magnitudes but
-    zero, too.
-    """
-
-    first: int
-    counts: tuple[int, ...]
-    zeros: int
-
-    @property
-    def total(self) -> int:
-        """How many values there are."""
-        return sum(self.counts) + self.zeros
-
-    @classmethod
-    def of(cls, seen: Distribution) -> LogHistogram:
-        """Count values that are known with their counts.
-
-        >>> LogHistogram.of(Distribution(torch.tensor([-1.0, 0.0, 2.0]), torch.tensor([3, 5, 1])))
-        LogHistogram(first=0, counts=(3, 0, 0, 0, 1), zeros=5)
-        """
-        filled = seen.values != 0
-        sizes = seen.values[filled].double().abs()
-        bins = octave_counts(sizes, seen.counts[filled], BINS_PER_OCTAVE, _MOST_OCTAVES)
-        return cls(*bins, int(seen.counts[~filled].sum()))
+def histogram_of(seen: Distribution) -> Magnitudes:
+    """Return how many values have which magnitude, in bins of a quarter of an octave."""
+    return Magnitudes.of(seen.values, seen.counts, _BINS_PER_OCTAVE, _MOST_OCTAVES)
 
 
 def distribution_of(values: Tensor) -> Distribution:

@@ -15,8 +15,9 @@ from calipers import __version__
 from calipers.errors import ConfigurationError, format_size
 from calipers.judging.losses import format_decibels
 from calipers.linting import Finding
+from calipers.measurements.summary import Magnitudes
 from calipers.reporting.content import CheckpointFacts, Content, InputDetail
-from calipers.reporting.inputs import ChosenRange, LogHistogram
+from calipers.reporting.inputs import ChosenRange
 from calipers.reporting.modules import (
     format_share,
     kind_of,
@@ -47,9 +48,9 @@ def page_data(content: Content) -> dict[str, Any]:
         "weights": {
             name: {
                 "shape": [weight.rows, weight.columns],
-                "histogram": _histogram(weight.histogram),
-                "largest": short(weight.largest),
-                "rms": short(weight.rms),
+                "histogram": _histogram(weight.values),
+                "largest": short(weight.values.largest),
+                "rms": short(weight.values.rms),
             }
             for name, weight in content.weights.items()
         },
@@ -115,8 +116,8 @@ def _input(detail: InputDetail) -> dict[str, Any]:
     }
 
 
-def _histogram(found: LogHistogram | None) -> list[Any] | None:
-    return None if found is None else [found.first, list(found.counts), found.zeros]
+def _histogram(found: Magnitudes | None) -> list[Any] | None:
+    return None if found is None else [found.exponent, list(found.counts), found.zeros]
 
 
 def short(number: float | None) -> float | None:
