@@ -35,6 +35,8 @@ def extrema(values: Tensor, shape: Any, strides: Any, **places: Tensor) -> list[
         ((1, 4, 1, 1, 8), (1, 12, 1, 1, 1), "reaches beyond its storage"),
         ((2**62, *ONES, 2), (2**62, 1, 1, 1, 1), "reaches beyond its storage"),
         ((2**62, *ONES, 4), (4, 1, 1, 1, 2**62), "reaches beyond its storage"),
+        ((1, 2**33, 2**32, 1, 1), (0, 0, 0, 0, 0), "has more values than can be counted"),
+        ((1, 2, 1, 2**62, 4), (0, 0, 0, 0, 0), "has more values than can be counted"),
         ((*ONES, 0, 8), (1, 1, 1, 8, 1), "must not be empty"),
         ((*ONES, -1, 8), (1, 1, 1, 8, 1), "must not be empty"),
     ],

@@ -28,15 +28,20 @@ class Memory {
   std::byte* data() const { return reinterpret_cast<std::byte*>(data_); }
   // Refuse a view from which anything but its storage is reached.
   void expect(const Five& shape, const Five& strides, std::int64_t size, const char* what) const {
-    __int128 first = 0, last = 0;
+    constexpr __int128 kMost = std::numeric_limits<std::int64_t>::max();
+    __int128 first = 0, last = 0, count = 1;
     for (int i = 0; i < 5; i++) {
       if (shape[i] < 1) throw nb::value_error((std::string(what) + " must not be empty.").c_str());
       const __int128 reach = static_cast<__int128>(shape[i] - 1) * strides[i];
       (reach < 0 ? first : last) += reach;
+      if (count <= kMost) count *= shape[i];
     }
     const __int128 start = data_;
     if (start + first * size < begin_ || start + (last + 1) * size > end_)
       throw nb::value_error((std::string(what) + " reaches beyond its storage.").c_str());
+    // Strides of zero stay where they are, however often they are taken.
+    if (count > kMost)
+      throw nb::value_error((std::string(what) + " has more values than can be counted.").c_str());
   }
   void expect(std::int64_t count, std::int64_t size, const char* what) const {
     expect({1, 1, 1, 1, count}, {1, 1, 1, 1, 1}, size, what);
@@ -135,8 +140,9 @@ std::int64_t extrema(nb::handle values, const std::string& dtype, const Five& sh
   const Memory from(values), lower(low), upper(high);
   job.values = {from.data(), dtype_named(dtype), shape[0], shape[1], shape[2],
                 shape[3], shape[4], strides[0], strides[1], strides[2], strides[3], strides[4]};
-  const std::int64_t size = element_size(job.values.dtype), pieces = job.values.count();
+  const std::int64_t size = element_size(job.values.dtype);
   from.expect(shape, strides, size, "values");
+  const std::int64_t pieces = job.values.count();
   lower.expect(pieces, size, "low");
   upper.expect(pieces, size, "high");
   std::uint8_t* marks = nullptr;
