@@ -97,7 +97,7 @@ class ObserverSpec:
         if is_weight and kind.registered_name() in _MEMORYLESS:
             memoryless = _MEMORYLESS[kind.registered_name()]
             kind = Observer.get_value_from_registry(memoryless, allow_code=False)
-        if is_weight and kind.registered_name().startswith("memoryless"):
+        if is_weight and kind.registered_name() in _MEMORYLESS.values():
             given = {key: value for key, value in given.items() if key not in _OF_A_STREAM}
         own = given.keys() & parameters_of(kind)  # a class may read options itself
         options = kind.checked_options(
