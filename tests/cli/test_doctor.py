@@ -47,8 +47,8 @@ def test_a_choice_of_backends_is_told() -> None:
     assert "torch: everything else (CALIPERS_BACKEND=torch is set)" in done.stdout
     error = json.loads(run("doctor", "--json", env={"CALIPERS_BACKEND": "ntive"}).stderr)["error"]
     assert error["type"] == "ConfigurationError"
-    assert "there is no backend 'ntive'. Known: torch, native" in error["message"]
-    assert error["message"].endswith("Did you mean native?")
+    assert "there is no backend 'ntive'. Did you mean 'native'?" in error["message"]
+    assert error["message"].endswith("Allowed: torch, native.")
 
 
 @pytest.mark.slow

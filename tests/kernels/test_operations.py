@@ -103,7 +103,7 @@ def test_an_unknown_backend_is_refused(name: str) -> None:
     with backends_in_use(f"torch,{name}"), pytest.raises(ConfigurationError) as it:
         sum_of_squares(TOKENS)
     assert f"CALIPERS_BACKEND=torch,{name}: there is no backend '{name}'" in str(it.value)
-    assert "Known: torch, native" in str(it.value)
+    assert "Allowed: torch, native" in str(it.value)
 
 
 class TestABackendThatCannotRun:

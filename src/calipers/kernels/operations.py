@@ -193,7 +193,11 @@ class Operation(Generic[P, R]):
                 found = self._implementation(each)
                 if found is not None:
                     return cast(Callable[P, R], found[0])
-        raise ConfigurationError(_unknown(backend, self.backends, f"{self.name} has no backend"))
+        raise ConfigurationError(
+            f"{self.name} has no backend '{backend}'",
+            meant=nearest(backend, self.backends),
+            allowed=self.backends,
+        )
 
     def _implementation(self, backend: Backend) -> tuple[Callable[P, R | Declined], Accepts] | None:
         """Return how a backend runs this, and for which workloads; None if it does not."""
@@ -273,7 +277,10 @@ def chosen_backends() -> tuple[Backend, ...]:
     for name in names:
         if name not in (REFERENCE, *order):
             raise ConfigurationError(
-                _unknown(name, (REFERENCE, *order), f"{SWITCH}={value}: there is no backend")
+                f"there is no backend '{name}'",
+                where=f"{SWITCH}={value}",
+                meant=nearest(name, (REFERENCE, *order)),
+                allowed=(REFERENCE, *order),
             )
     chosen = []
     for name in names or order:
@@ -287,7 +294,8 @@ def chosen_backends() -> tuple[Backend, ...]:
         backend = _loaded(known[name])
         if names and not (status := backend.status()).is_usable:
             raise ConfigurationError(
-                f"{SWITCH}={value}: the backend {name} cannot be used here: {status.reason}."
+                f"the backend {name} cannot be used here: {status.reason}",
+                where=f"{SWITCH}={value}",
             )
         chosen.append(backend)
     return tuple(chosen)
@@ -306,12 +314,6 @@ def _loaded(entry: Backend | EntryPoint) -> Backend:
         reason = f"{entry.value} could not be loaded: {error}"
     warning = f"Calipers runs without the backend {entry.name}: {reason}."
     return Backend(entry.name, status=lambda: Status(False, reason, warning))
-
-
-def _unknown(name: str, known: tuple[str, ...], problem: str) -> str:
-    similar = nearest(name, known)
-    hint = f" Did you mean {similar}?" if similar else ""
-    return f"{problem} {name!r}. Known: {', '.join(known)}.{hint}"
 
 
 @cache
