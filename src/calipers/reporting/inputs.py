@@ -15,7 +15,6 @@ from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.errors import CalipersError, MeasurementsError, counted, shortened
 from calipers.judging.activations import RoundedValues
 from calipers.judging.costs import Streams
-from calipers.kernels.reductions import count_values
 from calipers.measurements import Measurements, MeasurementsInfo
 from calipers.measurements.summary import Magnitudes
 from calipers.measurements.tensors import Statistics, readers_of
@@ -105,12 +104,9 @@ def histogram_of(seen: Distribution) -> Magnitudes:
 
 def distribution_of(values: Tensor) -> Distribution:
     """Return the finite values of a tensor, rounded to bfloat16 if they are wider, and counts."""
-    dtype = values.dtype if values.dtype == torch.float16 else torch.bfloat16
-    table = count_values(values.reshape(1, 1, 1, -1))[0].cpu()
-    bins = table.nonzero().squeeze(1)
-    found = bins.to(torch.int32).to(torch.int16).view(dtype).float()
-    finite = torch.isfinite(found)
-    return Distribution(found[finite], table[bins[finite]])
+    counts = ValueCounts()
+    counts.update(values.reshape(1, -1))
+    return next(counts.distributions())
 
 
 OBSERVERS = ("static_minmax", "histogram_mse", "percentile", "entropy")
