@@ -246,33 +246,31 @@ class MeasureKeywords(EvaluateKeywords, total=False):
     timeout: timedelta | None
 
 
-class OneshotKeywords(MeasureKeywords, total=False):
-    """Single options of :func:`calipers.oneshot`, for those who check types."""
+class CheckpointKeywords(TypedDict, total=False):
+    """What is done to weights and where they go: options of whoever writes a checkpoint."""
 
-    on_unseen: OnUnseen
     method: Method | None
     group_size: int | None
     weight_observer: Any
     activation_observer: Any
     allow_code: bool
-    output_dir: str | Path | None
     overwrite: bool
     max_shard_size: int | str
 
 
-class QuantizeKeywords(TypedDict, total=False):
+class OneshotKeywords(MeasureKeywords, CheckpointKeywords, total=False):
+    """Single options of :func:`calipers.oneshot`, for those who check types."""
+
+    on_unseen: OnUnseen
+    output_dir: str | Path | None
+
+
+class QuantizeKeywords(CheckpointKeywords, total=False):
     """Single options of :func:`calipers.quantize`, for those who check types."""
 
     device: Device
     trust_remote_code: bool
     progress: bool | Progress | None
-    method: Method | None
-    group_size: int | None
-    weight_observer: Any
-    activation_observer: Any
-    allow_code: bool
-    overwrite: bool
-    max_shard_size: int | str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from calipers.checkpoint.compression import checkpoint_tensors, tensor_names
 from calipers.checkpoint.headers import stored_tensors
 from calipers.checkpoint.location import check_location
-from calipers.checkpoint.reader import load_skeleton
 from calipers.checkpoint.state import (
     converted_back,
     offloaded_tensors,
@@ -27,7 +26,7 @@ from calipers.checkpoint.state import (
     stored_names,
     tied_names,
 )
-from calipers.checkpoint.unknown_model import unknown_model
+from calipers.checkpoint.unknown_model import skeleton_of
 from calipers.errors import ConfigurationError, cannot_load, damaged_file
 from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
@@ -202,14 +201,12 @@ class OriginalModel:
     @cached_property
     def fingerprint(self) -> str:
         """The fingerprint by which measurements know the model."""
-        folder = self.folder
-        trusted = self.trust_remote_code
-        model = unknown_model(folder) or load_skeleton(folder, trust_remote_code=trusted)
+        model = skeleton_of(self.folder, trust_remote_code=self.trust_remote_code)
         own_names = offloaded_tensors(model)
         weights = StoredWeights.of(model, self.tensors, tied_names(model), own_names)
         if weights is None:
             problem = "it does not hold its weights in safetensors as the model has them"
-            raise damaged_file(folder, problem)
+            raise damaged_file(self.folder, problem)
         return weights.fingerprint()
 
 

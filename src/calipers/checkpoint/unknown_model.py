@@ -15,6 +15,8 @@ from transformers import (
 )
 
 from calipers.checkpoint.headers import first_float_dtype, stored_tensors
+from calipers.checkpoint.location import check_location
+from calipers.checkpoint.reader import load_skeleton
 from calipers.errors import RecipeError, damaged_file, shortened
 from calipers.files.reading import read_json_object
 from calipers.files.safetensors_header import StoredTensor
@@ -95,3 +97,10 @@ def unknown_model(folder: Path) -> UnknownModel | None:
     # A Linear must be there before its bias comes.
     names = sorted(stored, key=lambda name: not name.endswith(".weight"))
     return UnknownModel(config, {name: stored[name] for name in names})
+
+
+def skeleton_of(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a model without values, as transformers has it; else as the names in its files say."""
+    check_location(str(name), gguf=True)
+    unknown = unknown_model(Path(name)) if Path(name).is_dir() else None
+    return unknown or load_skeleton(name, trust_remote_code=trust_remote_code)

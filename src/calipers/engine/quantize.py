@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,9 @@ from calipers.calibration.pipelines import NewValues, Part, Parts
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.compression import compressed_state, name_on_disk, tensor_names
 from calipers.checkpoint.headers import stored_tensors
-from calipers.checkpoint.location import check_location, refuse_quantized
+from calipers.checkpoint.location import refuse_quantized
 from calipers.checkpoint.reader import (
     load_model,
-    load_skeleton,
     load_tokenizer,
     loading_counted,
 )
@@ -43,7 +43,7 @@ from calipers.checkpoint.stored_weights import (
     WeightSource,
     model_fingerprint,
 )
-from calipers.checkpoint.unknown_model import unknown_model
+from calipers.checkpoint.unknown_model import UnknownModel, skeleton_of
 from calipers.checkpoint.writer import TensorStream, in_background, parse_size, write_stream
 from calipers.engine.dry_run import hessian_bytes
 from calipers.engine.job import (
@@ -305,15 +305,13 @@ def driver_for(
 
 
 def skeleton_for(name: str | Path, recipe: Recipe, trusted: bool) -> PreTrainedModel:
-    """Build a model without values, as transformers has it; else as the names in its files say."""
-    check_location(str(name), gguf=True)
-    unknown = unknown_model(Path(name)) if Path(name).is_dir() else None
-    if unknown is None:
-        return load_skeleton(name, trust_remote_code=trusted)
-    refuse_quantized(unknown.config, str(name))
-    for modifier in recipe.modifiers:
-        unknown.check_patterns([pattern for part in modifier.target_patterns() for pattern in part])
-    return unknown
+    """Build a model without values; of an unknown one a recipe must mean modules by their names."""
+    skeleton = skeleton_of(name, trust_remote_code=trusted)
+    if isinstance(skeleton, UnknownModel):
+        refuse_quantized(skeleton.config, str(name))
+        for modifier in recipe.modifiers:
+            skeleton.check_patterns(chain(*modifier.target_patterns()))
+    return skeleton
 
 
 @dataclass

@@ -11,7 +11,7 @@ from calipers.registry import Registry
 if TYPE_CHECKING:
     from calipers.checkpoint.quantized import QuantizedCheckpoint
     from calipers.checkpoint.stored_module import StoredModule
-    from calipers.linting.codes import InspectedWeight
+    from calipers.linting.codes import LintedWeight
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -52,7 +52,7 @@ class Check:
         """Check a module of a checkpoint, quantized or not."""
         return ()
 
-    def of_weight(self, weight: InspectedWeight) -> Iterable[Finding]:  # noqa: ARG002
+    def of_weight(self, weight: LintedWeight) -> Iterable[Finding]:  # noqa: ARG002
         """Check a quantized weight whose tensors are there and fit each other."""
         return ()
 

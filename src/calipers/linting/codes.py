@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -21,7 +21,13 @@ from calipers.kernels.resources import runs
 from calipers.kernels.rounding import IN_PAIRS, IN_WORDS
 from calipers.linting.check import Check, Finding
 from calipers.numerics.formats import GRIDS, Grid
-from calipers.numerics.layout import Layout, has_global_scale, shared_columns, strategy_name
+from calipers.numerics.layout import (
+    Layout,
+    granularity_name,
+    has_global_scale,
+    shared_columns,
+    strategy_name,
+)
 from calipers.numerics.qparams import safe_qparams
 from calipers.observers import QParamsDict
 
@@ -58,7 +64,7 @@ class CodeCounts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InspectedWeight:
+class LintedWeight:
     """A quantized weight whose tensors are there and fit each other.
 
     :param counts: None where Calipers does not know the format
@@ -75,9 +81,7 @@ class InspectedWeight:
     usual_error: float | None = None
 
     @classmethod
-    def of(
-        cls, name: str, weight: QuantizedWeight, original: OriginalModel | None
-    ) -> InspectedWeight:
+    def of(cls, name: str, weight: QuantizedWeight, original: OriginalModel | None) -> LintedWeight:
         """Count the codes of a weight, and compare it with the original."""
         args, form, shape = weight.args, weight.form, weight.shape
         if grid_of(args) is None:
@@ -86,11 +90,42 @@ class InspectedWeight:
         errors = None if original is None else compare(name, weight, original)
         return cls(name, args, form, shape, counts, *(errors or ()))
 
+    @property
+    def scheme(self) -> str:
+        """Its format and granularity, such as ``int4 group 128``."""
+        kind = QuantizationType(self.args.type).value
+        return f"{kind}{self.args.num_bits} {granularity_name(self.args)}"
+
+    @property
+    def codes_used(self) -> int | None:
+        """How many of the codes occur."""
+        return None if self.counts is None else self.counts.used
+
+    @property
+    def codes(self) -> int | None:
+        """How many different numbers there are codes for."""
+        return None if self.counts is None else self.counts.available
+
+    @property
+    def saturated(self) -> float | None:
+        """The share of weights that have the lowest or the highest code."""
+        return None if self.counts is None else self.counts.saturated
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        figures = ("codes_used", "codes", "saturated", "error", "usual_error")
+        return {
+            "name": self.name,
+            "scheme": self.scheme,
+            "shape": list(self.shape),
+            **{figure: getattr(self, figure) for figure in figures},
+        }
+
 
 class CodesCheck(Check):
     """Look for weights that use their codes badly, or have lost far more than usual."""
 
-    def of_weight(self, weight: InspectedWeight) -> Iterator[Finding]:
+    def of_weight(self, weight: LintedWeight) -> Iterator[Finding]:
         """Check a quantized weight whose tensors are there and fit each other."""
         name, counts = weight.name, weight.counts
         if counts is None:

@@ -4,61 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from compressed_tensors.quantization import QuantizationType
 
 from calipers.checkpoint.quantized import QuantizedCheckpoint
 from calipers.checkpoint.stored_module import StoredModule
 from calipers.checkpoint.stored_weights import OriginalModel
 from calipers.errors import counted
 from calipers.linting.check import CHECKS, SEVERITIES, Finding
-from calipers.linting.codes import InspectedWeight
+from calipers.linting.codes import LintedWeight
 from calipers.notebook import NotebookView
-from calipers.numerics.layout import granularity_name
-
-
-@dataclass(frozen=True)
-class LintedWeight:
-    """What is known of one quantized weight.
-
-    :param scheme: its format and granularity, such as ``int4 group 128``
-    :param codes_used: how many of the codes occur; None where they could not be read
-    :param codes: how many different numbers there are codes for
-    :param saturated: the share of weights that have the lowest or the highest code
-    :param error: ‖Q(W) − W‖ / ‖W‖, where the original is known
-    :param usual_error: the same for scales from the extrema of the original
-    """
-
-    name: str
-    scheme: str
-    shape: tuple[int, ...]
-    codes_used: int | None = None
-    codes: int | None = None
-    saturated: float | None = None
-    error: float | None = None
-    usual_error: float | None = None
-
-    @classmethod
-    def of(cls, weight: InspectedWeight) -> LintedWeight:
-        """Return what is told of a weight that was inspected."""
-        kind, counts = QuantizationType(weight.args.type).value, weight.counts
-        return cls(
-            weight.name,
-            f"{kind}{weight.args.num_bits} {granularity_name(weight.args)}",
-            weight.shape,
-            codes_used=None if counts is None else counts.used,
-            codes=None if counts is None else counts.available,
-            saturated=None if counts is None else counts.saturated,
-            error=weight.error,
-            usual_error=weight.usual_error,
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {**asdict(self), "shape": list(self.shape)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,8 +88,8 @@ def lint_checkpoint(
             findings += check.of_module(module)
         stored = module.open_weight()
         if stored is not None:
-            weight = InspectedWeight.of(module.name, stored, original)
-            weights.append(LintedWeight.of(weight))
+            weight = LintedWeight.of(module.name, stored, original)
+            weights.append(weight)
             for check in checks:
                 findings += check.of_weight(weight)
     if original is not None:
