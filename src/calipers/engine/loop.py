@@ -1,4 +1,4 @@
-"""The loop over the parts of a model: each is solved, judged, and given to a sink."""
+"""The loop over the parts of a model: each is solved, judged and given to a sink, then changed."""
 
 from __future__ import annotations
 

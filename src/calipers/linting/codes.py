@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +73,7 @@ class LintedWeight:
     """
 
     name: str
-    args: QuantizationArgs
+    args: QuantizationArgs = field(hash=False)  # which has none
     form: CompressionFormat
     shape: tuple[int, ...]
     counts: CodeCounts | None = None

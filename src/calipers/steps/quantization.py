@@ -1,4 +1,4 @@
-"""The modifier that quantizes: what a recipe says of it, and which modules of a model it means."""
+"""The modifier that quantizes: what a recipe says of it, which modules it means, what it finds."""
 
 from __future__ import annotations
 
