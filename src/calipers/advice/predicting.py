@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import nn
 
 from calipers.advice.candidates import UNQUANTIZED, Candidate
-from calipers.calibration.pipelines import NewValues, Part
+from calipers.calibration.partial_forward import NewValues
+from calipers.calibration.pipelines import Part
 from calipers.checkpoint.compression import sizes_of_module
 from calipers.engine.loop import run_parts
 from calipers.engine.quantize import PreparedModel, prepare_model
@@ -102,7 +103,7 @@ class Trial:
         seconds = time.perf_counter() - start
         self.seconds.update(dict.fromkeys(part.states, seconds / len(part.states)))
         self._freed.count(self.prepared.bytes_of_work(part))
-        return {}
+        return NewValues()
 
 
 def prepare_trials(

@@ -9,25 +9,21 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from compressed_tensors.modeling import (
-    initialize_hooked_attention,
-    initialize_hooked_kv_cache,
-    register_key_hook,
-    register_query_hook,
-    register_value_hook,
-)
+from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
 from compressed_tensors.offload import OffloadCache
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from calipers.calibration.sharing import PairedTensors, SharedInputs
+from calipers.calibration.partial_forward import STATE_HOOKS
+from calipers.calibration.sharing import PairedTensors, QuantizedInputs, SharedInputs
 from calipers.errors import ConfigurationError, LayoutError, TensorValueError
 from calipers.measurements import Measurements
 from calipers.measurements.tensors import Tensors, check_same
+from calipers.numerics.qparams import ActivationQuantizer
 from calipers.numerics.tensors import first_tensor, mask_for, token_mask
 from calipers.planning.plan import Plan
-from calipers.planning.specs import ModuleKind, Requirement
+from calipers.planning.specs import IMPORTANCE, ModuleKind, Requirement, TensorSpec
 from calipers.runtime.precision import own_dtype
 from calipers.statistics.base import Statistic
 from calipers.statistics.tensor_statistics import TensorStatistics
@@ -103,9 +99,6 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     return list(configs.values())
 
 
-_STATES = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
-
-
 def expose_states(model: Any, module: torch.nn.Module, kind: ModuleKind) -> None:
     """Let queries, keys and values of an attention module be looked at and quantized."""
     if kind == "kv_cache":
@@ -167,6 +160,9 @@ class Calibration:
         self._together: dict[Statistic, TensorStatistics] = {}
         self._leaving = ExitStack()
         self._measured: Collection[str] | None = None
+        self._quantized_inputs = QuantizedInputs()
+        self._of_quantized: dict[Statistic, TensorSpec] = {}  # products → their input
+        self._products: bool | None = None  # whether these are measured, or all else; None: all
         self._is_reference = False
         self._residuals: Mapping[str, str] = {}
 
@@ -198,6 +194,7 @@ class Calibration:
                 yield
                 self._sharing.settle()
                 self._pairs.clear()
+                self._quantized_inputs.clear()
         except TensorValueError as error:
             error.add_hint(f"It was batch {index}, the first one with such values.")
             raise
@@ -214,6 +211,28 @@ class Calibration:
     def paused(self) -> AbstractContextManager[None]:
         """Let something run through the model that is not measured."""
         return self.only(())
+
+    @contextmanager
+    def only_products(self, wanted: bool) -> Iterator[None]:
+        """Measure the products of quantized inputs alone, or everything but these."""
+        before, self._products = self._products, wanted
+        try:
+            yield
+        finally:
+            self._products = before
+
+    def static_inputs(self, names: Iterable[str]) -> dict[str, TensorSpec]:
+        """Return the inputs of which products are measured that static parameters quantize."""
+        specs = {
+            name: self._of_quantized.get(statistic)
+            for name in names
+            if (statistic := self.measurements.get(name, "input", IMPORTANCE)) is not None
+        }
+        return {n: spec for n, spec in specs.items() if spec is not None and spec.observer}
+
+    def quantize_inputs(self, quantizers: Mapping[str, ActivationQuantizer]) -> None:
+        """Measure the products of the inputs of some modules as they are when quantized."""
+        self._quantized_inputs.quantizers.update(quantizers)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -307,6 +326,9 @@ class Calibration:
 
     def _measure(self) -> None:
         """Begin all statistics, from what was measured before, and put hooks on for them."""
+        inputs: dict[str, TensorSpec | None] = {}
+        if self.plan.propagation != "float":  # products are of the numbers that kernels will see
+            inputs = {module.name: module.tensor("input") for module in self.plan.modules}
         wanted: dict[str, list[Requirement]] = defaultdict(list)
         for name, requirements in self.plan.requirements(with_costs=self.plan.needs_data):
             wanted[name].extend(requirements)
@@ -314,6 +336,11 @@ class Calibration:
             hooked: dict[str, dict[Statistic, bool]] = defaultdict(dict)
             for each in requirements:
                 statistic, is_complete = self._add(name, each)
+                spec = inputs.get(name)
+                if each.key == IMPORTANCE and spec is not None:
+                    self._of_quantized[statistic] = spec
+                    if spec.args.dynamic is True:
+                        self.quantize_inputs({name: ActivationQuantizer("input", spec.args)})
                 if not is_complete:
                     needed = hooked[each.base_name].get(statistic, False) or not each.is_optional
                     hooked[each.base_name][statistic] = needed
@@ -382,10 +409,13 @@ class Calibration:
                 return
             holds_numbers = tensor.is_floating_point() and tensor.dtype.itemsize > 1
             for statistic, is_needed in shown[self._half].items():
+                is_of_quantized = statistic in self._of_quantized
+                if self._products not in (None, is_of_quantized):
+                    continue
                 if is_needed or holds_numbers:
-                    seen = tensor
+                    seen = self._quantized_inputs.of(name, tensor) if is_of_quantized else tensor
                     if statistic.takes_pairs:
-                        seen = self._pairs.of(name, tensor, self._residuals.get(name))
+                        seen = self._pairs.of(name, seen, self._residuals.get(name))
                     self._sharing.show(statistic, seen, mask, dtype)
 
         self._handles[name].append(_register_hook(module, base_name, see))
@@ -419,5 +449,5 @@ def _register_hook(
     if base_name == "output":
         return module.register_forward_hook(lambda _, _args, output: look(output))
     # Of queries after their positions are put in, of keys and values as they enter the cache.
-    handle: RemovableHandle = _STATES[base_name](module, lambda _, states: look(states))
+    handle: RemovableHandle = STATE_HOOKS[base_name](module, lambda _, states: look(states))
     return handle

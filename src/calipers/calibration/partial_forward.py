@@ -5,20 +5,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from compressed_tensors.modeling import (
+    register_key_hook,
+    register_query_hook,
+    register_value_hook,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from calipers.numerics.qparams import ActivationQuantizer
 from calipers.numerics.tensors import tensor_version
 from calipers.topology.tracing import TracedTensor
 
 
-class NewTensors:
-    """What tensors of a layer have become, to compute with before the model is frozen.
+@dataclass(frozen=True)
+class NewValues:
+    """What modules compute with from now on.
+
+    :param tensors: (module, tensor) → its new value
+    :param activations: (module, activation) → how it is quantized
+    """
+
+    tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    activations: Mapping[tuple[str, str], ActivationQuantizer] = field(default_factory=dict)
+
+    def joined(self, other: NewValues) -> NewValues:
+        """Return these values and others, which win."""
+        return NewValues(
+            {**self.tensors, **other.tensors}, {**self.activations, **other.activations}
+        )
+
+
+class QuantizedForward:
+    """Lets a layer compute as it will when the model is frozen, as far as it is solved.
 
     :param dtype: the dtype that the layer computes in; None: that of its weights
     """
@@ -28,23 +53,42 @@ class NewTensors:
     ) -> None:
         self._model, self._device, self._dtype = model, device, dtype
         self._tensors: dict[tuple[torch.nn.Module, str], Tensor] = {}
+        self._activations: list[tuple[torch.nn.Module, ActivationQuantizer]] = []
 
-    def add(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
-        """Take the tensors of more modules."""
-        for (name, local), tensor in tensors.items():
+    def add(self, values: NewValues) -> None:
+        """Take the values of more modules."""
+        for (name, local), tensor in values.tensors.items():
             moved = tensor.to(self._device, self._dtype or tensor.dtype)
             self._tensors[self._model.get_submodule(name), local] = moved
+        for (name, _), quantize in values.activations.items():
+            self._activations.append((self._model.get_submodule(name), quantize))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the modules compute with them; their own weights are untouched behind them."""
-        try:
+        """Let the modules compute so; their own weights are untouched behind the new ones."""
+        with ExitStack() as stack:
             for (module, local), tensor in self._tensors.items():
                 vars(module)[local] = tensor  # found before the parameter of this name
+                stack.callback(vars(module).pop, local, None)
+            for module, quantize in self._activations:
+                stack.callback(replace_activation(module, quantize).remove)
             yield
-        finally:
-            for module, local in self._tensors:
-                vars(module).pop(local, None)
+
+
+STATE_HOOKS = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
+
+
+def replace_activation(module: torch.nn.Module, quantize: ActivationQuantizer) -> RemovableHandle:
+    """Let a module compute with a quantized input, or hand a quantized output on."""
+    if quantize.base_name == "input":
+        return module.register_forward_pre_hook(
+            lambda _, args: (quantize(args[0]), *args[1:]) if args else None
+        )
+    if quantize.base_name == "output":
+        return module.register_forward_hook(lambda *call: quantize(call[-1]))
+    register = STATE_HOOKS[quantize.base_name]
+    handle: RemovableHandle = register(module, lambda _, states: quantize(states))
+    return handle
 
 
 @contextmanager
@@ -258,6 +302,7 @@ class ActivationCache:
         tail = self._points.tails.get(module)
         calls = 0
 
+        @wraps(compute)  # hooks of compressed-tensors read the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1

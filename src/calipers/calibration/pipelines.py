@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -20,12 +21,16 @@ from calipers.calibration.data import Batch, Batches, counted_tokens
 from calipers.calibration.partial_forward import (
     ActivationCache,
     Budget,
-    NewTensors,
+    NewValues,
+    QuantizedForward,
     ResumePoints,
     StopForward,
     stop_after_calls,
 )
 from calipers.errors import ModelRunError, library_errors
+from calipers.numerics.qparams import ActivationQuantizer
+from calipers.observers.spec import COUNTS, RANGE
+from calipers.planning.specs import TensorSpec
 from calipers.runtime.precision import computing_in, free_memory, onloaded
 from calipers.runtime.progress import Add, Progress
 from calipers.runtime.ranks import Ranks
@@ -37,9 +42,6 @@ from calipers.topology.tracing import (
     stages_of,
     traced,
 )
-
-NewValues = Mapping[tuple[str, str], Tensor]
-"""(module, tensor) → what the module computes with from now on."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def _run_in_stages(
 ) -> Parts:
     """Give the modules of a layer one after another, each calibrated on what the others became."""
     run, layer = stack.run, stack.layers[number]
-    solved = NewTensors(run.calibration.model, run.device, run.dtype)
+    solved = QuantizedForward(run.calibration.model, run.device, run.dtype)
     with stack.at_work(prefix, layer):
         mine = [(s.names, s.calls, s.residuals) for s in stack.stages(number, prefix, names)]
     # Routers may send the first batches of processes to different experts: one decides for all.
@@ -298,15 +300,13 @@ class LayerStack:
         """
         if not self._hidden:
             return []
-        linear = {m.name for m in self.run.calibration.plan.modules if m.kind == "linear"}
-        modules = [name for name in names if name in linear]
         with (
             torch.no_grad(),
             self.run.calibration.paused(),
             traced(prefix, self.layers[number]) as trace,
         ):
             self._through(number, 0, self._hidden[0])
-        residuals = residuals_of(trace, modules) if self._reference else {}
+        residuals = residuals_of(trace, names) if self._reference else {}
         submodules = self.layers[number].named_modules()
         inside = {f"{prefix}.{name}": module for name, module in submodules if name}
         points = ResumePoints.of(trace, inside, residuals.values())
@@ -315,14 +315,14 @@ class LayerStack:
         self._caches = {is_reference: ActivationCache(points, budget) for is_reference in streams}
         return [
             stage._replace(residuals={n: residuals[n] for n in stage.names if n in residuals})
-            for stage in stages_of(calls_of(trace, modules), names)
+            for stage in stages_of(calls_of(trace, names), names)
         ]
 
     def measure(
         self,
         number: int,
         stage: Stage,
-        solved: NewTensors,
+        solved: QuantizedForward,
         unsolved: Sequence[str],
         told: Callable[[], None],
     ) -> None:
@@ -332,9 +332,45 @@ class LayerStack:
         :param told: is called after each batch
         """
         calibration = self.run.calibration
+        static = calibration.static_inputs(stage.names)
+        if static:  # before their products: how they are quantized
+            with calibration.only_products(False):
+                self._run_stage(number, stage, solved, unsolved)
+            calibration.quantize_inputs(self._solve_inputs(static))
+        with calibration.only_products(True) if static else nullcontext():
+            self._run_stage(number, stage, solved, unsolved, told)
+
+    def _solve_inputs(self, inputs: Mapping[str, TensorSpec]) -> dict[str, ActivationQuantizer]:
+        """Find the parameters of static inputs from what all processes have seen."""
+        so_far, _ = self.run.calibration.so_far()
+        measured = {
+            name: {k: deepcopy(s) for k, s in so_far[name, "input"].items() if k in (RANGE, COUNTS)}
+            for name in inputs
+        }
+        self.run.ranks.merge([s for statistics in measured.values() for s in statistics.values()])
+        solved = {}
+        for name, spec in inputs.items():
+            assert spec.observer is not None
+            qparams = spec.observer.solve_stream(measured[name], name)
+            if qparams is not None:
+                solved[name] = ActivationQuantizer("input", spec.args, qparams)
+        return self.run.ranks.share(solved)[0]
+
+    def _run_stage(
+        self,
+        number: int,
+        stage: Stage,
+        solved: QuantizedForward,
+        unsolved: Sequence[str],
+        told: Callable[[], None] | None = None,
+    ) -> None:
+        """Run all batches through a layer as far as the modules of a stage."""
+        calibration = self.run.calibration
         modules = [calibration.module(name) for name in stage.names]
         measured = calibration.measurements.tensors()
-        with_outputs = any((name, "output") in measured for name in stage.names)
+        # States of attention are inside of it.
+        inner = ("output", "q", "k", "v")
+        with_outputs = any((name, base) in measured for name in stage.names for base in inner)
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()
             with (
@@ -349,16 +385,18 @@ class LayerStack:
                         stop_after_calls(modules, stage.calls),
                     ):
                         self._through(number, index, self._reference[index])
+                # What is kept to resume from is not quantized yet: its hooks come first.
                 with (
-                    solved.in_place(),
                     self._resuming(index, unsolved),
+                    solved.in_place(),
                     stop_after_calls(modules, stage.calls, with_outputs=with_outputs),
                 ):
                     self._through(number, index, hidden)
             self._look_early(index, stage.names)
-            told()
+            if told is not None:
+                told()
 
-    def advance(self, number: int, solved: NewTensors, told: Callable[[], None]) -> None:
+    def advance(self, number: int, solved: QuantizedForward, told: Callable[[], None]) -> None:
         """Run all batches through a layer as it has become; ``told`` is called after each."""
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()
@@ -367,7 +405,7 @@ class LayerStack:
                     with self._resuming(index, (), is_reference=True):
                         reference = self._through(number, index, self._reference[index])
                     self._reference[index] = reference
-                with solved.in_place(), self._resuming(index, ()):
+                with self._resuming(index, ()), solved.in_place():
                     self._hidden[index] = self._through(number, index, hidden)
             told()
         self._caches.clear()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calipers.errors import ModelRunError, Option
+from calipers.numerics.qparams import ActivationQuantizer
 from calipers.numerics.tensors import tensor_version
 from calipers.statistics.base import Statistic
 from calipers.statistics.tensor_statistics import TensorStatistics
@@ -155,6 +156,29 @@ class _Group:
         self.mask = None
         self.last = weakref.ref(tensor)
         self.count += 1
+
+
+class QuantizedInputs:
+    """The inputs of modules as their kernels see them: one tensor for all that quantize alike."""
+
+    def __init__(self) -> None:
+        self.quantizers: dict[str, ActivationQuantizer] = {}
+        self._results: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the input of a module after quantization; as it is, where that is not known."""
+        quantize = self.quantizers.get(name)
+        if quantize is None:
+            return tensor
+        # Static parameters are a module's own; dynamic ones follow from the value.
+        key = id(tensor), tensor_version(tensor), id(quantize.args), id(quantize.qparams)
+        if key not in self._results:  # which also keeps the tensor, hence its id
+            self._results[key] = tensor, quantize(tensor)
+        return self._results[key][1]
+
+    def clear(self) -> None:
+        """Forget the tensors: the batch has run."""
+        self._results.clear()
 
 
 class PairedTensors:

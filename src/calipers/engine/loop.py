@@ -22,8 +22,8 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration, expose_states
 from calipers.calibration.coverage import Coverage, settle_unseen
+from calipers.calibration.partial_forward import NewValues
 from calipers.calibration.pipelines import (
-    NewValues,
     Part,
     Parts,
     Run,
@@ -39,7 +39,7 @@ from calipers.errors import CalipersWarning, ConfigurationError, listing, shorte
 from calipers.judging.costs import ModuleCosts, judge_layer, report_costs
 from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
-from calipers.numerics.qparams import fake_quantize, store_qparams
+from calipers.numerics.qparams import ActivationQuantizer, fake_quantize, store_qparams
 from calipers.numerics.tensors import digest_of
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec
@@ -73,9 +73,9 @@ def run_parts(parts: Parts, *sinks: Sink) -> Iterator[Part]:
     with closing(parts):
         part = next(parts, None)
         while part is not None:
-            new: dict[tuple[str, str], Tensor] = {}
+            new = NewValues()
             for sink in sinks:
-                new |= sink.take(part)
+                new = new.joined(sink.take(part))
             yield part
             try:
                 part = parts.send(new)
@@ -284,14 +284,22 @@ class ModelSink:
         layer, changes = self.driver.solve(part.names)
         self.changes = self.changes.joined(changes)
         if self.driver.solution.plan.propagation == "float":
-            return {}
+            return NewValues()
         tensors = dict(changes.tensors)
+        activations = {}
         for module in layer.modules:
-            spec, qparams = module.tensor("weight"), changes.qparams.get((module.name, "weight"))
-            if spec is not None and qparams is not None:
-                weight = layer.weight(module.name).detach()
-                tensors[module.name, "weight"] = fake_quantize(weight, args=spec.args, **qparams)
-        return tensors
+            for spec in module.tensors:
+                place = module.name, spec.base_name
+                qparams = changes.qparams.get(place)
+                if spec.base_name != "weight":
+                    # One without data is left as it is, unless it follows from each value.
+                    if qparams is not None or spec.args.dynamic is True:
+                        quantize = ActivationQuantizer(spec.base_name, spec.args, qparams or {})
+                        activations[place] = quantize
+                elif qparams is not None:
+                    weight = layer.weight(module.name).detach()
+                    tensors[place] = fake_quantize(weight, args=spec.args, **qparams)
+        return NewValues(tensors, activations)
 
     def freeze(self, model: PreTrainedModel) -> None:
         """Give the model all changes; it then computes with fake quantization."""
@@ -311,7 +319,7 @@ class MeasurementsSink:
     def take(self, part: Part) -> NewValues:
         """Merge the statistics of a part, which all processes then have."""
         self.ranks.merge(self.calibration.measured(part.names))
-        return {}
+        return NewValues()
 
 
 def report(solution: Solution) -> None:

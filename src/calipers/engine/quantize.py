@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from calipers.calibration.coverage import Coverage
-from calipers.calibration.pipelines import NewValues, Part, Parts
+from calipers.calibration.partial_forward import NewValues
+from calipers.calibration.pipelines import Part, Parts
 from calipers.checkpoint.auxiliary_files import check_apart, source_folder
 from calipers.checkpoint.compression import compressed_state, name_on_disk, tensor_names
 from calipers.checkpoint.headers import stored_tensors
@@ -492,7 +493,7 @@ class CheckpointSink:
                 self._compressed[name] = compressed_state(module, codes.get(name))
                 prepared.empty(name)
         self._freed.count(prepared.bytes_of_work(part))
-        return {}
+        return NewValues()
 
     def _stored(self) -> Generator[_StoredTensor, None, None]:
         """Solve the model part by part, and give what is stored in the order of its modules."""

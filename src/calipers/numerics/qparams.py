@@ -8,18 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
-from compressed_tensors.quantization import QuantizationArgs, round_to_quantized_type_dtype
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationStatus,
+    round_to_quantized_type_dtype,
+)
 from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.utils import generate_gparam, round_to_power_2
 from torch import Tensor
 
 from calipers.errors import TensorValueError
 from calipers.numerics.formats import FP8_DTYPE, Format, ScaleKind
 
-__all__ = ["fake_quantize", "global_scale_of", "qparams_of", "quantize_dequantize", "safe_qparams"]
+__all__ = [
+    "ActivationQuantizer",
+    "fake_quantize",
+    "global_scale_of",
+    "qparams_of",
+    "quantize_dequantize",
+    "safe_qparams",
+]
 
 _SMALLEST_FLOAT16 = 2.0**-24
 _MX_BIAS = 127  # of stored exponents
@@ -119,6 +133,34 @@ def store_qparams(module: torch.nn.Module, base_name: str, qparams: Mapping[str,
             assert isinstance(value, Tensor)
             value = value.reshape(parameter.shape)
             update_offload_parameter(module, f"{base_name}_{suffix}", value)
+
+
+class ActivationQuantizer(NamedTuple):
+    """Quantizes an activation as the frozen model does.
+
+    :param base_name: ``input``, ``output``, ``q``, ``k`` or ``v``
+    :param qparams: of static activations; what is dynamic follows from each value
+
+    >>> args = QuantizationArgs(num_bits=8, dynamic=True, strategy="token")
+    >>> ActivationQuantizer("input", args)(torch.tensor([[127.5, 0.6], [1.0, 0.0]]))
+    tensor([[127.,   1.],
+            [  1.,   0.]])
+    """
+
+    base_name: str
+    args: QuantizationArgs
+    qparams: Mapping[str, object] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return what is left of a value."""
+        # The library reads parameters from a module; this one holds nothing else.
+        held = {
+            f"{self.base_name}_{key}": value.to(x.device) if isinstance(value, Tensor) else None
+            for key, value in self.qparams.items()
+        }
+        holder = SimpleNamespace(quantization_status=QuantizationStatus.FROZEN, **held)
+        quantized: Tensor = forward_quantize(holder, x, self.base_name, self.args)
+        return quantized
 
 
 def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from compressed_tensors.modeling import KV_CACHE_ATTR
 from torch import Tensor
 
 from calipers.numerics.tensors import first_tensor, tensor_version
@@ -58,11 +59,17 @@ def traced(prefix: str, layer: torch.nn.Module) -> Iterator[list[TracedTensor]]:
 
 
 def calls_of(trace: Sequence[TracedTensor], names: Collection[str]) -> list[tuple[str, int]]:
-    """Return the calls of some modules in order, each with the id of its input."""
+    """Return the calls of some modules in order, each with the id of its input.
+
+    Attention whose states are quantized counts as called where they are: behind its projections.
+    """
+    states = {f"{name}.{KV_CACHE_ATTR}": name for name in names}
+    inputs = [passed for passed in trace if not passed.is_output]
+    attention = {states.get(passed.module) for passed in inputs}
     return [
-        (passed.module, id(passed.tensor))
-        for passed in trace
-        if passed.module in names and not passed.is_output
+        (states.get(passed.module, passed.module), id(passed.tensor))
+        for passed in inputs
+        if passed.module in states or passed.module in attention.symmetric_difference(names)
     ]
 
 
