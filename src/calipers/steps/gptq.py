@@ -108,7 +108,8 @@ class GPTQModifier(QuantizationModifier):
     :param actorder: the order of columns: ``static``, or its other name ``weight``: those with the
         largest inputs first; None: as they come
     :param error_propagation: the calibration inputs of a layer: those of the ``float`` model, or
-        those of the ``quantized`` one, whose activations are quantized, too; or ``both``, to give on the latter what was meant by the former
+        those of the ``quantized`` one, whose activations are quantized, too; or ``both``: the
+        outputs of the former, from the inputs of the latter
     :param sweeps: how often every value is then moved to the best code that all others leave it
     :param offload_hessians: accepted; Hessians are where the model computes, those of one layer
 
