@@ -25,7 +25,7 @@ from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import Coverage
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import Parts, Run
-from calipers.engine.loop import ModelSink, Solution, StepDriver, run_parts
+from calipers.engine.loop import ModelSink, SolvedModel, StepDriver, run_parts
 from calipers.observers.spec import RANGE
 from calipers.options import OnUnseen
 from calipers.planning.plan import Changes, Plan, QParams
@@ -133,7 +133,7 @@ def specs(
 
 
 @dataclass
-class Calibrated(Solution):
+class Calibrated(SolvedModel):
     """What a pipeline finds, and what becomes of the model."""
 
     changes: Changes = field(default_factory=Changes)

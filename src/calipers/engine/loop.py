@@ -84,7 +84,7 @@ def run_parts(parts: Parts, *sinks: Sink) -> Iterator[Part]:
 
 
 @dataclass
-class Solution:
+class SolvedModel:
     """What was solved so far, but for the changes to the model.
 
     :param plan: what was quantized, how, and by which observers
@@ -124,7 +124,7 @@ class Solution:
 
 
 @dataclass(kw_only=True)
-class OneshotResult(Solution, NotebookView):
+class OneshotResult(SolvedModel, NotebookView):
     """What ``oneshot`` or ``quantize`` did.
 
     :param model: the frozen model, which computes with fake quantization; where it went from disk
@@ -182,7 +182,7 @@ class StepDriver:
 
     model: torch.nn.Module
     measurements: Measurements
-    solution: Solution
+    solution: SolvedModel
     ranks: Ranks
     progress: Progress
     curvatures: CurvatureCache | None = None
@@ -322,7 +322,7 @@ class MeasurementsSink:
         return NewValues()
 
 
-def report(solution: Solution) -> None:
+def report(solution: SolvedModel) -> None:
     """Warn of what a user must know."""
     for sentence in solution.coverage.sentences():
         warnings.warn(sentence, CalipersWarning, stacklevel=3)

@@ -26,7 +26,7 @@ from calipers.engine.loop import (
     PIPELINES,
     ModelSink,
     OneshotResult,
-    Solution,
+    SolvedModel,
     StepDriver,
     report,
     run_parts,
@@ -193,7 +193,7 @@ class _OneshotJob(Job):
             if batches is not None:
                 chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
-        solution = Solution(plan, Coverage(options.on_unseen), pipeline=chosen)
+        solution = SolvedModel(plan, Coverage(options.on_unseen), pipeline=chosen)
         with Calibration(
             model, plan, share_inputs=options.share_inputs, dtype=dtype
         ) as calibration:

@@ -55,7 +55,7 @@ from calipers.engine.job import (
 )
 from calipers.engine.loop import (
     OneshotResult,
-    Solution,
+    SolvedModel,
     StepDriver,
     apply_changes,
     give_schemes,
@@ -290,7 +290,7 @@ def driver_for(
         remedy += Option("dataset", ANY) + " (to oneshot, in Python)"
         raise data_missing(missing, "there are no " + Option("measurements"), remedy)
     known = Measurements() if seen is None else derived_measurements(plan, seen)
-    solution = Solution(plan, Coverage(on_unseen))
+    solution = SolvedModel(plan, Coverage(on_unseen))
     if seen is not None and seen.info is not None:
         solution.pipeline = "measurements"
         solution.samples, solution.tokens = len(seen.info.samples), seen.info.tokens
