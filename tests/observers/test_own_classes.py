@@ -17,7 +17,9 @@ from calipers.observers import (
     MemorylessMSEObserver,
     MovingAverageMSEObserver,
     Observer,
+    OptimalObserver,
 )
+from calipers.observers.options import ObserverOptions
 
 INT4 = QuantizationArgs(num_bits=4, group_size=4)
 INT8 = QuantizationArgs(num_bits=8)
@@ -245,3 +247,25 @@ class TestClassesThatBuildOnOurs:
                 self.min_vals, self.max_vals = observed.amin((0, -1)), observed.amax((0, -1))
 
         assert self.observe(Wrapped).max_vals.tolist() == [[11.0, 15.0], [27.0, 31.0]]
+
+
+def test_few_classes_stand_behind_an_observer() -> None:
+    ours = [kind for kind in OptimalObserver.__mro__ if kind.__module__.startswith("calipers.")]
+    assert len(ours) <= 4, ours
+    hooks = [vars(kind).keys() & {"__getattr__", "__setattr__"} for kind in ours]
+    assert sum("__getattr__" in each for each in hooks) <= 2
+    assert sum("__setattr__" in each for each in hooks) <= 1
+
+
+def test_an_option_of_the_base_is_an_attribute_where_options_are_others() -> None:
+    class Own(MemorylessMSEObserver):
+        Options = ObserverOptions
+
+        def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+            self.grid = 3
+            self.min_vals, self.max_vals = self.extrema(observed)
+
+    observer = Own("weight", INT4)
+    assert not hasattr(observer, "grid")
+    assert observer(torch.ones(1, 4)).grid == 3
+    assert MemorylessMSEObserver("weight", INT4).grid == 100

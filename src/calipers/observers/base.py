@@ -17,6 +17,7 @@ from typing_extensions import Self
 from calipers.errors import (
     ConfigurationError,
     NoStatisticsError,
+    UnsuitableError,
     listing,
     no_statistics,
     not_finite,
@@ -29,6 +30,7 @@ from calipers.observers.compatibility import (
     ALIASES,
     base_name_and_args,
     calculated_fields,
+    construct,
     declared_fields,
 )
 from calipers.observers.definition import (
@@ -39,8 +41,9 @@ from calipers.observers.definition import (
 )
 from calipers.observers.inputs import InputGathering
 from calipers.observers.options import ObserverOptions, parse_options
-from calipers.observers.registry import ObserverClass, observer_registry
-from calipers.solvers.importance import ImportanceTarget
+from calipers.observers.registry import class_in_file, is_file_of_code, observer_registry
+from calipers.registry import Registry
+from calipers.solvers.importance import Importance, ImportanceTarget, importance_named
 from calipers.solvers.scales import Solutions
 from calipers.statistics import ranges
 from calipers.statistics.base import Lock, Reduction, Statistic, guarded
@@ -49,6 +52,7 @@ from calipers.statistics.module import StatisticModule
 from calipers.statistics.ranges import LastRange, Observation, observation_of
 from calipers.statistics.value_counts import ValueCounts
 
+C = TypeVar("C", bound=type)
 Update = TypeVar("Update", bound=Callable[..., None])
 
 
@@ -62,7 +66,37 @@ def in_pieces(update: Update) -> Update:
     return update
 
 
-class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[misc]
+class OptionAttribute:
+    """An option as an attribute of observers; to set it checks all options again.
+
+    It is any other attribute of an object that has no such option: its class may have options of
+    its own in place of those of its base.
+    """
+
+    def __init__(self, option: str, name: str = "") -> None:
+        self.option, self.name = option, name or option
+
+    def _is_option(self, observer: Observer) -> bool:
+        options = observer.__dict__.get("options")
+        return options is not None and self.option in type(options).model_fields
+
+    def __get__(self, observer: Observer | None, owner: type) -> Any:
+        if observer is None:
+            return self
+        if self._is_option(observer):
+            return getattr(observer.options, self.option)
+        if self.name in observer.__dict__:
+            return observer.__dict__[self.name]
+        raise AttributeError(f"{owner.__qualname__!r} has no attribute {self.name!r}")
+
+    def __set__(self, observer: Observer, value: Any) -> None:
+        if self._is_option(observer):
+            observer.set_option(self.option, value)
+        else:
+            observer.__dict__[self.name] = value
+
+
+class Observer(StatisticModule, InternalModule):  # type: ignore[misc]
     """Watches tensors and works out the parameters to quantize them with.
 
     A subclass sets ``min_vals`` and ``max_vals`` in ``update_statistics_from_observed``; that is
@@ -87,12 +121,21 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
     num_observed_tokens = Statistic.num_tokens
     """How many tokens were observed; 0 for weights."""
 
+    registry: ClassVar[Registry[Any]]
+    Options: ClassVar[type[ObserverOptions] | None] = None
+    """Its options; a class that declares none takes any."""
     Range: ClassVar[type[LastRange]] = LastRange
     definition: ClassVar[Definition | None] = None
     """What the class does, as pure functions: engines need no object of a class that has its own,
     but show tensors to objects of a subclass that has none."""
+    gathers_inputs: ClassVar[bool] = False
+    usual_importance: ClassVar[str] = "none"
+    """How the errors of a weight count, unless an option ``importance`` says otherwise."""
+    remembers: ClassVar[str] = ""
+    when: ClassVar[str] = ""
 
     options: ObserverOptions
+    nonfinite = OptionAttribute("nonfinite")
     module_name: str = ""
     range_statistic: LastRange
     counts: ValueCounts | None = None
@@ -139,6 +182,10 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
         definition = vars(cls).get("definition")
         if definition is not None:
             cls.Range = definition.statistic
+        for name in cls.Options.model_fields if cls.Options is not None else ():
+            for attribute in (name, *(a for a, option in ALIASES.items() if option == name)):
+                if not hasattr(cls, attribute):
+                    setattr(cls, attribute, OptionAttribute(name, attribute))
 
     @classmethod
     def kept(cls) -> Mapping[str, Reduction]:
@@ -161,24 +208,11 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
     def _updates_as_defined(cls) -> bool:
         return cls.update_statistics_from_observed is Observer.update_statistics_from_observed
 
-    def _has_option(self, name: str) -> bool:
-        options = self.__dict__.get("options")
-        return options is not None and name in type(options).model_fields
-
-    def __getattr__(self, name: str) -> Any:
-        option = ALIASES.get(name, name)
-        if self._has_option(option):
-            return getattr(self.__dict__["options"], option)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        option = ALIASES.get(name, name)
-        if self._has_option(option):
-            given, kind = {**self.options.model_dump(), option: value}, type(self.options)
-            self.__dict__["options"] = parse_options(kind, given, self.registered_name())
-            self._apply_options()
-        else:
-            super().__setattr__(name, value)
+    def set_option(self, name: str, value: Any) -> None:
+        """Change one option; all of them are checked."""
+        options = {**self.options.model_dump(), name: value}
+        self.options = parse_options(type(self.options), options, self.registered_name())
+        self._apply_options()
 
     def _apply_options(self) -> None:
         for name in self.range_statistic.settings:
@@ -414,6 +448,102 @@ class Observer(ObserverClass, StatisticModule, InternalModule):  # type: ignore[
         """
         kept = {k: how for k, how in self.declared().items() if not k.startswith("observed_")}
         return sync_statistics([self]) if any(how.is_synced for how in kept.values()) else []
+
+    # By name
+
+    @classmethod
+    def register(
+        cls, name: str | None = None, alias: str | Iterable[str] | None = None
+    ) -> Callable[[C], C]:
+        """Return a decorator that makes a subclass known by a name."""
+        return cls.registry.register(name, alias)
+
+    @classmethod
+    def register_value(
+        cls, value: type, name: str | None = None, alias: str | Iterable[str] | None = None
+    ) -> None:
+        """Make a subclass known by a name."""
+        cls.registry.add(value, name, alias)
+
+    @classmethod
+    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Self]:
+        """Return the class of that name, or the one in ``path/to/file.py:Class``.
+
+        :param allow_code: whether such a file may run; pass False for a name that comes from data
+        """
+        kind: type[Self]
+        if isinstance(name, str) and is_file_of_code(name):
+            kind = class_in_file(name, Observer, allow_code)
+        else:
+            kind = cls.registry.get(name)
+        return kind
+
+    @classmethod
+    def load_from_registry(
+        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
+    ) -> Self:
+        """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
+        kind = cls.get_value_from_registry(name, allow_code=allow_code)
+        observer: Self = construct(kind, constructor_kwargs)
+        return observer
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        """Return the names of all subclasses, sorted."""
+        return sorted(cls.registry.names())
+
+    @classmethod
+    def registered_aliases(cls) -> list[str]:
+        """Return the other names they go by, sorted."""
+        return sorted(cls.registry.aliases())
+
+    @classmethod
+    def registered_name(cls) -> str:
+        """Return the name of this class; of one that is not registered, that of its definition."""
+        return cls.registry.name_of(cls) or cls.__name__
+
+    @classmethod
+    def label_of(cls, base_name: str, module_name: str = "") -> str:
+        """Return how messages call an observer of this class."""
+        of = f" of {module_name}" if module_name else ""
+        return f"Observer '{cls.registered_name()}' ({base_name}{of})"
+
+    # By options
+
+    @classmethod
+    def checked_options(
+        cls, base_name: str, args: QuantizationArgs, given: Mapping[str, Any]
+    ) -> ObserverOptions:
+        """Return the options; refuse them, or a tensor that the observer is not made for."""
+        fmt = Format.of(args)  # refuses what does not exist
+        if cls.Options is None:
+            given = {key: given[key] for key in given if key in ObserverOptions.model_fields}
+        options = parse_options(cls.Options or ObserverOptions, given, cls.registered_name())
+        cls.check(base_name, args, options, fmt)
+        return options
+
+    @classmethod
+    def check(
+        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
+    ) -> None:
+        """Refuse what the observer is not made for, by an ``UnsuitableError``."""
+
+    @classmethod
+    def suits(cls, base_name: str, args: QuantizationArgs) -> bool:
+        """Whether the observer is made for such a tensor, with its options as they are at first."""
+        if cls.gathers_inputs and base_name != "weight":
+            return False
+        try:
+            cls.checked_options(base_name, args, {})
+        except UnsuitableError:
+            return False
+        return True
+
+    @classmethod
+    def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
+        """Return how errors count under some options."""
+        chosen = getattr(options, "importance", cls.usual_importance)
+        return importance_named(chosen if base_name == "weight" else "none", options.nonfinite)
 
     # Configuration
 

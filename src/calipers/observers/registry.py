@@ -1,32 +1,14 @@
-"""What a class of observers says of itself, and by which name it is found.
-
-Names are those built in, those of packages, and those of classes in files.
-"""
+"""The names of observers: those built in, those of packages, and those of classes in files."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
-from compressed_tensors.quantization import QuantizationArgs
-from typing_extensions import Self
-
-from calipers.errors import (
-    ConfigurationError,
-    UnknownObserverError,
-    UnsuitableError,
-    code_not_allowed,
-)
-from calipers.numerics.formats import Format
-from calipers.observers.compatibility import construct
-from calipers.observers.options import ObserverOptions, parse_options
+from calipers.errors import ConfigurationError, UnknownObserverError, code_not_allowed
 from calipers.registry import Registry, standardize
-from calipers.solvers.importance import Importance, importance_named
-
-C = TypeVar("C", bound=type)
 
 _BUILT_IN = {
     "entropy": "histogram:EntropyObserver",
@@ -43,115 +25,6 @@ _BUILT_IN = {
     "static_minmax": "classic:StaticMinMaxObserver",
     "value_counts": "histogram:ValueCountsObserver",
 }
-
-
-class ObserverClass:
-    """The names of a class of observers, its options, and the tensors that it is made for."""
-
-    registry: ClassVar[Registry[Any]]
-    Options: ClassVar[type[ObserverOptions] | None] = None
-    """Its options; a class that declares none takes any."""
-    gathers_inputs: ClassVar[bool] = False
-    usual_importance: ClassVar[str] = "none"
-    """How the errors of a weight count, unless an option ``importance`` says otherwise."""
-    remembers: ClassVar[str] = ""
-    when: ClassVar[str] = ""
-
-    # By name
-
-    @classmethod
-    def register(
-        cls, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> Callable[[C], C]:
-        """Return a decorator that makes a subclass known by a name."""
-        return cls.registry.register(name, alias)
-
-    @classmethod
-    def register_value(
-        cls, value: type, name: str | None = None, alias: str | Iterable[str] | None = None
-    ) -> None:
-        """Make a subclass known by a name."""
-        cls.registry.add(value, name, alias)
-
-    @classmethod
-    def get_value_from_registry(cls, name: str, *, allow_code: bool = True) -> type[Self]:
-        """Return the class of that name, or the one in ``path/to/file.py:Class``.
-
-        :param allow_code: whether such a file may run; pass False for a name that comes from data
-        """
-        kind: type[Self]
-        if isinstance(name, str) and is_file_of_code(name):
-            kind = class_in_file(name, cls.registry.base or object, allow_code)
-        else:
-            kind = cls.registry.get(name)
-        return kind
-
-    @classmethod
-    def load_from_registry(
-        cls, name: str, *, allow_code: bool = True, **constructor_kwargs: Any
-    ) -> Self:
-        """Build an object by name; ``allow_code`` as for :meth:`get_value_from_registry`."""
-        kind = cls.get_value_from_registry(name, allow_code=allow_code)
-        observer: Self = construct(kind, constructor_kwargs)
-        return observer
-
-    @classmethod
-    def registered_names(cls) -> list[str]:
-        """Return the names of all subclasses, sorted."""
-        return sorted(cls.registry.names())
-
-    @classmethod
-    def registered_aliases(cls) -> list[str]:
-        """Return the other names they go by, sorted."""
-        return sorted(cls.registry.aliases())
-
-    @classmethod
-    def registered_name(cls) -> str:
-        """Return the name of this class; of one that is not registered, that of its definition."""
-        return cls.registry.name_of(cls) or cls.__name__
-
-    @classmethod
-    def label_of(cls, base_name: str, module_name: str = "") -> str:
-        """Return how messages call an observer of this class."""
-        of = f" of {module_name}" if module_name else ""
-        return f"Observer '{cls.registered_name()}' ({base_name}{of})"
-
-    # By options
-
-    @classmethod
-    def checked_options(
-        cls, base_name: str, args: QuantizationArgs, given: Mapping[str, Any]
-    ) -> ObserverOptions:
-        """Return the options; refuse them, or a tensor that the observer is not made for."""
-        fmt = Format.of(args)  # refuses what does not exist
-        if cls.Options is None:
-            given = {key: given[key] for key in given if key in ObserverOptions.model_fields}
-        options = parse_options(cls.Options or ObserverOptions, given, cls.registered_name())
-        cls.check(base_name, args, options, fmt)
-        return options
-
-    @classmethod
-    def check(
-        cls, base_name: str, args: QuantizationArgs, options: ObserverOptions, fmt: Format
-    ) -> None:
-        """Refuse what the observer is not made for, by an ``UnsuitableError``."""
-
-    @classmethod
-    def suits(cls, base_name: str, args: QuantizationArgs) -> bool:
-        """Whether the observer is made for such a tensor, with its options as they are at first."""
-        if cls.gathers_inputs and base_name != "weight":
-            return False
-        try:
-            cls.checked_options(base_name, args, {})
-        except UnsuitableError:
-            return False
-        return True
-
-    @classmethod
-    def importance_under(cls, base_name: str, options: ObserverOptions) -> Importance:
-        """Return how errors count under some options."""
-        chosen = getattr(options, "importance", cls.usual_importance)
-        return importance_named(chosen if base_name == "weight" else "none", options.nonfinite)
 
 
 def observer_registry(base: type) -> Registry[Any]:
