@@ -13,6 +13,8 @@ from laws import FOR_INPUTS, PROMISES
 
 from calipers.errors import CalipersError, CodeNotAllowedError
 from calipers.observers import Observer, ObserverSpec
+from calipers.observers.definition import Definition
+from calipers.statistics.ranges import Extrema
 
 INT8 = QuantizationArgs(num_bits=8)
 
@@ -188,3 +190,21 @@ def test_what_an_observer_is_made_for(name: str, suited: list[str]) -> None:
     kind = Observer.get_value_from_registry(name)
     everything = ("weight", "input", "output", "q", "k", "v")
     assert [base_name for base_name in everything if kind.suits(base_name, INT8)] == suited
+
+
+def test_what_stands_for_an_observer_of_streams_is_its_definition_not_its_name() -> None:
+    class OfOneTensor(Observer):
+        definition = Definition(ignores=("pace",))
+
+    class OfAStream(Observer):
+        definition = Definition(Extrema, for_weights=OfOneTensor)
+
+    for kind in (OfOneTensor, OfAStream):
+        Observer.register_value(kind, f"test_spec_{kind.__name__}")
+    args = args_of("test_spec_OfAStream", pace=2, depth=3)
+    weight, stream = resolved("weight", args), resolved("input", args)
+    assert (weight.kind, weight.options_given) == (OfOneTensor, {"depth": 3})
+    assert (stream.kind, stream.options_given) == (OfAStream, {"pace": 2, "depth": 3})
+    assert weight.takes_extrema
+    assert not resolved("weight", args_of("mse")).takes_extrema
+    assert not resolved("weight", args_of("optimal")).takes_extrema

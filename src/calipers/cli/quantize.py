@@ -61,7 +61,6 @@ MeasurementsFile = Annotated[
 
 _CLOSE = 8.0
 """Integers that end within this factor of the largest value can have a range for all of them."""
-_BY_EXTREMES = ("memoryless_minmax", "static_minmax")
 _FEW_BITS = 4
 _STATES = {"q": "query state", "k": "key state", "v": "value state"}
 """The tensors of attention, as they are called beside weights and inputs."""
@@ -163,7 +162,7 @@ def _better(plan: Plan) -> str:
         and spec.args.num_bits <= _FEW_BITS
         and spec.gathered is None
         and spec.observer is not None
-        and spec.observer.name in _BY_EXTREMES
+        and spec.observer.takes_extrema
     ]
     if not plain:
         return ""

@@ -33,7 +33,7 @@ class MemorylessMinMaxObserver(Observer):
     remembers = "extrema of the last tensor"
     when = "weights, fast"
     Options = ObserverOptions
-    definition = Definition()
+    definition = Definition(ignores=("averaging_constant",))
 
 
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
@@ -41,7 +41,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
     remembers = "extrema of all tensors"
     when = "static activations"
-    definition = Definition(Extrema)
+    definition = Definition(Extrema, for_weights=MemorylessMinMaxObserver)
 
 
 class MinMaxObserver(MemorylessMinMaxObserver):
@@ -50,7 +50,7 @@ class MinMaxObserver(MemorylessMinMaxObserver):
     remembers = "moving average of extrema"
     when = "static activations whose extremes differ from batch to batch; it clips rare spikes"
     Options = MovingAverageOptions
-    definition = Definition(MovingAverage)
+    definition = Definition(MovingAverage, for_weights=MemorylessMinMaxObserver)
 
 
 # Searched ranges
@@ -78,7 +78,7 @@ class MemorylessMSEObserver(Observer):
     when = "weights"
     Options = SearchOptions
     options: SearchOptions
-    definition = Definition(search=searched_range)
+    definition = Definition(search=searched_range, ignores=("averaging_constant",))
 
 
 class MovingAverageMSEObserver(MemorylessMSEObserver):
@@ -87,7 +87,7 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
     remembers = "moving average of the best shrunk ranges"
     when = "activations"
     Options = MovingAverageSearchOptions
-    definition = Definition(MovingAverage, searched_range)
+    definition = Definition(MovingAverage, searched_range, for_weights=MemorylessMSEObserver)
 
 
 class ExpandedSearchOptions(SearchOptions):

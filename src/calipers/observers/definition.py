@@ -56,6 +56,9 @@ class Definition:
     :param least_importance: the least that a column of a weight counts, where the mean is 1
     :param check_importance: refuses importance for a tensor and a strategy that have none
     :param is_of_weights: whether it is this for weights alone
+    :param for_weights: the class of observers that takes its place for weights, which are seen
+        once; None: it is for weights, too
+    :param ignores: options that are without meaning for a weight, and not refused
     """
 
     statistic: type[LastRange] = LastRange
@@ -67,6 +70,8 @@ class Definition:
     least_importance: float = 0.0
     check_importance: Callable[[str, QuantizationArgs, str], None] | None = None
     is_of_weights: bool = False
+    for_weights: type[Any] | None = None
+    ignores: tuple[str, ...] = ()
 
     @property
     def takes_extrema(self) -> bool:

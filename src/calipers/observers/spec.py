@@ -34,16 +34,10 @@ from calipers.statistics.base import Statistic, full_precision
 from calipers.statistics.ranges import LastRange, observation_of
 from calipers.statistics.value_counts import ValueCounts
 
-_MEMORYLESS = {
-    "minmax": "memoryless_minmax",
-    "static_minmax": "memoryless_minmax",
-    "mse": "memoryless_mse",
-}
 RANGE = "observer"
 """The key of the statistic of the range of activations, or of the observer that is one itself."""
 COUNTS = "counts"
 """The key of the counts of all values."""
-_OF_A_STREAM = ("averaging_constant",)
 
 
 def default_observer(base_name: str) -> str:
@@ -94,16 +88,16 @@ class ObserverSpec:
         kind = Observer.get_value_from_registry(name, allow_code=allow_code)
         given = dict(args.observer_kwargs or {})
         is_weight = base_name == "weight"
-        if is_weight and kind.registered_name() in _MEMORYLESS:
-            memoryless = _MEMORYLESS[kind.registered_name()]
-            kind = Observer.get_value_from_registry(memoryless, allow_code=False)
-        if is_weight and kind.registered_name() in _MEMORYLESS.values():
-            given = {key: value for key, value in given.items() if key not in _OF_A_STREAM}
+        definition: Definition | None = vars(kind).get("definition")
+        if is_weight and definition is not None and definition.for_weights is not None:
+            kind = definition.for_weights
+            definition = kind.definition
+        if is_weight and definition is not None:
+            given = {key: value for key, value in given.items() if key not in definition.ignores}
         own = given.keys() & parameters_of(kind)  # a class may read options itself
         options = kind.checked_options(
             base_name, args, {key: value for key, value in given.items() if key not in own}
         )
-        definition: Definition | None = vars(kind).get("definition")
         # Classes of ours can take tensors that they are not made for: weights whose values would
         # be counted, and activations under importance. They are adapted, too.
         is_adapted = definition is None or (
@@ -133,6 +127,11 @@ class ObserverSpec:
     def counts_values(self) -> bool:
         """Whether what it measures are the counts of all values."""
         return self.kind.definition is not None and self.kind.definition.counts_values
+
+    @property
+    def takes_extrema(self) -> bool:
+        """Whether the range of a tensor are its extrema, and nothing better is looked for."""
+        return not self.is_adapted and not self.counts_values and self.definition.takes_extrema
 
     def label(self, module_name: str = "") -> str:
         """Return what messages call the observer of a tensor."""
