@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 from shell import environment, run
+from tracing import SOURCE
 
 from calipers import __version__
+from calipers.options import OutputOptions
 
 COMMANDS = (
     *("quantize", "plan", "evaluate", "lint", "report", "measure", "merge", "show", "advise"),
@@ -76,3 +79,14 @@ def test_misspelt_and_missing_words(arguments: list[str], text: str) -> None:
     assert "Traceback" not in done.stderr
     if "--shceme" in text:
         assert "--scheme" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["quantize", "measure", "merge", "report", "advise", "demo"])
+def test_where_results_go_is_declared_once(command: str) -> None:
+    flags = OutputOptions.flags()
+    text = run(command, "--help").stdout
+    long, short = flags["output_dir"]
+    assert re.search(rf"{short}, {long}\s+F(ILE|OLDER)", text)
+    assert (flags["overwrite"][0] in text) is (command != "demo")
+    sources = [file.read_text(encoding="utf-8") for file in SOURCE.glob("cli/*.py")]
+    assert not any(f'"{flag[0]}"' in code for code in sources for flag in flags.values())

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calipers.cli.app import CommandOutput
-from calipers.cli.options import Ignored, Model, Only, Overwrite, TrustRemoteCode, model_source
+from calipers.cli.options import (
+    Ignored,
+    Model,
+    Only,
+    Overwrite,
+    TrustRemoteCode,
+    model_source,
+    output_option,
+)
 from calipers.cli.rendering import SHOWN, table
 from calipers.errors import format_size, listing
 from calipers.files.writing import check_output_file, output_file
@@ -77,7 +85,7 @@ BudgetText = Annotated[
 ]
 RecipeOutput = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Where the recipe goes: a YAML file."),
+    output_option("FILE", "Where the recipe goes: a YAML file."),
 ]
 
 _STEPS = 8  # of the front that are shown

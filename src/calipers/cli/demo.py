@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from calipers.cli.app import CommandOutput, console, progress
+from calipers.cli.options import output_option
 from calipers.cli.rendering import format_difference, table
 from calipers.errors import format_size
 from calipers.runtime.progress import can_draw_bars
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
 
     from calipers.demo.run import DemoResult
 
-Folder = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the checkpoints go.")
-]
+Folder = Annotated[Path, output_option("FOLDER", "Where the checkpoints go.")]
 
 
 def demo(output: Folder = Path("calipers-demo")) -> CommandOutput:

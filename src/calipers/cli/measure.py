@@ -15,6 +15,7 @@ from calipers.cli.options import (
     Without,
     data_source,
     model_source,
+    output_option,
     packed,
     read_number,
 )
@@ -23,10 +24,7 @@ from calipers.errors import ConfigurationError, MergeError, Mistakes, format_siz
 from calipers.files.writing import check_output_file
 from calipers.options import CalibrationOptions, ComputeOptions, DataOptions, MeasureOptions
 
-Output = Annotated[
-    Path,
-    typer.Option("--output", "-o", metavar="FILE", help="Where the measurements go: a file."),
-]
+Output = Annotated[Path, output_option("FILE", "Where the measurements go: a file.")]
 Collect = Annotated[
     str,
     typer.Option(

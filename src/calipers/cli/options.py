@@ -83,7 +83,6 @@ Data = Annotated[
         "Python.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 TrustRemoteCode = Annotated[ComputeOptions, Only("trust_remote_code")]
 
 DEMO = "demo"
@@ -105,23 +104,32 @@ def group_of(annotation: Any) -> tuple[type[OptionGroup], list[str]] | None:
     return group, [name for name in group.flags() if (name in chosen.names) != is_left_out]
 
 
+def option_of(group: type[OptionGroup], name: str, metavar: str = "", text: str = "") -> Any:
+    """Return an option of a group as typer declares it.
+
+    :param metavar: what its value is for a command, where that is more special
+    :param text: what it does for a command, instead of its documentation in the group
+    """
+    declared = next(each.metadata for each in fields(group) if each.name == name)
+    if not text:
+        doc = group.docs()[name]
+        text = f"{doc[:1].upper()}{re.sub('`+', '', doc[1:])}."
+    return typer.Option(
+        *declared["flags"],
+        metavar=metavar or declared["metavar"] or None,
+        help=text,
+        parser=read_number(int) if declared["metavar"] == "N" else None,
+    )
+
+
 def parameters_of(group: type[OptionGroup], names: list[str]) -> Iterator[Parameter]:
     """Return the options of a group as parameters that typer reads."""
-    docs = group.docs()
     for each in fields(group):
         if each.name in names:
-            flags, metavar = each.metadata["flags"], each.metadata["metavar"]
-            kind: Any = {"": bool, "N": int}.get(metavar, str)
-            doc = docs[each.name]
-            option = typer.Option(
-                *flags,
-                metavar=metavar or None,
-                help=f"{doc[:1].upper()}{re.sub('`+', '', doc[1:])}.",
-                parser=read_number(int) if metavar == "N" else None,
-            )
+            kind: Any = {"": bool, "N": int}.get(each.metadata["metavar"], str)
             if each.default is None:
                 kind = kind | None
-            annotation = Annotated[kind, option]
+            annotation = Annotated[kind, option_of(group, each.name)]
             yield Parameter(
                 each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation
             )
@@ -139,6 +147,14 @@ def read_number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+Overwrite = Annotated[bool, option_of(OutputOptions, "overwrite", text="Replace an existing file.")]
+
+
+def output_option(metavar: str, text: str) -> Any:
+    """Return the option that says where the result of a command goes."""
+    return option_of(OutputOptions, "output_dir", metavar, text)
+
+
 # How messages, which name options of Python functions, name them here
 
 FLAGS = {
@@ -147,7 +163,7 @@ FLAGS = {
     for option, flags in group.flags().items()
 }
 FLAGS |= {keyword: FLAGS[option] for keyword, option in KEYWORDS.items()}
-FLAGS |= {"dataset": "--data", "output_file": "--output", "solvers": "--solver"}
+FLAGS |= {"dataset": "--data", "output_file": FLAGS["output_dir"], "solvers": "--solver"}
 FLAGS |= {
     name: f"--{name.replace('_', '-')}"
     for name in (

@@ -24,6 +24,7 @@ from calipers.cli.options import (
     data_source,
     is_demo,
     model_source,
+    output_option,
     packed,
     recipe_source,
 )
@@ -46,10 +47,7 @@ if TYPE_CHECKING:
     from calipers.judging.costs import ModuleCosts
     from calipers.planning.plan import Plan
 
-Output = Annotated[
-    Path,
-    typer.Option("--output", "-o", metavar="FOLDER", help="Where the checkpoint goes."),
-]
+Output = Annotated[Path, output_option("FOLDER", "Where the checkpoint goes.")]
 MeasurementsFile = Annotated[
     Path | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calipers.cli.app import CommandOutput
-from calipers.cli.options import Overwrite, TrustRemoteCode, model_source
+from calipers.cli.options import Overwrite, TrustRemoteCode, model_source, output_option
 from calipers.errors import counted, format_size
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ Advice = Annotated[
     Path | None,
     typer.Option("--advice", metavar="FILE", help="Predicted errors under other schemes, as JSON."),
 ]
-Output = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes: an HTML file.")
-]
+Output = Annotated[Path, output_option("FILE", "Where the page goes: an HTML file.")]
 
 
 def report(
