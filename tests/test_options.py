@@ -6,10 +6,11 @@ import copy
 import pickle
 import re
 from dataclasses import FrozenInstanceError, fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from calipers.engine.loop import PIPELINES
 from calipers.errors import ConfigurationError
 from calipers.options import (
     KEYWORDS,
@@ -22,6 +23,7 @@ from calipers.options import (
     OneshotOptions,
     OptionGroup,
     OutputOptions,
+    Pipeline,
     RecipeOptions,
 )
 
@@ -32,6 +34,10 @@ def test_nothing_given_is_the_default() -> None:
     assert OneshotOptions.merged({}) == OneshotOptions()
     assert OneshotOptions().data == DataOptions()
     assert DataOptions().given() == {}
+
+
+def test_every_pipeline_but_the_choice_among_them_runs() -> None:
+    assert {"auto", *PIPELINES} == set(get_args(Pipeline))
 
 
 def test_keywords_find_their_groups() -> None:

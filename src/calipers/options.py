@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Pipeline = Literal["auto", "datafree", "basic", "sequential"]
 OnUnseen = Literal["error", "weights_only", "peers"]
-Method = Literal["rtn", "gptq"]
 MaskChoice = Literal["assistant"]
 
 _OBSERVER = "NAME[,OPTION=VALUE…]"
@@ -186,8 +185,8 @@ class CalibrationOptions(OptionGroup):
 class RecipeOptions(OptionGroup):
     """What is put on top of a recipe.
 
-    :param method: how weights are rounded: ``rtn``, each to nearest, or ``gptq``, with error
-        feedback, which needs data; by default as the recipe says
+    :param method: how weights are rounded: ``rtn``, each to nearest, ``gptq``, with error feedback,
+        which needs data, or the method of a step of a package; by default as the recipe says
     :param group_size: how many weights share a scale, where the recipe has groups
     :param weight_observer: the observer of weights, instead of those that the recipe names, such as
         ``mse`` or ``optimal,importance=hessian``
@@ -196,7 +195,7 @@ class RecipeOptions(OptionGroup):
         names, may run
     """
 
-    method: Method | None = option(None, "--method", metavar="NAME")
+    method: str | None = option(None, "--method", metavar="NAME")
     group_size: int | None = option(None, "--group-size", metavar="N")
     weight_observer: Any = option(None, "--observer", "--weight-observer", metavar=_OBSERVER)
     activation_observer: Any = option(None, "--activation-observer", metavar=_OBSERVER)
@@ -249,7 +248,7 @@ class MeasureKeywords(EvaluateKeywords, total=False):
 class CheckpointKeywords(TypedDict, total=False):
     """What is done to weights and where they go: options of whoever writes a checkpoint."""
 
-    method: Method | None
+    method: str | None
     group_size: int | None
     weight_observer: Any
     activation_observer: Any

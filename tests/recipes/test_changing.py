@@ -10,8 +10,10 @@ from models import small_llama
 
 from calipers import oneshot
 from calipers.errors import CalipersError, CalipersWarning, ConfigurationError, RecipeError
+from calipers.options import RecipeOptions
 from calipers.recipes import Recipe, load_recipe
 from calipers.steps import GPTQModifier, IMatrixGatherer, QuantizationModifier
+from calipers.steps.base import STEPS
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128}
 INT8 = {"num_bits": 8, "strategy": "channel"}
@@ -209,3 +211,18 @@ def test_who_has_no_weights_stays() -> None:
         assert (str(caught.value), caught.value.exit_code) == (text.format(method), 2)
     with pytest.raises(ConfigurationError, match=r"'gtpq' is not .* 'gptq'\? Allowed: rtn, gptq"):
         oneshot("nowhere/at/all", "W4A16", method="gtpq")  # type: ignore[arg-type]
+
+
+class FloorModifier(QuantizationModifier):
+    """A step of somebody else that rounds weights in its own way."""
+
+    method = "floor"
+
+
+def test_the_method_of_a_step_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STEPS, "_sources", dict(STEPS._sources))
+    STEPS.add(FloorModifier)
+    changed = recipe_of(scheme="W4A16").changed(method=RecipeOptions(method="floor").method)
+    assert any(isinstance(step, FloorModifier) for step in changed.modifiers)
+    with pytest.raises(ConfigurationError, match=r"method='flor' is not allowed.*'floor'"):
+        recipe_of(scheme="W4A16").changed(method="flor")

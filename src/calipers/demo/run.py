@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calipers.demo import MODEL
 from calipers.demo.text import library_pieces
@@ -15,9 +15,6 @@ from calipers.evaluation import Difference, Evaluation, evaluate
 from calipers.options import IGNORED_BY_DEFAULT
 from calipers.runtime.progress import Progress
 from calipers.steps import QuantizationModifier
-
-if TYPE_CHECKING:
-    from calipers.options import Method
 
 CALIBRATION_SAMPLES = 128
 EVALUATION_SAMPLES = 256
@@ -36,7 +33,7 @@ class Variant:
     weights: str
     inputs: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    method: Method = "rtn"
+    method: str = "rtn"
 
     @property
     def observers(self) -> str:

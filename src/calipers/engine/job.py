@@ -239,7 +239,7 @@ class Job:
 
     def choose_pipeline(
         self, plan: Plan, model: PreTrainedModel, device: torch.device, dtype: torch.dtype
-    ) -> str:
+    ) -> Pipeline:
         """Return how data runs through a model: as a whole, if what is copied for it has room."""
         choice = self.options.calibration.pipeline
         if plan.propagation != "float":
@@ -256,6 +256,6 @@ class Job:
         size = bytes_of_copies(model, dtype, device)
         return "basic" if not size or size < 0.8 * free_memory(device) else "sequential"
 
-    def agreed_pipeline(self, mine: str) -> str:
+    def agreed_pipeline(self, mine: Pipeline) -> Pipeline:
         """Return how all processes go: where memory is short on one device, layer by layer."""
         return "sequential" if "sequential" in self.ranks.share(mine) else mine

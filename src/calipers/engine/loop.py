@@ -41,6 +41,7 @@ from calipers.measurements import Measurements
 from calipers.notebook import NotebookView
 from calipers.numerics.qparams import ActivationQuantizer, fake_quantize, store_qparams
 from calipers.numerics.tensors import digest_of
+from calipers.options import Pipeline
 from calipers.planning.plan import Plan
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
@@ -53,12 +54,12 @@ from calipers.steps.base import Changes, Layer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PIPELINES: Mapping[str, Callable[[Run, Any], Parts]] = {
+PIPELINES: Mapping[Pipeline, Callable[[Run, Any], Parts]] = {
     "datafree": run_datafree,
     "basic": run_basic,
     "sequential": run_sequential,
 }
-"""How data runs through a model, by the values of the option ``pipeline``."""
+"""How data runs through a model, by the values of the option ``pipeline`` but ``auto``."""
 
 
 class Sink(Protocol):

@@ -49,6 +49,7 @@ from calipers.options import (
     DataOptions,
     MeasureKeywords,
     MeasureOptions,
+    Pipeline,
 )
 from calipers.planning.measuring import check_collected, collecting_plan
 from calipers.planning.plan import Plan
@@ -263,7 +264,7 @@ class _DataRun:
     job: _MeasureJob
     model: PreTrainedModel
     plan: Plan
-    pipeline: str
+    pipeline: Pipeline
     device: torch.device
     dtype: torch.dtype
     about: MeasurementsInfo

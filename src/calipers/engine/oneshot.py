@@ -41,6 +41,7 @@ from calipers.options import (
     OneshotKeywords,
     OneshotOptions,
     OutputOptions,
+    Pipeline,
     RecipeOptions,
 )
 from calipers.planning.plan import Plan
@@ -189,7 +190,7 @@ class _OneshotJob(Job):
         with self.ranks.step("planning"), self.progress.waiting("reading the data"):
             plan = plan_for(model, recipe, calibrate_all_experts=options.calibrate_all_experts)
             batches = self._batches(model, plan, dataset, tokenizer)
-            chosen = "datafree"
+            chosen: Pipeline = "datafree"
             if batches is not None:
                 chosen = self.choose_pipeline(plan, model, device, dtype)
         chosen = self.agreed_pipeline(chosen)
