@@ -8,11 +8,13 @@ on some of them, in bfloat16, and each of their observers is tried with several 
 some of the evaluation stories, for there are many pairs. What quantizes to the same is judged once.
 
 Some sections are of another kind: ``methods``, with ``-half`` of the data and on the ``-demo``
-model, GPTQ and AWQ of both libraries; ``overhead``, what observing adds to a forward pass; and
-``checkpoints``, whether a model is after writing and loading what it was before.
+model, what whole methods lose on several texts, ours beside GPTQ and AWQ of llm-compressor and
+AutoRound; ``overhead``, what observing adds to a forward pass; and ``checkpoints``, whether a model
+is after writing and loading what it was before.
 
     python benchmarks/accuracy.py --only W4A16-g96 NVFP4A16
-    python benchmarks/accuracy.py --only methods-demo
+    python benchmarks/accuracy.py --only methods --schemes W3A16-g32 --contenders autoround gptq
+    python benchmarks/accuracy.py --only methods --quick
 """
 
 from __future__ import annotations
@@ -39,13 +41,16 @@ from methods import measure_methods
 from overhead import SECTION as OVERHEAD
 from overhead import measure_overhead
 from quantized import Bench
+from quantizers import KEYS
 from rich.console import Console
 from stories import load_model, load_stories
 from tables import Column, Row, table
+from texts import SCHEMES as METHOD_SCHEMES
 
 from calipers import CalipersWarning
 
 QUICK = 20  # stories of each kind
+WIDTH_OF_METHODS = 170
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 
 
@@ -59,9 +64,10 @@ def main() -> int:
     if names:
         warnings.simplefilter("ignore", CalipersWarning)  # imatrix_mse falls back, as the peer does
         results = measure_schemes(names, options, console)
-    for section, subject in METHODS.items():
+    for section in METHODS:
         if not options.only or section in options.only:
-            results[section] = measure_methods(console, subject)
+            wide = Console(width=WIDTH_OF_METHODS, highlight=False)
+            results[section] = measure_methods(wide, section, options)
     if not options.only or OVERHEAD in options.only:
         results[OVERHEAD] = measure_overhead(console, load_model().float(), options.quick)
     if not options.only or CHECKPOINTS in options.only:
@@ -86,9 +92,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Perplexity against the peer.")
     known = [*SCHEMES, *METHODS, OVERHEAD, CHECKPOINTS]
     parser.add_argument("--only", nargs="+", choices=known, metavar="SCHEME")
-    parser.add_argument("--stories", type=int, help="evaluate on so many stories; save nothing")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} stories; save nothing")
+    parser.add_argument("--stories", type=int, help="evaluate on so many stories")
+    parser.add_argument(
+        "--quick", action="store_true", help="evaluate on a few stories, methods on one scheme"
+    )
     parser.add_argument("--threads", type=int, default=2)
+    methods = parser.add_argument_group("methods")
+    methods.add_argument("--schemes", nargs="+", choices=METHOD_SCHEMES, metavar="SCHEME")
+    methods.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=KEYS,
+        metavar="NAME",
+        help=f"run only these, beside what is known of others: {', '.join(KEYS)}",
+    )
+    methods.add_argument("--again", action="store_true", help="also run what is known already")
     return parser.parse_args()
 
 

@@ -18,7 +18,7 @@ try:
 except ImportError:
     sys.exit("llm-compressor is not installed here: `make bench-accuracy` sets it up.")
 
-OURS, PEER = "calipers", "llm-compressor"
+OURS, PEER, AUTO_ROUND = "calipers", "llm-compressor", "auto-round"
 LIBRARIES: dict[str, Any] = {OURS: Observer, PEER: Peer}
 
 

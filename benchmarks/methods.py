@@ -1,238 +1,259 @@
-"""Perplexity of whole models quantized by GPTQ and AWQ of llm-compressor and by GPTQ of Calipers.
+"""What methods of quantization lose on text that nobody calibrated on, and the time they take.
 
-Same schemes, same calibration data in the same order, same run. Models are bfloat16, as their
-checkpoints are, and are judged in float32. An increase is held against the best of the peer, by
-whichever method and observer.
+GPTQ and AWQ of llm-compressor, AutoRound, and methods of Calipers, on the same schemes and the same
+calibration data, in the same order, in the same run. Models are bfloat16, as their checkpoints are,
+and are judged in float32, in nats lost: the mean over tokens of the cross-entropy, minus that of
+the float model. Intervals (95 %) come from the paired bootstrap over samples.
+
+Every result is saved as soon as it is there: a run that was stopped, or that runs other contenders,
+keeps what an earlier one has measured, as long as it would measure the same.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
-from contenders import OURS, PEER, SCHEMES, is_int, is_nvfp4
-from llmcompressor.entrypoints.oneshot import oneshot as peer_oneshot
-from llmcompressor.modifiers.gptq import GPTQModifier as PeerGPTQ
-from llmcompressor.modifiers.quantization import QuantizationModifier as PeerModifier
-from llmcompressor.modifiers.transform.awq import AWQModifier as PeerAWQ
-from llmcompressor.pipelines.cache import IntermediatesCache
-from loguru import logger
+from contenders import AUTO_ROUND, OURS
+from figures import FLOAT, bootstrap, figures_of, mean, with_margin, with_rough_margin
+from quantizers import METHODS, Method
+from racing import seconds_of_others
 from rich.console import Console
-from running import as_loader
-from stories import let_pass, load_model, load_stories, load_tokenizer, perplexity
-from tables import Column, Row, mark, table
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from scatter import Point, svg
+from stories import losses, predicted
+from tables import Column, Row, mark, table, trust
+from texts import CALIBRATION, DEMO, JUDGED, SCHEMES, STORIES, Subject, Texts, spaced
 
-import calipers
-from calipers.demo import MODEL
-from calipers.demo.text import Part, library_pieces
-from calipers.steps import GPTQModifier
+from calipers.evaluation.bootstrap import Bootstrap, Estimate
 
-CALIBRATION = 128  # samples
-GPTQ, AWQ = "GPTQ", "AWQ"
-ALLOWED = {"W4A16-g96": 0.70, "W4A16-g32": 0.70, "W3A16-g32": 0.75, "NVFP4A16": 0.78}
-ALLOWED_SIGNED = {"W4A16-g96": 0.65, "W4A16-g32": 0.65, "W3A16-g32": 0.60}
-
-
-class Subject(NamedTuple):
-    """A model, and the samples that it is calibrated and judged on."""
-
-    name: str
-    load: Callable[[], Any]
-    tokenizer: Callable[[], Any]
-    calibration: Callable[[], list[Tensor]]
-    evaluation: Callable[[], list[Tensor]]
-    schemes: tuple[str, ...]
-
-    def halved(self) -> Subject:
-        """Return the same with every other sample of the calibration."""
-        half = f"{self.name}, half of the data"
-        return self._replace(name=half, calibration=lambda: self.calibration()[::2])
-
-
-@dataclass(frozen=True)
-class Method:
-    """How weights are quantized.
-
-    :param observer: of the weights; None: the one that the method takes by itself
-    :param options: of the modifier
-    """
-
-    library: str
-    name: str
-    observer: str | None = None
-    observer_options: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    suits: Callable[[QuantizationArgs], bool] = lambda _: True
-
-    @property
-    def is_signed(self) -> bool:
-        """Whether scales may be negative."""
-        return bool(self.observer_options.get("signed_scale"))
-
-    def run(self, model: Any, args: QuantizationArgs, data: Sequence[Tensor], words: Any) -> Any:
-        """Quantize a model, and return it."""
-        weights = {**args.model_dump(exclude_unset=True), "observer": self.observer}
-        if self.observer_options:
-            weights["observer_kwargs"] = dict(self.observer_options)
-        group = {"targets": ["Linear"], "weights": weights}
-        recipe = {"config_groups": {"group_0": group}, "ignore": ["lm_head"], **self.options}
-        if self.library == PEER:
-            return run_peer(model, self.name, recipe, data, words)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", calipers.CalipersWarning)
-            step, loader = GPTQModifier(**recipe), as_loader(data)
-            return calipers.oneshot(model, step, loader, tokenizer=words, progress=False).model
-
-    def __str__(self) -> str:
-        """Write the method as a table can hold it."""
-        told = {**self.observer_options, **self.options}
-        options = ", ".join(f"{key}={value}" for key, value in told.items())
-        return " ".join(filter(None, (self.name, self.observer, options)))
-
-
-def run_peer(
-    model: Any, name: str, recipe: dict[str, Any], data: Sequence[Tensor], words: Any
-) -> Any:
-    """Quantize a model with the peer's method of this name."""
-    steps = [PeerGPTQ(**recipe)] if name == GPTQ else [PeerAWQ(), PeerModifier(**recipe)]
-    loader = as_loader(data)
-    # Its AWQ pins memory, which takes an accelerator.
-    with patch.object(IntermediatesCache, "pin_memory", lambda *_: None):
-        return peer_oneshot(
-            model=model,
-            recipe=steps,
-            dataset=loader,
-            tokenizer=words,
-            num_calibration_samples=len(loader),
-            pipeline="sequential",
-        )
-
-
-HESSIAN = {"importance": "hessian"}
-METHODS = (
-    Method(PEER, GPTQ, "memoryless_mse"),
-    Method(PEER, GPTQ, "imatrix_mse"),
-    # It tries 20 scalings of each layer; with a search for scales in each of them it takes hours.
-    Method(PEER, AWQ, "memoryless_minmax"),
-    Method(PEER, GPTQ, "nvfp4_expanded_mse", suits=is_nvfp4),
-    Method(PEER, GPTQ, "nvfp4_expanded_imatrix", suits=is_nvfp4),
-    Method(OURS, GPTQ),
-    Method(OURS, GPTQ, "optimal", {**HESSIAN, "signed_scale": True}, suits=is_int),
-    Method(OURS, GPTQ, options={"error_propagation": "quantized"}),
-    Method(OURS, GPTQ, options={"error_propagation": "float"}),
-)
-
-
-def spaced(samples: list[Tensor], count: int) -> list[Tensor]:
-    """Take so many, evenly from first to last."""
-    return [samples[index * len(samples) // count] for index in range(count)]
-
-
-@cache
-def stories(part: str) -> list[Tensor]:
-    """Return the tokens of each story."""
-    return load_stories(part)
-
-
-def library(part: Part) -> list[Tensor]:
-    """Return the tokens of each piece of Python's library that fills the context of the model."""
-    tokenizer, limit = AutoTokenizer.from_pretrained(MODEL), 256
-    tokens = (tokenizer(text)["input_ids"][:limit] for text in library_pieces(part))
-    return [torch.tensor([each]) for each in tokens if len(each) == limit]
-
-
-STORIES = Subject(
-    "stories15M",
-    load_model,
-    load_tokenizer,
-    lambda: spaced(stories("calibration"), CALIBRATION),
-    lambda: stories("evaluation"),
-    tuple(ALLOWED),
-)
-DEMO = Subject(
-    "the demo model",
-    lambda: AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16),
-    lambda: AutoTokenizer.from_pretrained(MODEL),
-    lambda: spaced(library("calibration"), CALIBRATION),
-    lambda: spaced(library("evaluation"), 256),
-    tuple(name for name in ALLOWED if name != "W4A16-g96"),  # its layers are 128 wide
-)
-# The peer's GPTQ writes on this level, which is not there when its log is turned off.
-logger.level("METRIC", no=38)
-logger.remove()
-
+QUICK, QUICK_SCHEMES = 50, ("W3A16-g32", "W4A16")  # samples of each text
+FOLDER = Path(__file__).parent / "results"
 SECTIONS = {"methods": STORIES, "methods-half": STORIES.halved(), "methods-demo": DEMO}
 
 
-def measure_methods(console: Console, subject: Subject) -> list[Row]:
-    """Judge every method on a subject, and print each scheme as soon as it is done."""
-    results = []
-    for scheme in subject.schemes:
-        started, rows = time.perf_counter(), []
-        for row in judged(subject, scheme):
-            rows.append(row)
-            told = f"  {row['library']} {row['method']} {row['increase']:+.4f}"
-            console.print(told, style="dim", markup=False)
-        compare(rows, scheme)
-        console.print(f"{subject.name}, {scheme}: float {rows[0]['base']:.4f}", style="bold")
-        console.print(table(COLUMNS, rows))
-        console.print(f"Took {time.perf_counter() - started:.0f} s.\n")
-        results += rows
-    return results
+class Aim(NamedTuple):
+    """What is asked of our methods: at most so many times what the best of some others loses.
+
+    :param names: which others; none: all
+    """
+
+    names: tuple[str, ...]
+    ordinary: float
+    signed: float | None = None
 
 
-def judged(subject: Subject, scheme: str) -> Iterator[Row]:
-    """Try every method that suits a scheme."""
-    args, data, judges = SCHEMES[scheme].weights, subject.calibration(), subject.evaluation()
-    assert args is not None
-    base = perplexity(subject.load().float(), judges, let_pass)
-    for method in METHODS:
-        if not method.suits(args):
-            continue
-        started = time.perf_counter()
-        model = method.run(subject.load(), args, data, subject.tokenizer())
+ROUNDED = Aim(("autoround",), 0.95, 0.80)
+AIMS = {
+    "W4A16-g96": ROUNDED,
+    "W4A16-g32": ROUNDED,
+    "W3A16-g32": ROUNDED,
+    "W4A16": Aim(("autoround",), 1.0, 0.9),
+    "NVFP4A16": Aim((), 0.68),
+    "MXFP4A16": Aim((), 0.80),
+}
+
+
+@dataclass
+class Results:
+    """What was measured of a subject, in a file: scheme → method → entry."""
+
+    path: Path
+    entries: dict[str, dict[str, Row]] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, path: Path) -> Results:
+        """Read what is there."""
+        return cls(path, json.loads(path.read_text()) if path.exists() else {})
+
+    def get(self, scheme: str, method: str, identity: str) -> Row | None:
+        """Return an entry, if it was measured of what would be measured now."""
+        found = self.entries.get(scheme, {}).get(method)
+        return found if found is not None and found["identity"] == identity else None
+
+    def put(self, scheme: str, method: str, entry: Row) -> None:
+        """Keep an entry, and write the file."""
+        self.entries.setdefault(scheme, {})[method] = entry
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        written = self.path.with_suffix(".new")
+        written.write_text(json.dumps(self.entries) + "\n")
+        written.replace(self.path)
+
+
+@dataclass
+class Bench:
+    """A subject, what methods of it were measured, and where that is kept.
+
+    :param judges: the samples of each text that methods are judged on
+    """
+
+    subject: Subject
+    texts: Texts
+    judges: Texts
+    results: Results
+    console: Console
+    again: bool
+
+    def chosen(self, scheme: str, names: Sequence[str] | None) -> list[Method]:
+        """Return the methods that are to be measured."""
+        args = SCHEMES[scheme].weights
+        assert args is not None
+        suit = [method for method in METHODS if method.suits(args)]
+        return [each for each in suit if (each.key in names if names else each.is_usual)]
+
+    def base(self) -> Row:
+        """Return what the float model loses."""
+        identity = self.identity("float")
+        found = self.results.get("float", FLOAT, identity)
+        if found is None:
+            found = {"identity": identity, "losses": self.judged(self.subject.load())}
+            self.results.put("float", FLOAT, found)
+        return found
+
+    def measured(self, scheme: str, method: Method, run: bool = True) -> Row | None:
+        """Measure a method, unless that was done before; None where it is not to run, or fails."""
+        identity = self.identity(method.identity())
+        found = self.results.get(scheme, method.key, identity)
+        if not run or (found is not None and not self.again):
+            return found
+        args, data = SCHEMES[scheme].weights, self.texts[CALIBRATION]
+        assert args is not None
+        started, used, cpu = time.perf_counter(), seconds_of_others(), time.process_time()
+        try:
+            model = method.run(self.subject.load(), args, data, self.subject.tokenizer())
+        except Exception as error:  # another library may refuse a scheme: the others still run
+            told = f"{type(error).__name__}: {error}"
+            self.console.print(f"  {method.key} failed: {told}", style="red", markup=False)
+            return None
         seconds = time.perf_counter() - started
-        found = perplexity(model.float(), judges, let_pass)
-        yield {
-            "subject": subject.name,
-            "scheme": scheme,
-            "library": method.library,
-            "method": str(method),
-            "is_signed": method.is_signed,
-            "is_default": method.library == OURS and not method.options,
-            "base": base,
-            "perplexity": found,
-            "increase": found - base,
-            "seconds": seconds,
-        }
+        others = max(0.0, seconds_of_others() - used) / seconds
+        cpu = time.process_time() - cpu
+        timing = {"seconds": seconds, "cpu_seconds": cpu, "cores_used_by_others": others}
+        entry = {"identity": identity, **timing, "losses": self.judged(model)}
+        self.results.put(scheme, method.key, entry)
+        return entry
+
+    def judged(self, model: Any) -> dict[str, list[float]]:
+        """Return the losses of a model on all texts."""
+        model = model.float().eval()
+        return {text: losses(model, samples) for text, samples in self.judges.items()}
+
+    def identity(self, what: str) -> str:
+        """Return what changes when something else would be measured."""
+        data = self.texts[CALIBRATION]
+        counts = [
+            (len(samples), sum(predicted(samples))) for samples in (data, *self.judges.values())
+        ]
+        return f"{what}; torch {version('torch')}; {torch.get_num_threads()} threads; {counts}"
 
 
-def compare(rows: list[Row], scheme: str) -> None:
-    """Hold each increase against the best GPTQ of the peer; ours as they come against the goal."""
-    best = min(row["increase"] for row in rows if row["library"] == PEER)
+def measure_methods(console: Console, section: str, options: argparse.Namespace) -> list[Row]:
+    """Judge methods on a subject, and print each scheme as soon as it is done."""
+    subject = SECTIONS[section]
+    limit = options.stories or (QUICK if options.quick else None)
+    texts = subject.texts()
+    judges = {name: spaced(each, limit or len(each)) for name, each in texts.items()}
+    name = f"{section}-{limit}" if limit else section
+    results = Results.at(FOLDER / f"{name}.json")
+    bench = Bench(subject, texts, judges, results, console, options.again)
+    schemes = options.schemes or (QUICK_SCHEMES if options.quick else subject.schemes)
+    rows = []
+    for scheme in (each for each in subject.schemes if each in schemes):
+        rows += measure_scheme(bench, scheme, options.contenders)
+    if rows:
+        plot = results.path.with_suffix(".svg")
+        plot.write_text(svg(panels(rows), "seconds", "nats lost on text of others"))
+        console.print(f"Every sample is in {results.path}, the plot is {plot}.\n")
+    return [plain(row) for row in rows]
+
+
+def measure_scheme(bench: Bench, scheme: str, names: Sequence[str] | None) -> list[Row]:
+    """Judge methods on a scheme, those that are chosen and those that are known already."""
+    console, found = bench.console, {FLOAT: bench.base()}
+    chosen = bench.chosen(scheme, names)
+    for method in METHODS:
+        entry = bench.measured(scheme, method, run=method in chosen)
+        if entry is not None:
+            found[method.key] = entry
+            console.print(f"  {scheme} {method.key} {entry['seconds']:.0f} s", style="dim")
+    tokens = {text: predicted(samples) for text, samples in bench.judges.items()}
+    drawn = bootstrap(tokens, {name: entry["losses"] for name, entry in found.items()})
+    best = best_other(drawn, scheme, list(found))
+    rows: list[Row] = [
+        {"subject": bench.subject.name, "scheme": scheme, "key": method.key}
+        | {"library": method.library, "method": str(method), "is_signed": method.is_signed}
+        | {name: value for name, value in found[method.key].items() if name != "losses"}
+        | figures_of(drawn, method.key, list(tokens), best)
+        for method in METHODS
+        if method.key in found
+    ]
+    judge(rows, AIMS[scheme])
+    base = ", ".join(
+        f"{text} {sum(found[FLOAT]['losses'][text]) / sum(counts):.4f}"
+        for text, counts in tokens.items()
+    )
+    console.print(f"{bench.subject.name}, {scheme}: nats of the float model: {base}", style="bold")
+    console.print(table(columns(list(tokens), best), rows))
+    if rows:
+        console.print(f"{trust(max(float(row['cores_used_by_others']) for row in rows))}\n")
+    return rows
+
+
+def best_other(drawn: Bootstrap, scheme: str, measured: Sequence[str]) -> str | None:
+    """Return which method of others our methods are held against; None if none was measured."""
+    names = AIMS[scheme].names or [each.key for each in METHODS if each.library != OURS]
+    present = [name for name in names if name in measured]
+    return min(present, key=lambda name: drawn.estimate(mean(name, JUDGED)).value, default=None)
+
+
+def judge(rows: Sequence[Row], aim: Aim) -> None:
+    """Say of our methods what is asked of them, and whether they reach it."""
+    others = [row for row in rows if row["library"] == AUTO_ROUND]
     for row in rows:
-        row["ratio"] = row["increase"] / best
-        allowed = (ALLOWED_SIGNED if row["is_signed"] else ALLOWED)[scheme]
-        if row["is_default"]:
-            row["allowed"], row["reached"] = allowed, row["ratio"] <= allowed
+        allowed = aim.signed if row["is_signed"] else aim.ordinary
+        if row["library"] != OURS or "ratio" not in row or allowed is None:
+            continue
+        row["allowed"], row["reached"] = allowed, row["ratio"].value <= allowed
+        if others:
+            row["gap_reached"] = row["gap"].value <= others[0]["gap"].value
 
 
-COLUMNS = (
-    Column("library", "library"),
-    Column("method", "method"),
-    Column("perplexity", "perplexity", "{:.4f}".format),
-    Column("increase", "increase", "{:+.4f}".format),
-    Column("÷ peer's best", "ratio", "{:.3f}".format),
-    Column("at most", "allowed", "{:.2f}".format),
-    Column("reached", "reached", mark),
-    Column("seconds", "seconds", "{:.0f}".format),
-)
+def columns(texts: Sequence[str], best: str | None) -> tuple[Column, ...]:
+    """Return the columns of a table."""
+    beside = (
+        Column(f"÷ {best}", "ratio", with_rough_margin),
+        Column("at most", "allowed", "{:.2f}".format),
+        Column("", "reached", mark),
+    )
+    return (
+        Column("method", "key"),
+        *(Column(text, text, with_margin) for text in texts),
+        Column("judged", "judged", with_margin),
+        Column("gap", "gap", with_rough_margin),
+        Column("", "gap_reached", mark),
+        *(beside if best else ()),
+        Column("s", "seconds", "{:.0f}".format),
+    )
+
+
+def panels(rows: Sequence[Row]) -> dict[str, list[Point]]:
+    """Return what is drawn of each scheme: what is lost against the time it takes."""
+    found: dict[str, list[Point]] = {}
+    for row in rows:
+        point = Point(row["key"], row["library"], row["seconds"], row["judged"].value)
+        found.setdefault(row["scheme"], []).append(point)
+    return found
+
+
+def plain(row: Row) -> Row:
+    """Return a row that JSON can hold."""
+    return {
+        name: value.as_dict() if isinstance(value, Estimate) else value
+        for name, value in row.items()
+    }

@@ -111,17 +111,29 @@ def hidden_states(model: Any, stories: Sequence[Tensor], visit: Visit) -> Iterat
             yield found.last_hidden_state
 
 
-@torch.no_grad()
-def perplexity(model: Any, stories: Sequence[Tensor], visit: Visit) -> float:
-    """Return exp of the mean negative log-likelihood of all tokens but the first of each story."""
-    total, count = 0.0, 0
-    for story, hidden in zip(stories, hidden_states(model, stories, visit), strict=True):
-        logits, targets = model.lm_head(hidden[0, :-1]), story[0, 1:]
-        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-        count += len(targets)
-    return math.exp(total / count)
-
-
 def let_pass(_site: str, tensor: Tensor) -> Tensor:
     """Change nothing."""
     return tensor
+
+
+@torch.no_grad()
+def losses(model: Any, stories: Sequence[Tensor], visit: Visit = let_pass) -> list[float]:
+    """Return −log q of all tokens but the first of each row, summed over each story."""
+    found = []
+    for story, hidden in zip(stories, hidden_states(model, stories, visit), strict=True):
+        logits, targets = model.lm_head(hidden[:, :-1]), story[:, 1:]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        found.append(float(loss))
+    return found
+
+
+def predicted(stories: Sequence[Tensor]) -> list[int]:
+    """Return how many tokens of each story are predicted."""
+    return [story[:, 1:].numel() for story in stories]
+
+
+def perplexity(model: Any, stories: Sequence[Tensor], visit: Visit) -> float:
+    """Return exp of the mean negative log-likelihood of all tokens but the first of each story."""
+    return math.exp(sum(losses(model, stories, visit)) / sum(predicted(stories)))
