@@ -61,13 +61,15 @@ def ratio(one: Figure, other: Figure) -> Figure:
 def figures_of(found: Bootstrap, method: str, texts: Sequence[str], against: str | None) -> Row:
     """Return the figures of a method.
 
-    ``judged`` is the mean over what is judged, ``gap`` is how many times as much is lost on texts
-    that were not calibrated on, ``ratio`` is the mean beside that of another method.
+    ``judged`` is the mean over what is judged, ``gap`` is how many times as much is lost there as
+    on the calibration, ``wide_gap`` the same of all texts but that, ``ratio`` is the mean beside
+    that of another method.
     """
-    foreign = [text for text in texts if text != CALIBRATION]
+    others = [text for text in texts if text != CALIBRATION]
     wanted: dict[str, Figure] = {text: nats(method, text) for text in texts}
     wanted["judged"] = mean(method, JUDGED)
-    wanted["gap"] = ratio(mean(method, foreign), nats(method, CALIBRATION))
+    wanted["gap"] = ratio(mean(method, JUDGED), nats(method, CALIBRATION))
+    wanted["wide_gap"] = ratio(mean(method, others), nats(method, CALIBRATION))
     if against is not None:
         wanted["ratio"] = ratio(mean(method, JUDGED), mean(against, JUDGED))
     return {name: found.estimate(figure) for name, figure in wanted.items()}

@@ -237,6 +237,7 @@ def columns(texts: Sequence[str], best: str | None) -> tuple[Column, ...]:
         Column("judged", "judged", with_margin),
         Column("gap", "gap", with_rough_margin),
         Column("", "gap_reached", mark),
+        Column("wide gap", "wide_gap", with_rough_margin),
         *(beside if best else ()),
         Column("s", "seconds", "{:.0f}".format),
     )
