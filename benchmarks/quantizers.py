@@ -149,16 +149,22 @@ def run_auto_round(
     value that is largest in magnitude becomes the lowest code.
     """
     from auto_round import AutoRound
+    from auto_round.schemes import QuantizationScheme
 
     logging.getLogger("autoround").setLevel(logging.ERROR)
     rows, threads = packed(data), torch.get_num_threads()
-    names = {"tensor_group": "NVFP4", "group": "MXFP4"}
-    scheme: dict[str, Any] = {"scheme": names[str(args.strategy.value)], "act_bits": 16}
-    if is_int(args):
-        scheme = {"scheme": "W4A16", "bits": args.num_bits, "group_size": args.group_size}
-    told = {"seqlen": ROW, "nsamples": len(rows), "device_map": "cpu", **scheme, **options}
+    # Its preset NVFP4 would quantize activations too, even if it is told not to.
+    scheme = QuantizationScheme(
+        bits=args.num_bits,
+        group_size=args.group_size,
+        data_type="int" if is_int(args) else "nv_fp" if is_nvfp4(args) else "mx_fp",
+        sym=args.symmetric,
+        act_bits=16,
+    )
+    told = {"seqlen": ROW, "nsamples": len(rows), "device_map": "cpu", **options}
     result = deepcopy(model)
-    found = AutoRound(model, tokenizer=words, dataset=rows, **told).quantize()[0].state_dict()
+    tuned, _ = AutoRound(model, scheme=scheme, tokenizer=words, dataset=rows, **told).quantize()
+    found = tuned.state_dict()
     torch.set_num_threads(threads)
     # Layers that it has compiled are compiled again for every length of a sample.
     result.load_state_dict({name: found[name] for name in result.state_dict()})
