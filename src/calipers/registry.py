@@ -56,6 +56,7 @@ class Registry(Generic[T]):
     :param built_in: name → ``module:attribute``
     :param aliases: another name → name
     :param base: the class that every part is a subclass of; None: parts are functions
+    :param holds_objects: whether parts are objects of that class instead
     :param spelling: gives all spellings of a name the same form
     :param error: the error about an unknown name
     :param hint: how else a part may be given
@@ -77,11 +78,13 @@ Allowed: iso.
         *,
         aliases: Mapping[str, str] | None = None,
         base: type | None = None,
+        holds_objects: bool = False,
         spelling: Callable[[str], str] = str.strip,
         error: type[CalipersError] = ConfigurationError,
         hint: str = "",
     ) -> None:
         self.what, self.group, self.base = what, group, base
+        self._holds_objects = holds_objects
         self._spelling, self._error, self._hint = spelling, error, hint
         self._sources = {name: _Source(place) for name, place in (built_in or {}).items()}
         self._aliases = dict(aliases or {})
@@ -202,6 +205,9 @@ Allowed: iso.
         if self.base is None:
             if not callable(part):
                 raise ConfigurationError(f"{label} is not a function")
+        elif self._holds_objects:
+            if not isinstance(part, self.base):
+                raise ConfigurationError(f"{label} is no {self.base.__name__}")
         elif not isinstance(part, type) or not issubclass(part, self.base):
             raise ConfigurationError(f"{label} is not a subclass of {self.base.__name__}")
 

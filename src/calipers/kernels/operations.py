@@ -18,21 +18,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, update_wrapper
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from calipers.errors import CalipersWarning, ConfigurationError, nearest
+from calipers.errors import CalipersWarning, ConfigurationError, nearest, text_of
 from calipers.numerics.formats import Format
+from calipers.registry import Registry, standardize
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 SWITCH = "CALIPERS_BACKEND"
 REFERENCE = "torch"
-GROUP = "calipers.backends"
 
 
 class Workload(NamedTuple):
@@ -240,7 +239,15 @@ def operations() -> dict[str, Operation[..., Any]]:
 
 # Backends
 
-_BUILT_IN = ("native",)  # calipers/kernels/<name>/__init__.py defines BACKEND
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    "calipers.backends",
+    {"native": f"{__package__}.native:BACKEND"},
+    base=Backend,
+    holds_objects=True,
+    spelling=standardize,
+)
+"""The backends that ship, and those of packages."""
 _added: dict[str, Backend] = {}
 
 
@@ -249,49 +256,35 @@ def add_backend(backend: Backend) -> None:
 
     A package that is installed names its own under ``calipers.backends`` of its entry points.
     """
-    _added[backend.name] = backend
+    _added[standardize(backend.name)] = backend
     chosen_backends.cache_clear()
 
 
 def remove_backend(name: str) -> None:
     """Take back what :func:`add_backend` did."""
-    _added.pop(name, None)
+    _added.pop(standardize(name), None)
     chosen_backends.cache_clear()
 
 
 @cache
 def chosen_backends() -> tuple[Backend, ...]:
     """Return the backends that may run, the first choice first; the reference is behind them."""
-    ours = {name: EntryPoint(name, f"{__package__}.{name}:BACKEND", GROUP) for name in _BUILT_IN}
-    installed: dict[str, EntryPoint] = {}
-    conflicts: dict[str, str] = {}
-    for entry in entry_points(group=GROUP):
-        present = {**installed, **ours}.get(entry.name, entry)
-        if present.value != entry.value:
-            conflicts[entry.name] = f"{present.value}, and {entry.value}"
-        installed[entry.name] = entry
-    known: dict[str, Backend | EntryPoint] = {**installed, **ours, **_added}
-    order = (*_added, *(name for name in known if name not in _added))
     value = os.environ.get(SWITCH, "")
-    names = [name.strip().lower() for name in value.split(",") if name.strip()]
+    names = [standardize(name) for name in value.split(",") if name.strip()]
     for name in names:
-        if name not in (REFERENCE, *order):
+        if name != REFERENCE and name not in _added and name not in BACKENDS:
+            known = (REFERENCE, *_backends_in_order())
             raise ConfigurationError(
                 f"there is no backend '{name}'",
                 where=f"{SWITCH}={value}",
-                meant=nearest(name, (REFERENCE, *order)),
-                allowed=(REFERENCE, *order),
+                meant=nearest(name, known),
+                allowed=known,
             )
     chosen = []
-    for name in names or order:
+    for name in names or _backends_in_order():
         if name == REFERENCE:
             break  # it takes whatever comes
-        if name in conflicts and name not in _added:
-            raise ConfigurationError(
-                f"The name '{name}' stands for two backends: {conflicts[name]}",
-                hint="Uninstall one of the packages, or have one renamed",
-            )
-        backend = _loaded(known[name])
+        backend = _added.get(name) or _loaded(name)
         if names and not (status := backend.status()).is_usable:
             raise ConfigurationError(
                 f"the backend {name} cannot be used here: {status.reason}",
@@ -301,19 +294,21 @@ def chosen_backends() -> tuple[Backend, ...]:
     return tuple(chosen)
 
 
-def _loaded(entry: Backend | EntryPoint) -> Backend:
+def _backends_in_order() -> list[str]:
+    """Return all names: what was added, then what packages bring, then what ships."""
+    ships, *others = BACKENDS.names()
+    return list(dict.fromkeys((*_added, *others, ships)))
+
+
+def _loaded(name: str) -> Backend:
     """Load a backend; one that fails is left out, with a warning."""
-    if isinstance(entry, Backend):
-        return entry
     try:
-        backend = entry.load()
-        if isinstance(backend, Backend):
-            return backend
-        reason = f"{entry.value} is not a Backend"
-    except Exception as error:
-        reason = f"{entry.value} could not be loaded: {error}"
-    warning = f"Calipers runs without the backend {entry.name}: {reason}."
-    return Backend(entry.name, status=lambda: Status(False, reason, warning))
+        return BACKENDS.get(name)
+    except ConfigurationError as error:
+        if error.__cause__ is None:  # the name stands for two
+            raise
+        reason, warning = str(error.__cause__), f"Calipers runs without it: {text_of(error)}"
+    return Backend(name, status=lambda: Status(False, reason, warning))
 
 
 @cache
