@@ -87,6 +87,7 @@ Allowed: iso.
         self._holds_objects = holds_objects
         self._spelling, self._error, self._hint = spelling, error, hint
         self._sources = {name: _Source(place) for name, place in (built_in or {}).items()}
+        self._built_in = frozenset(self._sources)
         self._aliases = dict(aliases or {})
         self._has_entry_points = False
         self._conflicts: dict[str, tuple[_Source, _Source]] = {}
@@ -151,6 +152,10 @@ Allowed: iso.
         for key in self._conflicts:
             self._refuse_conflict(key)
         return list(self._sources)
+
+    def added(self) -> list[str]:
+        """Return the names of parts that are not built in."""
+        return [name for name in self.names() if name not in self._built_in]
 
     def parts(self) -> Iterator[tuple[str, T]]:
         """Give all parts by name; one that cannot be imported is left out, with one warning."""

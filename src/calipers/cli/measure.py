@@ -31,7 +31,8 @@ Collect = Annotated[
         "--collect",
         metavar="NAME[,NAME…]",
         help="What is collected besides: hessian (of inputs), outputs, attention (queries, keys "
-        "and values), sensitivity (of the loss to weights, for 'calipers advise').",
+        "and values), sensitivity (of the loss to weights, for 'calipers advise'), or statistics "
+        "that packages bring.",
     ),
 ]
 SaveEvery = Annotated[

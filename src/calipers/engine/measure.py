@@ -94,7 +94,8 @@ def measure(
     :param collect: what is collected besides: ``hessian`` (Σ x xᵀ of inputs), ``outputs`` (value
         counts and extrema), ``attention`` (those of queries, keys and values, also of each head),
         ``sensitivity`` (how much the loss depends on each column of a weight: every batch also runs
-        backwards, which takes three times as long)
+        backwards, which takes three times as long), and the names of statistics that packages bring
+        (of inputs)
     :param output_file: where the measurements are written; None writes nothing. What was measured
         is written now and then to a file beside it, ``….partial``: if the process dies, the same
         call goes on from there (one process, pipeline ``basic``)

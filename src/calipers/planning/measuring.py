@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from calipers.errors import ConfigurationError, counted, not_allowed, shortened
 from calipers.measurements import Measurements
+from calipers.measurements.tensors import STATISTICS
 from calipers.numerics.library_versions import is_cached_attention_module
 from calipers.planning.checks import available_modules
 from calipers.planning.plan import Plan
@@ -28,8 +28,9 @@ from calipers.statistics.ranges import Extrema
 from calipers.statistics.sums import BlockHessians, Sensitivity, SquareSums
 from calipers.statistics.value_counts import ValueCounts
 
-Collected = Literal["hessian", "outputs", "attention", "sensitivity"]
-"""What is collected on request, beside what is known of the input of every Linear module."""
+COLLECTED = ("hessian", "outputs", "attention", "sensitivity")
+"""What is collected on request, beside what is known of the input of every Linear module; and so
+are, of these inputs, the statistics that packages bring, by their names."""
 
 EXTREMA = "extrema"
 CHANNEL_EXTREMA = "channel_extrema"
@@ -50,7 +51,7 @@ def check_collected(collect: str | Collection[str]) -> tuple[str, ...]:
     """
     words = collect.split(",") if isinstance(collect, str) else collect
     names = {str(word).strip() for word in words} - {""}
-    known = get_args(Collected)
+    known = (*COLLECTED, *STATISTICS.added())
     for name in sorted(names - set(known)):
         raise not_allowed("collect", name, known)
     return tuple(name for name in known if name in names)
@@ -69,6 +70,10 @@ def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Pl
             if "hessian" in collect:
                 hessian = partial(BlockHessians, module.in_features)
                 wanted.append(_required("input", HESSIAN, hessian))
+            for key in collect:
+                if key not in COLLECTED:
+                    create = partial(STATISTICS.get(key).from_configuration, {})
+                    wanted.append(_required("input", key, create))
             if "outputs" in collect:
                 wanted += _of_values("output")
             if "sensitivity" in collect:
