@@ -63,9 +63,9 @@ def _one_thread() -> None:
 @pytest.mark.parametrize(
     ("title", "arguments", "most"),
     [
-        ("A weight that is calibrated", ["--observer", "optimal", *DATA], 43),
-        ("A weight under GPTQ", ["--method", "gptq", *DATA], 49),
-        ("A weight from disk to disk", ["--observer", "optimal", "--measurements"], 45),
+        ("A weight that is calibrated", ["--observer", "optimal", *DATA], 37),
+        ("A weight under GPTQ", ["--method", "gptq", *DATA], 43),
+        ("A weight from disk to disk", ["--observer", "optimal", "--measurements"], 40),
     ],
 )
 def test_the_way_of_a_weight(title: str, arguments: list[str], most: int, tmp_path: Path) -> None:
