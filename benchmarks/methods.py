@@ -78,7 +78,9 @@ class Results:
         return found if found is not None and found["identity"] == identity else None
 
     def put(self, scheme: str, method: str, entry: Row) -> None:
-        """Keep an entry, and write the file."""
+        """Keep an entry, and write the file, with what other processes have measured meanwhile."""
+        if self.path.exists():
+            self.entries = json.loads(self.path.read_text())
         self.entries.setdefault(scheme, {})[method] = entry
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".new")

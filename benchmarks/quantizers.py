@@ -185,7 +185,8 @@ METHODS = (
         "autoround-ordinary",
         AUTO_ROUND,
         ROUNDING,
-        options={"data_type": "int_sym_gptq"},
+        # Compiled, it cannot work out the gradients of these scales.
+        options={"data_type": "int_sym_gptq", "enable_torch_compile": False},
         suits=is_int,
         is_usual=False,
     ),
