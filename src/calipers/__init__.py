@@ -31,12 +31,18 @@ if TYPE_CHECKING:
     )
     from calipers.recipes import Recipe, load_recipe
     from calipers.reporting import Report, report
-    from calipers.steps import GPTQModifier, IMatrixGatherer, QuantizationModifier
+    from calipers.steps import (
+        AutoRoundModifier,
+        GPTQModifier,
+        IMatrixGatherer,
+        QuantizationModifier,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
+    "AutoRoundModifier",
     "CalipersError",
     "CalipersWarning",
     "Evaluation",
@@ -67,6 +73,7 @@ __all__ = [
 
 _HOMES = {
     "Advice": "calipers.advice",
+    "AutoRoundModifier": "calipers.steps",
     "CalipersError": "calipers.errors",
     "CalipersWarning": "calipers.errors",
     "Evaluation": "calipers.evaluation",

@@ -209,7 +209,9 @@ def test_who_has_no_weights_stays() -> None:
         with pytest.raises(RecipeError) as caught:
             load_recipe([IMatrixGatherer(), cache]).changed(method=method)
         assert (str(caught.value), caught.value.exit_code) == (text.format(method), 2)
-    with pytest.raises(ConfigurationError, match=r"'gtpq' is not .* 'gptq'\? Allowed: rtn, gptq"):
+    with pytest.raises(
+        ConfigurationError, match=r"'gtpq' is not .* 'gptq'\? Allowed: rtn, gptq, rounding"
+    ):
         oneshot("nowhere/at/all", "W4A16", method="gtpq")  # type: ignore[arg-type]
 
 

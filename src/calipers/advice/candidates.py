@@ -154,7 +154,7 @@ def read_methods(methods: str | Iterable[str]) -> tuple[str, ...]:
     """
     words = methods.split(",") if isinstance(methods, str) else methods
     names = tuple(dict.fromkeys(str(word).strip() for word in words))
-    known = steps_by_method()
+    known = [name for name, step in steps_by_method().items() if not step.runs_layers]
     for name in names or ("",):
         if name not in known:
             raise not_allowed("method", name, known)

@@ -63,6 +63,14 @@ class QuantizedForward:
         for (name, _), quantize in values.activations.items():
             self._activations.append((self._model.get_submodule(name), quantize))
 
+    def replaced(self, tensors: Mapping[tuple[str, str], Tensor]) -> QuantizedForward:
+        """Return the same with other tensors; gradients pass through to them."""
+        changed = QuantizedForward(self._model, self._device, self._dtype)
+        changed._tensors.update(self._tensors)
+        changed._activations.extend(self._activations)
+        changed.add(NewValues(tensors))
+        return changed
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the modules compute so; their own weights are untouched behind the new ones."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from calipers.calibration.context import Calibration
 from calipers.calibration.coverage import EarlyLook
 from calipers.calibration.data import Batch, Batches, counted_tokens
+from calipers.calibration.layer_stream import LayerStream
 from calipers.calibration.partial_forward import (
     ActivationCache,
     Budget,
@@ -50,10 +51,15 @@ class Part:
 
     :param names: theirs
     :param states: module → its tensors, if they were read from files for this part
+    :param stream: the data of a whole layer whose modules were solved in parts before; None: the
+        modules are to be solved
+    :param is_final: whether they are not tuned together with the rest of their layer later on
     """
 
     names: tuple[str, ...]
     states: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
+    stream: LayerStream | None = None
+    is_final: bool = True
 
 
 Parts = Generator[Part, NewValues, None]
@@ -227,13 +233,19 @@ def _run_in_stages(
     unsolved = [name for stage in stages for name in stage.names]
     share = 1 / (len(stages) + 1)  # of the layer; the last one is for what comes out of it
     batch_done = partial(add, share * stack.share_of_batch)
+    is_tuned = run.calibration.plan.tunes_layers and bool(stages)
     for stage in stages:
         short_names = dict.fromkeys(name.rpartition(".")[2] for name in stage.names)
         add(0, f"layer {number + 1}, {', '.join(short_names)}")
         with stack.at_work(prefix, layer):
             stack.measure(number, stage, solved, unsolved, batch_done)
-        solved.add((yield run.finish(stage.names)))
+        solved.add((yield replace(run.finish(stage.names), is_final=not is_tuned)))
         unsolved = unsolved[len(stage.names) :]
+    with stack.at_work(prefix, layer):
+        stack.advance_reference(number)
+    if is_tuned:
+        stream = stack.stream(number, prefix, solved)
+        solved.add((yield Part(tuple(names), stream=stream)))
     with stack.at_work(prefix, layer):
         stack.advance(number, solved, batch_done)
 
@@ -396,19 +408,48 @@ class LayerStack:
             if told is not None:
                 told()
 
+    def advance_reference(self, number: int) -> None:
+        """Run all batches through a layer as it was, if there is a stream without quantization."""
+        for index, hidden in enumerate(self._reference):
+            self.run.ranks.check()
+            with (
+                torch.no_grad(),
+                self.run.calibration.paused(),
+                self._resuming(index, (), is_reference=True),
+            ):
+                self._reference[index] = self._through(number, index, hidden)
+        if True in self._caches:
+            self._caches[True].clear()
+
     def advance(self, number: int, solved: QuantizedForward, told: Callable[[], None]) -> None:
         """Run all batches through a layer as it has become; ``told`` is called after each."""
         for index, hidden in enumerate(self._hidden):
             self.run.ranks.check()
-            with torch.no_grad(), self.run.calibration.paused():
-                if self._reference:
-                    with self._resuming(index, (), is_reference=True):
-                        reference = self._through(number, index, self._reference[index])
-                    self._reference[index] = reference
-                with self._resuming(index, ()), solved.in_place():
-                    self._hidden[index] = self._through(number, index, hidden)
+            with (
+                torch.no_grad(),
+                self.run.calibration.paused(),
+                self._resuming(index, ()),
+                solved.in_place(),
+            ):
+                self._hidden[index] = self._through(number, index, hidden)
             told()
         self._caches.clear()
+
+    def stream(self, number: int, prefix: str, solved: QuantizedForward) -> LayerStream:
+        """Return what goes into a layer, and what the float one makes of the float stream."""
+
+        @contextmanager
+        def ready() -> Iterator[None]:
+            layer = self.layers[number]
+            with computing_in(self.run.dtype, [layer]), self.run.calibration.paused():
+                yield
+
+        def run(index: int) -> Tensor:
+            return self._through(number, index, self._hidden[index])
+
+        return LayerStream(
+            prefix, self.run.device, self._reference, self._masks, run, solved, ready
+        )
 
     def _resuming(
         self, index: int, unsolved: Sequence[str], *, is_reference: bool = False

@@ -42,7 +42,7 @@ from calipers.notebook import NotebookView
 from calipers.numerics.qparams import ActivationQuantizer, fake_quantize, store_qparams
 from calipers.numerics.tensors import digest_of
 from calipers.options import Pipeline
-from calipers.planning.plan import Plan
+from calipers.planning.plan import Plan, QParams
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
 from calipers.runtime.progress import Progress
@@ -189,6 +189,7 @@ class StepDriver:
     curvatures: CurvatureCache | None = None
     keep_codes: bool = False
     _settled: set[str] = field(default_factory=set, init=False)
+    _originals: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def settle(self, names: Iterable[str]) -> None:
         """Merge what all processes have measured of modules, and decide about those without data.
@@ -207,16 +208,57 @@ class StepDriver:
             everything = tuple(changed.get(module.name, module) for module in plan.modules)
             self.solution.plan = replace(plan, modules=everything)
 
-    def solve(self, names: tuple[str, ...]) -> tuple[Layer, Changes]:
+    def solve(self, names: tuple[str, ...], *, is_final: bool = True) -> tuple[Layer, Changes]:
         """Solve modules, judge the result, and forget what was measured of them.
 
         All processes call this with the same names. Returns the layer as the steps have left it,
         and the changes to it.
+
+        :param is_final: whether they are judged now: they are not tuned later
         """
         self.settle(names)
+        layer = self._layer(names)
+        changes = Changes()
+        for label, step in self.solution.plan.steps.items():
+            own = layer.of_step(label)
+            new = step.solve(own)
+            check_changes(own, label, new)
+            rounded = (name for name, local in new.tensors if local == "weight")
+            for name in rounded:
+                if (name, "weight") in new.qparams:
+                    self._originals[name] = layer.weight(name)
+            changes = changes.joined(new)
+            layer = replace(layer, new_tensors=changes.tensors)
+        self.solution.notes |= changes.notes
+        return layer, self._judged(layer, changes, changes.qparams) if is_final else changes
+
+    def tune(self, part: Part, solved: Changes) -> tuple[Layer, Changes]:
+        """Let steps work on a whole layer, and judge the result.
+
+        :param solved: what was solved before of the modules of the layer, and others
+        """
+        assert part.stream is not None
+        wanted = set(part.names)
+        qparams = {place: each for place, each in solved.qparams.items() if place[0] in wanted}
+        layer = replace(self._layer(part.names), new_tensors=solved.tensors, qparams=qparams)
+        changes = Changes()
+        for label, step in self.solution.plan.steps.items():
+            own = layer.of_step(label)
+            new = step.tune(own, part.stream)
+            check_changes(own, label, new)
+            changes = changes.joined(new)
+            layer = replace(
+                layer,
+                new_tensors={**solved.tensors, **changes.tensors},
+                qparams={**qparams, **changes.qparams},
+            )
+        self.solution.notes |= changes.notes
+        return layer, self._judged(layer, changes, layer.qparams)
+
+    def _layer(self, names: tuple[str, ...]) -> Layer:
         solution, wanted = self.solution, set(names)
         applied = solution.coverage.applied.items()
-        layer = Layer(
+        return Layer(
             self.model,
             tuple(module for module in solution.plan.modules if module.name in wanted),
             names,
@@ -226,24 +268,17 @@ class StepDriver:
             unseen={name: policy for name, policy in applied if name in wanted},
             curvatures=self.curvatures,
         )
-        changes = Changes()
-        before: dict[str, Tensor] = {}
-        for label, step in solution.plan.steps.items():
-            own = layer.of_step(label)
-            new = step.solve(own)
-            check_changes(own, label, new)
-            rounded = (name for name, local in new.tensors if local == "weight")
-            before |= {n: layer.weight(n) for n in rounded if (n, "weight") in new.qparams}
-            changes = changes.joined(new)
-            layer = replace(layer, new_tensors=changes.tensors)
-        errors, costs, codes = judge_layer(
-            layer, changes.qparams, before, keep_codes=self.keep_codes
-        )
-        solution.errors |= errors
-        solution.costs |= costs
-        solution.notes |= changes.notes
-        self.measurements.forget(names)
-        return layer, replace(changes, codes=codes)
+
+    def _judged(self, layer: Layer, changes: Changes, qparams: QParams) -> Changes:
+        """Judge modules as they have become, and forget what was measured of them."""
+        before = {
+            name: self._originals.pop(name) for name in layer.names if name in self._originals
+        }
+        errors, costs, codes = judge_layer(layer, qparams, before, keep_codes=self.keep_codes)
+        self.solution.errors |= errors
+        self.solution.costs |= costs
+        self.measurements.forget(layer.names)
+        return replace(changes, codes=codes)
 
     def _count_tokens(self, names: Iterable[str]) -> None:
         """Note what each module that needs data has seen, in all processes.
@@ -282,7 +317,10 @@ class ModelSink:
 
     def take(self, part: Part) -> NewValues:
         """Solve a part; later ones see its new values, unless the model stays as it is for them."""
-        layer, changes = self.driver.solve(part.names)
+        if part.stream is None:
+            layer, changes = self.driver.solve(part.names, is_final=part.is_final)
+        else:
+            layer, changes = self.driver.tune(part, self.changes)
         self.changes = self.changes.joined(changes)
         if self.driver.solution.plan.propagation == "float":
             return NewValues()
@@ -294,7 +332,8 @@ class ModelSink:
                 qparams = changes.qparams.get(place)
                 if spec.base_name != "weight":
                     # One without data is left as it is, unless it follows from each value.
-                    if qparams is not None or spec.args.dynamic is True:
+                    is_known = part.stream is not None  # since the module was solved
+                    if not is_known and (qparams is not None or spec.args.dynamic is True):
                         quantize = ActivationQuantizer(spec.base_name, spec.args, qparams or {})
                         activations[place] = quantize
                 elif qparams is not None:

@@ -152,15 +152,17 @@ class ActivationQuantizer(NamedTuple):
     qparams: Mapping[str, object] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return what is left of a value."""
+        """Return what is left of a value; gradients pass as if it were the value itself."""
         # The library reads parameters from a module; this one holds nothing else.
         held = {
             f"{self.base_name}_{key}": value.to(x.device) if isinstance(value, Tensor) else None
             for key, value in self.qparams.items()
         }
         holder = SimpleNamespace(quantization_status=QuantizationStatus.FROZEN, **held)
-        quantized: Tensor = forward_quantize(holder, x, self.base_name, self.args)
-        return quantized
+        quantized: Tensor = forward_quantize(holder, x.detach(), self.base_name, self.args)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return quantized
+        return quantized + (x - x.detach())  # a zero with the gradient of x
 
 
 def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:

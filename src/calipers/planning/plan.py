@@ -37,12 +37,15 @@ class StepPlan:
     :param measured: module → what it wants to know of it besides
     :param propagation: what it calibrates layers on
     :param changed: other modules whose tensors it changes, such as norms
+    :param tunes_layers: whether it works on each decoder layer as a whole, too, when the modules
+        inside are solved; with ``propagation="both"`` alone
     """
 
     modules: tuple[ModuleSpec, ...] = ()
     measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
     propagation: Propagation = "float"
     changed: tuple[str, ...] = ()
+    tunes_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,9 @@ class Step(Protocol):
     def solve(self, layer: Any) -> Changes:
         """Turn what was measured of some modules into changes."""
 
+    def tune(self, layer: Any, stream: Any) -> Changes:
+        """Improve a whole decoder layer; called where ``StepPlan.tunes_layers`` asks for it."""
+
 
 @dataclass(frozen=True)
 class Plan(NotebookView):
@@ -104,6 +110,7 @@ class Plan(NotebookView):
     :param steps: the steps by their names, in the order of the recipe
     :param propagation: what layers are calibrated on
     :param changed: other modules whose tensors steps change
+    :param tunes_layers: whether steps work on whole decoder layers, too
     """
 
     modules: tuple[ModuleSpec, ...] = ()
@@ -111,6 +118,7 @@ class Plan(NotebookView):
     steps: Mapping[str, Step] = field(default_factory=dict)
     propagation: Propagation = "float"
     changed: tuple[str, ...] = ()
+    tunes_layers: bool = False
 
     @property
     def names(self) -> list[str]:

@@ -46,10 +46,11 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     measured: dict[str, tuple[Requirement, ...]] = {}
     changed: set[str] = set()
-    propagation = PROPAGATIONS[0]
+    propagation, tunes_layers = PROPAGATIONS[0], False
     for label, step in steps.items():
         wanted = step.plan(model, label)
         propagation = max(propagation, wanted.propagation, key=PROPAGATIONS.index)
+        tunes_layers |= wanted.tunes_layers
         for module in wanted.modules:
             known = claimed.get(module.name)
             claimed[module.name] = module if known is None else _merged(known, module)
@@ -71,7 +72,7 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     check_modules(model, modules)
     besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
     others = tuple(sorted(changed, key=order.__getitem__))
-    return Plan(tuple(modules), besides, steps, propagation, others)
+    return Plan(tuple(modules), besides, steps, propagation, others, tunes_layers)
 
 
 def _merged(one: ModuleSpec, other: ModuleSpec) -> ModuleSpec:

@@ -6,5 +6,12 @@ from calipers.steps.base import Modifier
 from calipers.steps.gptq import GPTQModifier
 from calipers.steps.imatrix import IMatrixGatherer
 from calipers.steps.quantization import QuantizationModifier
+from calipers.steps.rounding import AutoRoundModifier
 
-__all__ = ["GPTQModifier", "IMatrixGatherer", "Modifier", "QuantizationModifier"]
+__all__ = [
+    "AutoRoundModifier",
+    "GPTQModifier",
+    "IMatrixGatherer",
+    "Modifier",
+    "QuantizationModifier",
+]

@@ -14,6 +14,7 @@ from compressed_tensors.utils.match import is_match
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from torch import Tensor
 
+from calipers.calibration.layer_stream import LayerStream
 from calipers.errors import CalipersError, ConfigurationError, RecipeError, first_line, nearest
 from calipers.measurements import Measurements
 from calipers.planning.plan import Changes, QParams, StepPlan
@@ -34,6 +35,7 @@ class Layer:
     :param names: all whose data has run, also those that are measured only
     :param unseen: those that no token has reached, and what was done about it
     :param new_tensors: (module, tensor) → the value that an earlier step has given it
+    :param qparams: the parameters that were found before the layer is tuned as a whole
     :param curvatures: factorised Hessians that others solve with, too; None: there are no others
     """
 
@@ -45,6 +47,7 @@ class Layer:
     progress: Progress
     unseen: Mapping[str, str] = field(default_factory=dict)
     new_tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    qparams: QParams = field(default_factory=dict)
     curvatures: CurvatureCache | None = None
 
     def module(self, name: str) -> torch.nn.Module:
@@ -113,6 +116,8 @@ class Modifier(BaseModel):
 
     orders_columns: ClassVar[bool] = False
     """Whether ``actorder`` of a scheme means something."""
+    runs_layers: ClassVar[bool] = False
+    """Whether it learns from layers that run, for which measurements do not stand in."""
     method: ClassVar[str] = ""
     """The value of ``method`` by which it is chosen to round weights; a subclass has its own."""
 
@@ -146,6 +151,16 @@ class Modifier(BaseModel):
     def solve(self, layer: Layer) -> Changes:
         """Turn what was measured of some modules into changes to them."""
         raise NotImplementedError
+
+    def tune(self, layer: Layer, stream: LayerStream) -> Changes:  # noqa: ARG002
+        """Improve a whole decoder layer, after :meth:`solve` was called for all its modules.
+
+        Called where the plan says ``tunes_layers``, in all processes alike.
+
+        :param layer: its modules, with what was solved in ``new_tensors`` and ``qparams``
+        :param stream: what goes into the layer, and what it is meant to give
+        """
+        return Changes()
 
     def regrouped(self, size: int) -> Modifier | None:  # noqa: ARG002
         """Return the same with weights in groups of a size; None where none can have it."""
@@ -237,6 +252,7 @@ STEPS: Registry[type[Modifier]] = Registry(
     {
         "QuantizationModifier": "calipers.steps.quantization:QuantizationModifier",
         "GPTQModifier": "calipers.steps.gptq:GPTQModifier",
+        "AutoRoundModifier": "calipers.steps.rounding:AutoRoundModifier",
         "IMatrixGatherer": "calipers.steps.imatrix:IMatrixGatherer",
     },
     base=Modifier,
@@ -249,7 +265,7 @@ def steps_by_method() -> dict[str, type[Modifier]]:
     """Return the steps that round weights, by the values that ``method`` may have.
 
     >>> list(steps_by_method())
-    ['rtn', 'gptq']
+    ['rtn', 'gptq', 'rounding']
     """
     steps: dict[str, type[Modifier]] = {}
     for _, step in STEPS.parts():

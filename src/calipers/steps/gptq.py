@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
@@ -56,28 +57,42 @@ class _Task(NamedTuple):
         self, qparams: QParamsDict, curve: Curvature, *, block: int, sweeps: int
     ) -> tuple[Tensor, QParamsDict]:
         """Round the weight with error feedback; also return its parameters with refitted scales."""
-        args, fmt, rows = self.spec.args, Format.of(self.spec.args), len(self.target)
-        layout, global_scale = Layout.of("weight", args), qparams["global_scale"]
-        scale, zeros = qparams["scale"].to(self.target), None
-        if global_scale is not None:
-            scale = scale / global_scale.to(self.target)
-        if not fmt.symmetric:
-            zeros = layout.by_rows(qparams["zero_point"].to(self.target), rows)
-        groups = layout.groups(self.target.shape[1]).to(self.target.device)
-        storable = storable_scales(fmt, self.dtype, global_scale, args.scale_dtype)
+        rounding, scales = rounding_by(qparams, self.spec.args, self.target, self.dtype)
         values, refitted = feed_back_errors(
-            self.target,
-            curve,
-            Rounding(layout.by_rows(scale, rows), zeros, groups, fmt),
-            Scales(storable, layout.rows_per_scale(rows)),
-            block=block,
-            sweeps=sweeps,
+            self.target, curve, rounding, scales, block=block, sweeps=sweeps
         )
-        scale = layout.from_rows(refitted.scales).reshape(qparams["scale"].shape)
-        if global_scale is not None:
-            scale = scale * global_scale.to(scale)
-            scale = scale.to(FP8_DTYPE).to(scale)
-        return values.to(self.dtype), {**qparams, "scale": scale.to(qparams["scale"].dtype)}
+        return values.to(self.dtype), with_scales(qparams, self.spec.args, refitted.scales)
+
+
+def rounding_by(
+    qparams: QParamsDict, args: QuantizationArgs, target: Tensor, dtype: torch.dtype
+) -> tuple[Rounding, Scales]:
+    """Return how parameters round a matrix, and which scales there can be.
+
+    :param target: the matrix, in float32
+    :param dtype: in which weights are stored
+    """
+    fmt, rows = Format.of(args), len(target)
+    layout, global_scale = Layout.of("weight", args), qparams["global_scale"]
+    scale, zeros = qparams["scale"].to(target), None
+    if global_scale is not None:
+        scale = scale / global_scale.to(target)
+    if not fmt.symmetric:
+        zeros = layout.by_rows(qparams["zero_point"].to(target), rows)
+    groups = layout.groups(target.shape[1]).to(target.device)
+    storable = storable_scales(fmt, dtype, global_scale, args.scale_dtype)
+    rounding = Rounding(layout.by_rows(scale, rows), zeros, groups, fmt)
+    return rounding, Scales(storable, layout.rows_per_scale(rows))
+
+
+def with_scales(qparams: QParamsDict, args: QuantizationArgs, scales: Tensor) -> QParamsDict:
+    """Return parameters with other scales, given as :func:`rounding_by` lays them over rows."""
+    global_scale = qparams["global_scale"]
+    scale = Layout.of("weight", args).from_rows(scales).reshape(qparams["scale"].shape)
+    if global_scale is not None:
+        scale = scale * global_scale.to(scale)
+        scale = scale.to(FP8_DTYPE).to(scale)
+    return {**qparams, "scale": scale.to(qparams["scale"])}
 
 
 def _shrunk_crosses(sums: HessianSums, cross: Tensor) -> tuple[Tensor, Tensor | None]:
