@@ -186,8 +186,8 @@ class RecipeOptions(OptionGroup):
     """What is put on top of a recipe.
 
     :param method: how weights are rounded: ``rtn``, each to nearest; ``gptq``, with error feedback;
-        ``rounding``, which then learns how to round, layer by layer; or the method of a step of a
-        package. All but the first need data. By default as the recipe says
+        ``rounding``, which then learns how to round, layer by layer; both need data; or the method
+        of a step of a package. By default as the recipe says
     :param group_size: how many weights share a scale, where the recipe has groups
     :param weight_observer: the observer of weights, instead of those that the recipe names, such as
         ``mse`` or ``optimal,importance=hessian``

@@ -80,6 +80,20 @@ def test_stored_weights_lose_less_on_held_out_samples_than_the_start(name: str) 
             assert error == pytest.approx(results[1].errors[name], rel=1e-4)
 
 
+@pytest.mark.parametrize(("rate", "seed"), [(1.0, 0), (0.3, 1), (0.1, 2), (0.003, 3)])
+@torch.no_grad()
+def test_no_rate_makes_a_layer_worse_than_the_start(rate: float, seed: int) -> None:
+    data = list(batches_of(samples(16, seed), 2))
+    start = GPTQModifier(scheme="W4A16", ignore="lm_head").regrouped(8)
+    assert start is not None
+    learned = start.converted_to(AutoRoundModifier)
+    assert isinstance(learned, AutoRoundModifier)
+    learned = learned._changed({"lr": rate, "iters": 10, "batch_size": 2})
+    results = [quietly(small("llama", **SIZES), each, data) for each in (start, learned)]
+    before, after = (held_out_error(each.model, small("llama", **SIZES), data) for each in results)
+    assert after <= before
+
+
 def weights_of(result: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in result.model.state_dict().items() if "proj" in name}
 

@@ -156,11 +156,10 @@ class AutoRoundModifier(GPTQModifier):
                 add(1)
                 if (step + 1) % interval and step + 1 < self.iters:
                     continue
-                found = learner.changes()
+                found, since = learner.changes(), since + 1
                 error = learner.held_out_error(found)
-                best, least, since = (
-                    (found, error, 0) if error < least else (best, least, since + 1)
-                )
+                if error < least:
+                    best, least, since = found, error, 0
                 if since == _PATIENCE:
                     break
         return best if best.qparams else Changes(notes={learner.stream.name: KEPT})
