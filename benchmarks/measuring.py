@@ -29,7 +29,7 @@ from torch import Tensor
 from calipers.calibration.context import Calibration
 from calipers.calibration.pipelines import call_model
 from calipers.kernels import describe
-from calipers.measurements.tensors import with_halves
+from calipers.measurements.tensors import with_folds
 from calipers.planning.measuring import collecting_plan
 from calipers.runtime.precision import forward_dtype
 
@@ -120,7 +120,9 @@ def run_measured(
     """Return the same while all inputs are measured, and how long it takes to finish."""
     plan = collecting_plan(model)
     dtype = forward_dtype("auto", model, model.device)
-    with Calibration(model, plan, dtype=dtype, halves=halves) as calibration:
+    count = 1 if halves is None else 2
+    folds = {"num_folds": count, "fold_of_batch": halves or ()}
+    with Calibration(model, plan, dtype=dtype, **folds) as calibration:
         times = [clock()]
         for index, batch in enumerate(batches):
             given = with_mask(batch)
@@ -129,7 +131,7 @@ def run_measured(
             times.append(clock())
         calibration.finish(plan.measured)
         if halves is not None:
-            with_halves(calibration.measurements.tensors(), calibration.second_half.tensors())
+            with_folds([fold.tensors() for fold in calibration.folds])
         times.append(clock())
     return differences(times)
 

@@ -170,6 +170,9 @@ class CalibrationOptions(OptionGroup):
         ``peers``
     :param calibrate_all_experts: whether experts see all tokens, not only those routed to them
     :param share_inputs: whether a tensor that several modules read is measured once for all
+    :param folds: how many parts of the data are measured apart, 1 to 8, so that what is found on
+        the others can be judged on each: GPTQ chooses its damping by that, and measurements tell
+        whether the data sufficed. 1: none
     :param timeout: how long a process that gives no sign of life is waited for by the others;
         None: less than a minute, or ten for one that has not joined them yet
     """
@@ -178,6 +181,7 @@ class CalibrationOptions(OptionGroup):
     on_unseen: OnUnseen = option("error", "--on-unseen", metavar="NAME")
     calibrate_all_experts: bool = option(False, "--calibrate-all-experts")
     share_inputs: bool = option(True, "--share-inputs/--no-share-inputs")
+    folds: int = option(2, "--folds", metavar="N")
     timeout: timedelta | None = None
 
 
@@ -243,6 +247,7 @@ class MeasureKeywords(EvaluateKeywords, total=False):
     pipeline: Pipeline
     calibrate_all_experts: bool
     share_inputs: bool
+    folds: int
     timeout: timedelta | None
 
 

@@ -107,7 +107,7 @@ def test_what_else_is_collected(model: Path, text: Path, tmp_path: Path) -> None
     assert {"hessian", "head_counts"} <= told["statistics"].keys()
     # Said before: in memory counts are tables of 65,536, which three statistics of halves have.
     foretold = json.loads(done.stderr.splitlines()[0])["memory"]
-    seen = Measurements.load(tmp_path / "m").with_halves()
+    seen = Measurements.load(tmp_path / "m").with_folds()
     held = {
         id(statistic): sum(value.nbytes for value in statistic.fields().values())
         for statistics in seen.values()

@@ -65,7 +65,7 @@ def test_halves_are_what_each_alone_would_be(tmp_path: Path) -> None:
 )
 def test_how_data_runs_changes_no_half(options: dict[str, Any]) -> None:
     """Batches of both halves that come ready-made are cut."""
-    expected, found = measured().with_halves(), measured(**options).with_halves()
+    expected, found = measured().with_folds(), measured(**options).with_folds()
     for place, statistics in expected.items():
         for key, statistic in statistics.items():
             tokens = statistic.num_tokens, found[place][key].num_tokens
@@ -83,7 +83,7 @@ def test_merging_halves_is_one_run_in_whatever_order(tmp_path: Path) -> None:
 
 
 def without_halves(found: Measurements) -> Measurements:
-    return Measurements.of_tensors(found.info, whole_of(found.with_halves()))
+    return Measurements.of_tensors(found.info, whole_of(found.with_folds()))
 
 
 def test_files_without_halves_merge_and_say_so() -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
@@ -19,7 +19,7 @@ from calipers.calibration.partial_forward import STATE_HOOKS
 from calipers.calibration.sharing import PairedTensors, QuantizedInputs, SharedInputs
 from calipers.errors import ConfigurationError, LayoutError, TensorValueError
 from calipers.measurements import Measurements
-from calipers.measurements.tensors import Tensors, check_same
+from calipers.measurements.tensors import FOLDS, Tensors, check_same
 from calipers.numerics.qparams import ActivationQuantizer
 from calipers.numerics.tensors import first_tensor, mask_for, token_mask
 from calipers.planning.plan import Plan
@@ -122,6 +122,15 @@ Measured: TypeAlias = dict[tuple[str, str], dict[str, Statistic]]
 """Statistics of a model: (module, tensor) → key → statistic."""
 
 
+class _OtherFolds(NamedTuple):
+    """What is measured of a tensor in all folds of the data but the first."""
+
+    module: str
+    base_name: str
+    key: str
+    statistics: tuple[Statistic, ...]
+
+
 class Calibration:
     """A model whose tensors are measured as a plan asks.
 
@@ -132,10 +141,11 @@ class Calibration:
     :param share_inputs: whether a tensor that several modules read is measured once for all
     :param dtype: the dtype that the model will compute in, if not its own; what is measured is
         rounded to that of the module, in which its scales are judged and stored
-    :param halves: to which half of the data each batch belongs, 0 or 1: what a plan asks for in
-        halves is measured apart for the second, in ``second_half``; None: all is one
-    :param known: what was measured before of each half; statistics go on from there, batch after
+    :param num_folds: how many folds of the data are measured apart of what a plan asks for in folds
+    :param fold_of_batch: to which of them each batch belongs
+    :param known: what was measured before of each fold; statistics go on from there, batch after
         batch, so that sums are the same to the bit as if they had not been interrupted
+    :ivar folds: what was measured of each fold; the first has also what is not measured in folds
     """
 
     def __init__(
@@ -145,14 +155,15 @@ class Calibration:
         *,
         share_inputs: bool = True,
         dtype: torch.dtype | None = None,
-        halves: Sequence[int] | None = None,
-        known: tuple[Tensors, Tensors] | None = None,
+        num_folds: int = 1,
+        fold_of_batch: Sequence[int] = (),
+        known: Sequence[Tensors] | None = None,
     ) -> None:
         self.model, self.plan = model, plan
-        self.measurements, self.second_half = Measurements(), Measurements()
-        self._halves, self._half = halves, 0
+        self.folds = tuple(Measurements() for _ in range(num_folds))
+        self._fold_of_batch, self._fold = fold_of_batch, 0
         self._known = known
-        self._twins: dict[Statistic, Statistic] = {}  # of the first half → of the second
+        self._others: dict[Statistic, _OtherFolds] = {}  # of the first fold → of the others
         self._dtype = dtype
         self._handles: dict[str, list[RemovableHandle]] = defaultdict(list)
         self._sharing = SharedInputs(share=share_inputs)
@@ -165,6 +176,11 @@ class Calibration:
         self._products: bool | None = None  # whether these are measured, or all else; None: all
         self._is_reference = False
         self._residuals: Mapping[str, str] = {}
+
+    @property
+    def measurements(self) -> Measurements:
+        """What was measured of the first fold; of all data, where folds were added up."""
+        return self.folds[0]
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -188,7 +204,7 @@ class Calibration:
 
         :param mask: which tokens count, shape (batch, sequence); None for all
         """
-        self._half = 0 if self._halves is None else self._halves[index]
+        self._fold = self._fold_of_batch[index] if len(self.folds) > 1 else 0
         try:
             with torch.no_grad(), token_mask(mask):
                 yield
@@ -287,10 +303,36 @@ class Calibration:
             for handle in self._handles.pop(name, ()):
                 handle.remove()
 
+    def add_up(self, names: Iterable[str]) -> None:
+        """Let what was measured of some modules be of all data, and stand beside that of its folds.
+
+        Those are all but the last, which is what the whole has beyond them.
+        """
+        names, done = list(names), dict[object, tuple[Statistic, ...]]()
+        for whole in self.measurements.of(names):
+            if whole not in self._others:
+                continue
+            name, base_name, key, others = self._others.pop(whole)
+            # What modules share that read one tensor, they go on to share.
+            known = str(whole.configuration()), *(each.origin() for each in (whole, *others))
+            if known not in done:
+                first = whole.empty()
+                first.copy_from(whole)
+                for each in others:
+                    whole.absorb(**each.fields_to_share())
+                done[known] = whole, first, *others
+            added, *folds, _ = done[known]
+            if added is not whole:
+                whole.copy_from(added)
+            for prefix, fold in zip(FOLDS, folds, strict=False):
+                self.measurements.add(name, base_name, prefix + key, fold, is_optional=True)
+        for other in self.folds[1:]:
+            other.forget(names)
+
     def measured(self, names: Iterable[str]) -> list[Statistic]:
-        """Return the statistics of some modules, of both halves."""
+        """Return the statistics of some modules, of all folds."""
         names = list(names)
-        return [*self.measurements.of(names), *self.second_half.of(names)]
+        return [statistic for fold in self.folds for statistic in fold.of(names)]
 
     def module(self, name: str) -> torch.nn.Module:
         """Return a module by its name."""
@@ -300,22 +342,23 @@ class Calibration:
         """Return what a module has seen so far: the needed statistic that saw least counts."""
         counts = []
         for statistic in self.measurements.needed(name):
-            halves = [statistic, self._twins.get(statistic)]
-            counts.append(sum(self._holder(h).num_tokens for h in halves if h is not None))
+            others = self._others[statistic].statistics if statistic in self._others else ()
+            counts.append(sum(self._holder(each).num_tokens for each in (statistic, *others)))
         return min(counts, default=0)
 
-    def so_far(self) -> tuple[Measured, Measured]:
-        """Return what was measured until now, in two halves: (module, tensor) → key → statistic.
+    def so_far(self) -> list[Measured]:
+        """Return what was measured until now of each fold: (module, tensor) → key → statistic.
 
         Between two batches only; the next one goes on with the same statistics. What is not
-        measured in halves is in the first.
+        measured in folds is in the first.
         """
-        first: Measured = {}
-        second: Measured = {}
-        for half, measurements in ((first, self.measurements), (second, self.second_half)):
-            for place, statistics in measurements.tensors().items():
-                half[place] = {key: self._holder(each) for key, each in statistics.items()}
-        return first, second
+        return [
+            {
+                place: {key: self._holder(each) for key, each in statistics.items()}
+                for place, statistics in fold.tensors().items()
+            }
+            for fold in self.folds
+        ]
 
     def _holder(self, statistic: Statistic) -> Statistic:
         """Return the statistic that holds what another one was shown so far."""
@@ -338,7 +381,9 @@ class Calibration:
                 statistic, is_complete = self._add(name, each)
                 spec = inputs.get(name)
                 if each.key == IMPORTANCE and spec is not None:
-                    self._of_quantized[statistic] = spec
+                    others = self._others.get(statistic)
+                    products = statistic, *(() if others is None else others.statistics)
+                    self._of_quantized |= dict.fromkeys(products, spec)
                     if spec.args.dynamic is True:
                         self.quantize_inputs({name: ActivationQuantizer("input", spec.args)})
                 if not is_complete:
@@ -349,10 +394,10 @@ class Calibration:
                 self._hook(name, base_name, statistics)
         if self._known is None:
             return
-        (first, second), self._known = self._known, None
-        check_same(first, self.measurements.tensors())
-        for measurements, known in ((self.measurements, first), (self.second_half, second)):
-            for place, before in known.items():
+        known, self._known = self._known, None
+        check_same(known[0], self.measurements.tensors())
+        for measurements, of_fold in zip(self.folds, known, strict=True):
+            for place, before in of_fold.items():
                 for key, statistic in before.items():
                     mine = measurements.get(*place, key)
                     if mine is not None:
@@ -375,9 +420,10 @@ class Calibration:
             is_optional=requirement.is_optional,
             is_from_earlier_run=is_complete,
         )
-        if self._halves is not None and requirement.in_halves and kept not in self._twins:
+        if len(self.folds) > 1 and requirement.in_folds and kept not in self._others:
             place = name, requirement.base_name, requirement.key
-            self._twins[kept] = self.second_half.add(*place, requirement.create(name))
+            others = [each.add(*place, requirement.create(name)) for each in self.folds[1:]]
+            self._others[kept] = _OtherFolds(*place, tuple(others))
         return kept, is_complete
 
     def _hook(self, name: str, base_name: str, statistics: dict[Statistic, bool]) -> None:
@@ -385,14 +431,17 @@ class Calibration:
         module = self.module(name)
         own = own_dtype(module)
         dtype = None if self._dtype in (None, own) else own
-        first = next((each for each, is_needed in statistics.items() if is_needed), None)
+        needed_one = next((each for each, needed in statistics.items() if needed), None)
         has_pairs = any(statistic.takes_pairs for statistic in statistics)
-        # What is shown the tensors of each half of the data; most is shown both.
-        first_half = {each: needed for each, needed in statistics.items() if each in self._twins}
-        rest = {each: needed for each, needed in statistics.items() if each not in self._twins}
-        second_half = {self._twins[each]: needed for each, needed in first_half.items()}
-        both = self._put_together(rest)
-        shown = [{**self._put_together(half), **both} for half in (first_half, second_half)]
+        # What is shown the tensors of each fold of the data; most is shown those of all.
+        first = {each: needed for each, needed in statistics.items() if each in self._others}
+        rest = {each: needed for each, needed in statistics.items() if each not in self._others}
+        folds = [first] + [
+            {self._others[each].statistics[number]: needed for each, needed in first.items()}
+            for number in range(len(self.folds) - 1)
+        ]
+        all_see = self._put_together(rest)
+        shown = [{**self._put_together(fold), **all_see} for fold in folds]
 
         def see(tensor: Tensor) -> None:
             if self._measured is not None and name not in self._measured:
@@ -402,13 +451,13 @@ class Calibration:
                     self._pairs.keep(name, tensor)
                 return
             try:
-                mask = mask_for(tensor, base_name, "" if first is None else first.label())
+                mask = mask_for(tensor, base_name, "" if needed_one is None else needed_one.label())
             except LayoutError:
-                if first is not None:
+                if needed_one is not None:
                     raise
                 return
             holds_numbers = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-            for statistic, is_needed in shown[self._half].items():
+            for statistic, is_needed in shown[self._fold].items():
                 is_of_quantized = statistic in self._of_quantized
                 if self._products not in (None, is_of_quantized):
                     continue

@@ -354,7 +354,7 @@ class LayerStack:
 
     def _solve_inputs(self, inputs: Mapping[str, TensorSpec]) -> dict[str, ActivationQuantizer]:
         """Find the parameters of static inputs from what all processes have seen."""
-        so_far, _ = self.run.calibration.so_far()
+        so_far = self.run.calibration.so_far()[0]  # parameters are of all data
         measured = {
             name: {k: deepcopy(s) for k, s in so_far[name, "input"].items() if k in (RANGE, COUNTS)}
             for name in inputs

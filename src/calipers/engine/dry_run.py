@@ -111,7 +111,7 @@ def statistics_bytes(model: PreTrainedModel, plan: Plan) -> int:
             side = "out_features" if base_name == "output" else "in_features"
             channels = getattr(module, side, None) or 0
             reader = sharing[name] if base_name == "input" else name
-            copies = _OF_HALVES if each.in_halves else 1
+            copies = _OF_HALVES if each.in_folds else 1
             key = reader, base_name, str(statistic.configuration())
             sizes[key] = copies * statistic.expected_bytes(channels, heads.get(base_name, 1))
     return sum(sizes.values())

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,6 +30,8 @@ from calipers.errors import (
     not_allowed,
 )
 from calipers.measurements import Measurements
+from calipers.measurements.info import sample_fold
+from calipers.measurements.tensors import FOLDS
 from calipers.numerics.tensors import fingerprint
 from calipers.options import (
     ComputeOptions,
@@ -97,10 +100,18 @@ def check_options(options: MeasureOptions) -> None:
     mistakes, calibration = Mistakes(), options.calibration
     mistakes.check(check_data_options, options.data)
     mistakes.check(check_compute_options, options.compute)
+    mistakes.check(check_folds, calibration.folds)
     for name, choices in (("pipeline", get_args(Pipeline)), ("on_unseen", get_args(OnUnseen))):
         if (value := getattr(calibration, name)) not in choices:
             mistakes.add(not_allowed(name, value, choices))
     mistakes.tell()
+
+
+def check_folds(folds: object) -> None:
+    """Refuse numbers of folds that there cannot be."""
+    check_whole_number("folds", folds, least=1)
+    if folds > len(FOLDS):  # type: ignore[operator]
+        raise not_allowed("folds", folds, f"1 to {len(FOLDS)}")
 
 
 def check_data_options(data: DataOptions) -> None:
@@ -236,6 +247,22 @@ class Job:
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
+
+    def in_folds(self) -> dict[str, Any]:
+        """Return the options by which batches are of one fold of the data each."""
+        count = self.options.calibration.folds
+        return {"part_of": partial(sample_fold, count=count)} if count > 1 else {}
+
+    def check_samples(self, batches: Batches) -> None:
+        """Refuse more folds than there are samples in all processes."""
+        calibration = self.options.calibration
+        samples = sum(self.ranks.share(batches.num_samples))
+        if samples < calibration.folds and calibration.gives("folds"):
+            raise ConfigurationError(
+                f"is more than the data has samples: {samples}",
+                subject=Option("folds", calibration.folds),
+                hint="Give at most one fold for each sample, or more data.",
+            )
 
     def choose_pipeline(
         self, plan: Plan, model: PreTrainedModel, device: torch.device, dtype: torch.dtype

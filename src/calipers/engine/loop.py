@@ -190,6 +190,7 @@ class StepDriver:
     keep_codes: bool = False
     _settled: set[str] = field(default_factory=set, init=False)
     _originals: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _chosen: dict[str, dict[str, float]] = field(default_factory=dict, init=False)
 
     def settle(self, names: Iterable[str]) -> None:
         """Merge what all processes have measured of modules, and decide about those without data.
@@ -230,6 +231,8 @@ class StepDriver:
             changes = changes.joined(new)
             layer = replace(layer, new_tensors=changes.tensors)
         self.solution.notes |= changes.notes
+        self._chosen.update({name: dict(each) for name, each in changes.chosen.items()})
+        self.measurements.forget_folds(names)
         return layer, self._judged(layer, changes, changes.qparams) if is_final else changes
 
     def tune(self, part: Part, solved: Changes) -> tuple[Layer, Changes]:
@@ -275,6 +278,8 @@ class StepDriver:
             name: self._originals.pop(name) for name in layer.names if name in self._originals
         }
         errors, costs, codes = judge_layer(layer, qparams, before, keep_codes=self.keep_codes)
+        for name in self._chosen.keys() & set(layer.names):
+            costs[name] = replace(costs.get(name) or ModuleCosts(), chosen=self._chosen.pop(name))
         self.solution.errors |= errors
         self.solution.costs |= costs
         self.measurements.forget(layer.names)
@@ -347,6 +352,18 @@ class ModelSink:
         give_schemes(model, modules)
         ties = tied_names(model) if self.changes.tensors else {}
         apply_changes(model, modules, self.changes, ties)
+
+
+@dataclass(frozen=True)
+class FoldsSink:
+    """Adds up what was measured of the folds of the data, before others solve a part."""
+
+    calibration: Calibration
+
+    def take(self, part: Part) -> NewValues:
+        """Add up the folds of a part."""
+        self.calibration.add_up(part.names)
+        return {}
 
 
 @dataclass(frozen=True)

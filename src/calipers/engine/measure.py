@@ -38,11 +38,18 @@ from calipers.errors import (
 from calipers.files.writing import output_file as place_of
 from calipers.kernels.resources import FreedMemory
 from calipers.measurements import Measurements, MeasurementsInfo
-from calipers.measurements.info import half_of, sample_digests
+from calipers.measurements.info import sample_digests
 from calipers.measurements.partial import PartialFile, remove_superfluous
 from calipers.measurements.store import check_measurements_file
 from calipers.measurements.sufficiency import check_until_stable, stopping_points
-from calipers.measurements.tensors import Tensors, merged, parted, unified, with_halves
+from calipers.measurements.tensors import (
+    Tensors,
+    merged,
+    parted,
+    unified,
+    with_folds,
+    without_last_hessians,
+)
 from calipers.options import (
     CalibrationOptions,
     ComputeOptions,
@@ -151,6 +158,8 @@ def check_arguments(
         mistakes.add(not_allowed("save_every", save_every, "a number of seconds, 0 or more"))
     collected = mistakes.check(check_collected, collect)
     tolerance = mistakes.check(check_until_stable, until_stable)
+    if tolerance is not None and calibration.folds == 1:
+        mistakes.add(no_meaning("until_stable", until_stable, "one fold: two are compared"))
     mistakes.tell()
     return collected, tolerance
 
@@ -213,9 +222,10 @@ class _MeasureJob(Job):
             every = options.calibration.calibrate_all_experts
             plan = _plan(model, collected, calibrate_all_experts=every)
             stops = () if self.tolerance is None else stopping_points(options.data.num_samples)
-            cut = {"part_of": half_of, "stops": stops}
+            cut = {**self.in_folds(), "stops": stops}
             batches = self.batches_for(model, dataset, tokenizer, for_ranges=True, **cut)
             chosen = self.choose_pipeline(plan, model, device, dtype)
+        self.check_samples(batches)
         chosen = self.agreed_pipeline(chosen)
         if "sensitivity" in collected and chosen != "basic":
             problem = f"'sensitivity' needs the whole model at once, and its data runs '{chosen}'"
@@ -229,7 +239,7 @@ class _MeasureJob(Job):
                 {
                     "model": about.fingerprint,
                     "dtype": str(dtype).removeprefix("torch."),
-                    "halves": "digest",
+                    "folds": options.calibration.folds,
                     **self._common(collected),
                     "data": hashlib.sha256(order.encode()).hexdigest()[:16],
                 }
@@ -284,14 +294,15 @@ class _DataRun:
             self.plan,
             share_inputs=job.options.calibration.share_inputs,
             dtype=self.dtype,
-            halves=batches.parts[start:end],
+            num_folds=job.options.calibration.folds,
+            fold_of_batch=batches.parts[start:end],
             known=parted(before) if is_alone and before else None,
         ) as calibration:
             if is_alone:
                 before = {}  # it is in the sums that go on
 
             def so_far() -> Tensors:
-                return with_halves(*calibration.so_far())
+                return with_folds(calibration.so_far())
 
             def after_batch(index: int) -> None:
                 freed.count(_FREED_BY_BATCH)
@@ -315,8 +326,7 @@ class _DataRun:
             sink = MeasurementsSink(calibration, job.ranks)
             for _ in run_parts(PIPELINES[self.pipeline](run, shown), sink):
                 pass
-        first, second = calibration.measurements, calibration.second_half
-        found = with_halves(first.tensors(), second.tensors())
+        found = with_folds([fold.tensors() for fold in calibration.folds])
         self.known = merged(before, found) if before else found
 
     def measurements(self, count: int) -> Measurements:
@@ -325,7 +335,7 @@ class _DataRun:
         everywhere = self.job.ranks.share((list(own.samples), own.tokens))
         samples = sorted(each for samples, _ in everywhere for each in samples)
         info = replace(own, samples=tuple(samples), tokens=sum(n for _, n in everywhere))
-        return Measurements.of_tensors(info, unified(self.known))
+        return Measurements.of_tensors(info, unified(without_last_hessians(self.known)))
 
     def _info(self, count: int) -> MeasurementsInfo:
         """Return what this process has seen after so many batches."""

@@ -24,6 +24,7 @@ from calipers.engine.job import (
 )
 from calipers.engine.loop import (
     PIPELINES,
+    FoldsSink,
     ModelSink,
     OneshotResult,
     SolvedModel,
@@ -193,10 +194,17 @@ class _OneshotJob(Job):
             chosen: Pipeline = "datafree"
             if batches is not None:
                 chosen = self.choose_pipeline(plan, model, device, dtype)
+        if batches is not None and plan.uses_folds:
+            self.check_samples(batches)
         chosen = self.agreed_pipeline(chosen)
         solution = SolvedModel(plan, Coverage(options.on_unseen), pipeline=chosen)
         with Calibration(
-            model, plan, share_inputs=options.share_inputs, dtype=dtype
+            model,
+            plan,
+            share_inputs=options.share_inputs,
+            dtype=dtype,
+            num_folds=options.folds if plan.uses_folds else 1,
+            fold_of_batch=() if batches is None else batches.parts,
         ) as calibration:
             driver = StepDriver(
                 model,
@@ -209,7 +217,7 @@ class _OneshotJob(Job):
             fails = options.on_unseen == "error" and self.ranks.rank == 0
             early = EarlyLook(calibration) if fails else None
             run = Run(calibration, self.ranks, self.progress, device, dtype, early)
-            for _ in run_parts(PIPELINES[chosen](run, batches), sink):
+            for _ in run_parts(PIPELINES[chosen](run, batches), FoldsSink(calibration), sink):
                 pass
         amount = (0, 0) if batches is None else (batches.num_samples, batches.num_tokens)
         samples, tokens = zip(*self.ranks.share(amount), strict=True)
@@ -235,7 +243,9 @@ class _OneshotJob(Job):
         # runs on the float model is to be that of a file of measurements, to the bit.
         is_free = plan.propagation != "float" and not for_ranges
         by_length = is_free and self.options.data.batch_size is None
-        cut = {"batch_tokens": _BATCH_TOKENS} if by_length else {}
+        cut: dict[str, Any] = {"batch_tokens": _BATCH_TOKENS} if by_length else {}
+        if plan.uses_folds:
+            cut |= self.in_folds()
         return self.batches_for(model, dataset, tokenizer, for_ranges=for_ranges, **cut)
 
     def write(

@@ -65,6 +65,8 @@ class ModuleCosts:
     :param tensors: static activation (``input``, ``output``, ``q``, ``k``, ``v``) → its cost
     :param loss: by how much the loss of the model, in nats per token, is predicted to grow by what
         the weight loses; those of all modules add up. Known where sensitivity was measured
+    :param chosen: what the step that solved it has chosen by data: for error feedback ``damping``
+        and ``correction``, in terms of the mean diagonal of the Hessian
     """
 
     weight: float | None = None
@@ -72,13 +74,14 @@ class ModuleCosts:
     typical_input: float | None = None
     tensors: dict[str, ActivationCost] = field(default_factory=dict)
     loss: float | None = None
+    chosen: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModuleCosts:
         """Return the costs that :func:`dataclasses.asdict` made plain data of.
 
         >>> ModuleCosts.from_dict({"weight": 0.25, "tensors": {}})
-        ModuleCosts(weight=0.25, input=None, typical_input=None, tensors={}, loss=None)
+        ModuleCosts(weight=0.25, input=None, typical_input=None, tensors={}, loss=None, chosen={})
         """
         tensors = {name: ActivationCost(**cost) for name, cost in data["tensors"].items()}
         return cls(**{**data, "tensors": tensors})

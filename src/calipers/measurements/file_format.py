@@ -34,10 +34,10 @@ from calipers.measurements.tensors import (
     Place,
     Statistics,
     Tensors,
-    is_of_half,
+    fold_of,
     missing_halves,
     name_of,
-    problem_with_halves,
+    problem_with_folds,
     readers_of,
     statistic_of,
     whole_beside,
@@ -246,7 +246,7 @@ def _described(info: MeasurementsInfo, tensors: Tensors) -> tuple[str, dict[str,
 def stored_field(statistic: Statistic, name: str, whole: Statistic | None = None) -> Tensor:
     """Return a field of a statistic as it is stored: tables of counts are sparse.
 
-    :param whole: where it is of a half, the same of all data: its counts are at the places of those
+    :param whole: where it is of a fold, the same of all data: its counts are at the places of those
     """
     value: Tensor = getattr(statistic, name).detach()
     if name not in TABLES:
@@ -374,11 +374,12 @@ class _FileReader:
         tensors: dict[Place, dict[str, Statistic]] = {}
         for name, entry in header.tensors.items():
             statistics: dict[str, Statistic] = {}
-            # A half is read after its whole, whose places it has.
-            for key, each in sorted(entry.statistics.items(), key=lambda item: is_of_half(item[0])):
+            # A fold is read after its whole, whose places it has.
+            for key in sorted(entry.statistics, key=lambda key: bool(fold_of(key))):
+                each = entry.statistics[key]
                 whole = whole_beside(key, statistics)
                 statistics[key] = self._statistic(f"{name}/{key}", each, whole)
-            problem = problem_with_halves(statistics)
+            problem = problem_with_folds(statistics)
             if problem:
                 raise self._damaged(f"{name}: {problem}")
             statistics |= missing_halves(statistics)
@@ -404,7 +405,7 @@ class _FileReader:
                 raise self._damaged(f"it has no '{stored}', or should not have it")
             self._used.add(stored)
             if name in TABLES and whole is not None:
-                loads[name] = partial(self._counts_of_half, whole, name, shape, stored)
+                loads[name] = partial(self._counts_of_fold, whole, name, shape, stored)
             else:
                 loads[name] = partial(self._field, statistic, name, tuple(shape), stored)
         fields = {name: load() for name, load in loads.items()}
@@ -417,8 +418,8 @@ class _FileReader:
         self._freed.count(sum(value.nbytes for value in fields.values()))
         return statistic
 
-    def _counts_of_half(self, whole: Statistic, name: str, shape: Shape, stored: str) -> Tensor:
-        """Lay out the counts of a half, which are at the places of those of all data."""
+    def _counts_of_fold(self, whole: Statistic, name: str, shape: Shape, stored: str) -> Tensor:
+        """Lay out the counts of a fold, which are at the places of those of all data."""
         saved, table = self._fields[stored](), whole.field(name)
         table = torch.zeros(0, dtype=torch.int64) if table is None else table
         places = table.flatten().nonzero().squeeze(1)

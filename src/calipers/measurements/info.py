@@ -77,9 +77,14 @@ def sample_digest(token_ids: Tensor) -> str:
     return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
 
-def half_of(token_ids: Tensor) -> int:
-    """Return to which half of the data a sample belongs, 0 or 1: by its digest, so in every run."""
-    return int(sample_digest(token_ids)[-1], 16) % 2
+def sample_fold(token_ids: Tensor, count: int) -> int:
+    """Return to which of so many folds of the data a sample belongs: by its digest, in every run.
+
+    >>> import torch
+    >>> sample_fold(torch.tensor([1, 2, 3]), 2)
+    1
+    """
+    return int(sample_digest(token_ids), 16) % count
 
 
 def sample_digests(token_ids: Tensor, mask: Tensor) -> list[str]:

@@ -67,7 +67,7 @@ class PartialFile:
     def earlier(self) -> Tensors | None:
         """Return, once, what the run before this one has seen; None where there was none."""
         before, self._before = self._before, None
-        return None if before is None else before.with_halves()
+        return None if before is None else before.with_folds()
 
     def save(self, info: MeasurementsInfo, tensors: Callable[[], Tensors], batches: int) -> None:
         """Write what was seen so far, if it is time.

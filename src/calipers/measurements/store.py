@@ -28,13 +28,15 @@ from calipers.measurements.sufficiency import (
 )
 from calipers.measurements.summary import layer_grid, magnitudes_of
 from calipers.measurements.tensors import (
+    FOLDS,
     Halves,
     Place,
     Statistics,
+    fold_of,
     halves_of,
-    is_of_half,
     merged,
     name_of,
+    num_folds,
     readers_of,
     whole_of,
 )
@@ -76,8 +78,9 @@ class Measurements(NotebookView):
         :param is_from_earlier_run: whether an earlier run has left what it knows
         """
         held = self._statistics.setdefault(module, {})
-        for (tensor, _), known in held.items():
-            if tensor == base_name and known.configuration() == statistic.configuration():
+        for (tensor, other), known in held.items():
+            is_same_data = tensor == base_name and fold_of(other) == fold_of(key)
+            if is_same_data and known.configuration() == statistic.configuration():
                 statistic = known
         assert held.get((base_name, key), statistic) is statistic, "one key, two statistics"
         held[base_name, key] = statistic
@@ -119,6 +122,13 @@ class Measurements(NotebookView):
             self._needed.pop(name, None)
             self._earlier.pop(name, None)
 
+    def forget_folds(self, modules: Iterable[str]) -> None:
+        """Let go of what was seen of folds of the data, beside all of it."""
+        for name in modules:
+            held = self._statistics.get(name, {})
+            for place in [each for each in held if fold_of(each[1])]:
+                del held[place]
+
     # As a whole
 
     @classmethod
@@ -128,26 +138,51 @@ class Measurements(NotebookView):
         for (module, base_name), statistics in tensors.items():
             for key, statistic in statistics.items():
                 made._statistics.setdefault(module, {})[base_name, key] = statistic
-                if not is_of_half(key):
+                if not fold_of(key):
                     made._needed.setdefault(module, []).append(statistic)
         return made
 
     def tensors(self) -> dict[Place, dict[str, Statistic]]:
         """Return the statistics of all data: (module, tensor) → key → statistic."""
-        return whole_of(self.with_halves())
+        return whole_of(self.with_folds())
 
     @property
     def has_halves(self) -> bool:
         """Whether halves of the data were measured apart; earlier versions of Calipers did not."""
-        return any(is_of_half(key) for held in self._statistics.values() for _, key in held)
+        return any(fold_of(key) for held in self._statistics.values() for _, key in held)
+
+    @property
+    def num_folds(self) -> int:
+        """How many folds of the data were measured apart; 1: none were."""
+        return max(map(num_folds, self.with_folds().values()), default=1)
+
+    def folds(self, module: str, base_name: str, key: str) -> list[Statistic]:
+        """Return what is kept of folds of the data beside a statistic: of all but the last."""
+        found = (self.get(module, base_name, prefix + key) for prefix in FOLDS)
+        return [statistic for statistic in found if statistic is not None]
+
+    def kept_folds(self, module: str, base_name: str) -> list[tuple[str, list[Statistic]]]:
+        """Return by their prefixes what is kept of each fold of a tensor."""
+        held = self._statistics.get(module, {}).items()
+        return [
+            (
+                prefix,
+                [
+                    each
+                    for (base, key), each in held
+                    if base == base_name and fold_of(key) == prefix
+                ],
+            )
+            for prefix in FOLDS
+        ]
 
     def halves(self) -> dict[Place, Halves]:
         """Return what was seen of each half of the data, for the tensors of which it is known."""
-        found = ((place, halves_of(each)) for place, each in self.with_halves().items())
+        found = ((place, halves_of(each)) for place, each in self.with_folds().items())
         return {place: halves for place, halves in found if halves is not None}
 
-    def with_halves(self) -> dict[Place, dict[str, Statistic]]:
-        """Return the statistics of all data, and what is kept of halves, as a file has them."""
+    def with_folds(self) -> dict[Place, dict[str, Statistic]]:
+        """Return the statistics of all data, and what is kept of folds, as a file has them."""
         found: dict[Place, dict[str, Statistic]] = {}
         for module, held in self._statistics.items():
             for (base_name, key), statistic in held.items():
@@ -166,7 +201,7 @@ class Measurements(NotebookView):
 
     def write_to(self, place: OutputFile, path: Path | None = None, *, overwrite: bool) -> None:
         """Write a file to a place that this process owns; see :meth:`OutputFile.write`."""
-        place.write(encoded(self._known_info(), self.with_halves()), path, overwrite=overwrite)
+        place.write(encoded(self._known_info(), self.with_folds()), path, overwrite=overwrite)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -182,17 +217,17 @@ class Measurements(NotebookView):
 
     def digest(self) -> str:
         """Return by what all of it is known: the digest of the file that it is or would be in."""
-        return self._digest or digest_of_file(self._known_info(), self.with_halves())
+        return self._digest or digest_of_file(self._known_info(), self.with_folds())
 
     def merge(self, other: Measurements) -> Self:
         """Take in what others have seen, as if all had been seen at once; or refuse, unchanged.
 
-        They must be of the same model, of the same statistics, and of other samples. Halves of the
-        data are known afterwards if both know them.
+        They must be of the same model, of the same statistics, and of other samples. Folds of the
+        data are known afterwards if both know as many.
         """
         info = self._known_info().merged(other._known_info())
-        ours, theirs = self.with_halves(), other.with_halves()
-        if self.has_halves != other.has_halves:
+        ours, theirs = self.with_folds(), other.with_folds()
+        if self.num_folds != other.num_folds:
             ours, theirs = whole_of(ours), whole_of(theirs)
         both = type(self).of_tensors(info, merged(ours, theirs))
         self.info, self._digest = info, None
@@ -218,7 +253,7 @@ class Measurements(NotebookView):
             raise no_halves()
         found = (
             (tuple(map(name_of, readers)), statistics, halves)
-            for readers, statistics in readers_of(self.with_halves())
+            for readers, statistics in readers_of(self.with_folds())
             if (halves := halves_of(statistics)) is not None
         )
         samples = 0 if self.info is None else len(self.info.samples)
@@ -229,12 +264,12 @@ class Measurements(NotebookView):
     def summary(self) -> dict[str, Any]:
         """Return what there is, as plain data; sizes are bytes in a file."""
         rows, sizes = list[dict[str, Any]](), dict[str, int]()
-        for readers, statistics in readers_of(self.with_halves()):
+        for readers, statistics in readers_of(self.with_folds()):
             size = size_of(statistics)
             for key, number in size.items():
-                kind = "halves" if is_of_half(key) else key
+                kind = "folds" if fold_of(key) else key
                 sizes[kind] = sizes.get(kind, 0) + number
-            whole = {key: each for key, each in statistics.items() if not is_of_half(key)}
+            whole = {key: each for key, each in statistics.items() if not fold_of(key)}
             known = (each.fields() for each in whole.values())
             extrema = next((fields for fields in known if "min_vals" in fields), {})
             magnitudes = magnitudes_of(whole)

@@ -1,8 +1,9 @@
-"""The statistics of each tensor of a model, their merging, and halves of the data."""
+"""The statistics of each tensor of a model, their merging, and folds of the data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from calipers.errors import CalipersError, MergeError, shortened
 from calipers.registry import Registry
 from calipers.statistics.base import Form, Reduction, Statistic
-from calipers.statistics.sums import NonFinite
+from calipers.statistics.sums import HessianSums, NonFinite
 from calipers.statistics.value_counts import TABLES, ValueCounts
 
 STATISTICS: Registry[type[Statistic]] = Registry(
@@ -96,8 +97,7 @@ def merged(mine: Tensors, theirs: Tensors) -> dict[Place, dict[str, Statistic]]:
             other = theirs[place][key]
             pair = id(statistic), id(other)
             if pair not in sums:
-                copy = statistic_of(statistic.configuration())
-                copy.owner = statistic.owner
+                copy = statistic.empty()
                 copy.copy_from(statistic)
                 sums[pair] = copy.merge(other)
             both[place][key] = sums[pair]
@@ -147,9 +147,15 @@ def _is_equal(one: Statistic, other: Statistic) -> bool:
     return ours.keys() == theirs.keys() and all(a is b or torch.equal(a, b) for a, b in pairs)
 
 
-FIRST, SECOND = "first/", "second/"
-_KEPT = ("counts", "extrema", "squares")
-"""The keys of what solvers read that need no more than a tensor: they are kept of each half."""
+FOLDS = tuple(
+    f"{number}/"
+    for number in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+)
+"""What the keys of statistics begin with that are of a fold of the data alone."""
+_KEPT = ("counts", "extrema", "squares", "hessian")
+"""The keys of what a file keeps of each fold."""
+_COMPARED = ("counts", "extrema", "squares")
+"""The keys by which halves of the data are compared."""
 
 
 class Halves(NamedTuple):
@@ -159,121 +165,201 @@ class Halves(NamedTuple):
     second: Statistics
 
 
-def is_of_half(key: str) -> bool:
-    """Whether a key is that of a statistic of one half."""
-    return key.startswith((FIRST, SECOND))
+def fold_of(key: str) -> str:
+    """Return what the key of a statistic of one fold begins with; nothing for that of all data.
+
+    >>> fold_of("second/counts"), fold_of("counts")
+    ('second/', '')
+    """
+    return next((prefix for prefix in FOLDS if key.startswith(prefix)), "")
 
 
 def whole_beside(key: str, statistics: Statistics) -> Statistic | None:
-    """Return the statistic of all data of which one is of a half; None for one that is of none."""
-    return statistics.get(key.partition("/")[2]) if is_of_half(key) else None
+    """Return the statistic of all data of which one is of a fold; None for one that is of none."""
+    return statistics.get(key.removeprefix(fold_of(key))) if fold_of(key) else None
 
 
 def whole_of(tensors: Tensors) -> dict[Place, dict[str, Statistic]]:
     """Return the statistics of all data alone."""
     return {
-        place: {key: each for key, each in statistics.items() if not is_of_half(key)}
+        place: {key: each for key, each in statistics.items() if not fold_of(key)}
         for place, statistics in tensors.items()
     }
 
 
-def with_halves(first: Tensors, second: Tensors) -> dict[Place, dict[str, Statistic]]:
-    """Return the statistics of all data, and beside them what is kept of halves.
+def with_folds(folds: Sequence[Tensors]) -> dict[Place, dict[str, Statistic]]:
+    """Return the statistics of all data, and beside them what is kept of folds.
 
-    :param first: what was seen of the first half, and what is not measured in halves
-    :param second: what was seen of the second half
+    :param folds: what was seen of each; the first has also what is not measured in folds
     """
-    # Tensors that are one are added once.
-    first, second = unified(first), unified(second)
-    halved = {
-        place: {key: each for key, each in statistics.items() if key in second.get(place, {})}
+    first, *others = map(unified, folds)  # tensors that are one are added once
+    apart = others[0] if others else {}
+    parted = {
+        place: {key: each for key, each in statistics.items() if key in apart.get(place, {})}
         for place, statistics in first.items()
     }
-    whole = merged({place: each for place, each in halved.items() if each}, second)
-    both: dict[Place, dict[str, Statistic]] = {}
-    for place, statistics in first.items():
-        both[place] = {key: whole.get(place, {}).get(key, s) for key, s in statistics.items()}
-        one, other = halved[place], second.get(place, {})
-        both[place] |= {FIRST + key: one[key] for key in _KEPT if key in one}
-        both[place] |= {
-            SECOND + key: other[key]
-            for key in _KEPT
-            if key in other and not isinstance(other[key], ValueCounts)
-        }
+    parted = {place: each for place, each in parted.items() if each}
+    whole = reduce(merged, others, parted)
+    both = {place: {**each, **whole.get(place, {})} for place, each in first.items()}
+    folds = [parted, *others] if others else []
+    for prefix, fold in zip(FOLDS, folds, strict=False):
+        is_last = fold is others[-1]
+        for place, statistics in fold.items():
+            both[place] |= {
+                prefix + key: statistics[key]
+                for key in _KEPT
+                if key in statistics and not (is_last and isinstance(statistics[key], ValueCounts))
+            }
     return both
+
+
+def without_last_hessians(tensors: Tensors) -> dict[Place, Statistics]:
+    """Leave out the Hessians of the last fold, which all others tell but for rounding.
+
+    As long as data runs they are needed: sums go on from them, to the bit.
+    """
+    last = FOLDS[max(map(num_folds, tensors.values()), default=1) - 1]
+    return {
+        place: {
+            key: each
+            for key, each in statistics.items()
+            if not (fold_of(key) == last and isinstance(each, HessianSums))
+        }
+        for place, statistics in tensors.items()
+    }
 
 
 def missing_halves(statistics: Statistics) -> dict[str, Statistic]:
     """Return what files of earlier versions leave out: sums of the second half, by subtraction."""
-    return {
-        SECOND + key: _difference(statistics[key], statistics[FIRST + key])
-        for key in _KEPT
-        if FIRST + key in statistics
-        and SECOND + key not in statistics
-        and not isinstance(statistics[key], ValueCounts)
-    }
+    first, second = FOLDS[:2]
+    if first + "squares" not in statistics or second + "squares" in statistics:
+        return {}
+    seen = _difference(statistics["squares"], [statistics[first + "squares"]])
+    return {second + "squares": seen}
 
 
-def parted(tensors: Tensors) -> tuple[dict[Place, Statistics], dict[Place, Statistics]]:
-    """Return what was seen of each half, from which whoever measures can go on.
+def parted(tensors: Tensors) -> list[dict[Place, Statistics]]:
+    """Return what was seen of each fold, from which whoever measures can go on.
 
-    What is not kept of halves counts as seen in the first. Tensors that are one stay one.
+    What is not kept of folds counts as seen in the first. Tensors that are one stay one.
     """
-    known: dict[tuple[int, ...], Halves] = {}
-    firsts: dict[Place, Statistics] = {}
-    seconds: dict[Place, Statistics] = {}
+    count = max(map(num_folds, tensors.values()), default=1)
+    known: dict[tuple[int, ...], list[Statistics]] = {}
+    found: list[dict[Place, Statistics]] = [{} for _ in range(count)]
     for place, statistics in tensors.items():
         identity = tuple(map(id, statistics.values()))
         if identity not in known:
-            whole = {name: each for name, each in statistics.items() if not is_of_half(name)}
-            first, second = halves_of(statistics) or Halves({}, {})
-            known[identity] = Halves({**whole, **first}, second)
-        firsts[place], seconds[place] = known[identity]
-    return firsts, seconds
+            folds = {key: folds_of(statistics, key) for key in statistics if not fold_of(key)}
+            known[identity] = [
+                {key: each[number] for key, each in folds.items() if number < len(each)}
+                for number in range(count)
+            ]
+        for fold, own in zip(found, known[identity], strict=True):
+            fold[place] = own
+    return found
+
+
+def num_folds(statistics: Statistics) -> int:
+    """Return how many folds of a tensor are known; 1 where nothing was kept apart."""
+    counts = [1]
+    for key, whole in statistics.items():
+        if not fold_of(key):
+            kept = _kept_of_folds(statistics, key)
+            counts.append(len(kept) + _is_last_told(whole, kept))
+    return max(counts)
+
+
+def folds_of(statistics: Statistics, key: str) -> list[Statistic]:
+    """Return what each fold tells of a tensor; the whole alone where nothing was kept apart."""
+    whole = statistics[key]
+    kept = _kept_of_folds(statistics, key)
+    if _is_last_told(whole, kept):
+        kept.append(_difference(whole, kept))
+    return kept or [whole]
+
+
+def _kept_of_folds(statistics: Statistics, key: str) -> list[Statistic]:
+    return [statistics[prefix + key] for prefix in FOLDS if prefix + key in statistics]
+
+
+def _is_last_told(whole: Statistic, kept: Sequence[Statistic]) -> bool:
+    """Whether the last fold is not kept, but is what the whole has beyond the others."""
+    if isinstance(whole, HessianSums):  # that of the last one is kept while data still runs
+        return 0 < sum(each.num_tokens for each in kept) < whole.num_tokens
+    return bool(kept) and isinstance(whole, ValueCounts)
 
 
 def halves_of(statistics: Statistics) -> Halves | None:
-    """Return what is known of both halves of a tensor; None where nothing was kept apart."""
-    first = {key: statistics[FIRST + key] for key in _KEPT if FIRST + key in statistics}
-    if not first:
-        return None
-    second = {
-        key: statistics.get(SECOND + key) or _difference(statistics[key], each)
-        for key, each in first.items()
+    """Return what is known of both halves of a tensor; None where nothing was kept apart.
+
+    Every other fold is of the first half.
+    """
+    folds = {
+        key: known
+        for key in _COMPARED
+        if key in statistics and len(known := folds_of(statistics, key)) > 1
     }
+    if not folds:
+        return None
+    first, second = (
+        {key: reduce(_sum, known[start::2]) for key, known in folds.items()} for start in (0, 1)
+    )
     return Halves(first, second)
 
 
-def _difference(whole: Statistic, first: Statistic) -> Statistic:
-    """Return what the whole has seen beyond the first half."""
-    made = statistic_of(whole.configuration())
-    made.owner = whole.owner
-    if whole.num_tokens > first.num_tokens:
-        known, fields = first.fields(), whole.fields()
-        for name in fields.keys() & known.keys():
-            fields[name] = (fields[name] - known[name]).clamp(min=0)  # below zero is rounding
+def _sum(one: Statistic, other: Statistic) -> Statistic:
+    both = one.empty()
+    both.copy_from(one)
+    return both.merge(other)
+
+
+def _difference(whole: Statistic, folds: Sequence[Statistic]) -> Statistic:
+    """Return what the whole has seen beyond some folds."""
+    made = whole.empty()
+    if whole.num_tokens > sum(each.num_tokens for each in folds):
+        fields = whole.fields()
+        may_be_negative = isinstance(whole, HessianSums)  # others are by rounding alone
+        for fold in folds:
+            for name, value in fold.fields().items():
+                rest = fields[name] - value
+                fields[name] = rest if may_be_negative else rest.clamp(min=0)
         made.load_fields({n: v for n, v in fields.items() if n not in TABLES or bool(v.any())})
     return made
 
 
-def problem_with_halves(statistics: Mapping[str, Statistic]) -> str | None:
-    """Say why halves cannot be those of a whole, if they cannot."""
-    for key, half in statistics.items():
-        if not is_of_half(key):
+def problem_with_folds(statistics: Mapping[str, Statistic]) -> str | None:
+    """Say why folds cannot be those of a whole, if they cannot."""
+    for key, fold in statistics.items():
+        prefix = fold_of(key)
+        if not prefix:
             continue
+        name = key.removeprefix(prefix)
+        earlier = FOLDS[: FOLDS.index(prefix)]
+        if not all(each + name in statistics for each in earlier):
+            return f"there is {key}, and not what was seen of each fold before it"
         whole = whole_beside(key, statistics)
-        if whole is None or whole.configuration() != half.configuration():
+        if whole is None or whole.configuration() != fold.configuration():
             return f"{key} is of something that the whole is not of"
-        fields = whole.fields()
-        for name, value in half.fields().items():
-            of_whole = fields.get(name)
-            if of_whole is None or value.shape != of_whole.shape:
-                is_part = False
-            elif whole.declared()[name] is Reduction.MIN:
-                is_part = bool((value >= of_whole).all())
-            else:  # sums may have been added in another order
-                slack = 1e-9 * of_whole.abs() if whole.form_of(name) is Form.SUM else 0
-                is_part = bool((value <= of_whole + slack).all())
-            if not is_part:
-                return f"{key}: {name} is not that of a part of the whole"
+        problem = _problem_with_part(fold, whole)
+        if problem is not None:
+            return f"{key}: {problem}"
+    return None
+
+
+def _problem_with_part(part: Statistic, whole: Statistic) -> str | None:
+    fields = whole.fields()
+    for name, value in part.fields().items():
+        of_whole = fields.get(name)
+        if of_whole is None or value.shape != of_whole.shape:
+            is_part = False
+        elif whole.declared()[name] is Reduction.MIN:
+            is_part = bool((value >= of_whole).all())
+        else:
+            if isinstance(whole, HessianSums) and value.ndim:  # products may be below zero
+                value, of_whole = (x.diagonal(dim1=-2, dim2=-1) for x in (value, of_whole))
+            # Sums may have been added in another order.
+            slack = 1e-9 * of_whole.abs() if whole.form_of(name) is Form.SUM else 0
+            is_part = bool((value <= of_whole + slack).all())
+        if not is_part:
+            return f"{name} is not that of a part of the whole"
     return None

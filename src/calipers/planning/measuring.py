@@ -65,11 +65,11 @@ def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Pl
         if isinstance(module, torch.nn.Linear):
             of_channels = partial(Extrema, "input", _CHANNEL)
             wanted += _of_values("input")
-            wanted.append(_required("input", CHANNEL_EXTREMA, of_channels, in_halves=True))
-            wanted.append(_required("input", SQUARES, SquareSums, in_halves=True))
+            wanted.append(_required("input", CHANNEL_EXTREMA, of_channels, in_folds=True))
+            wanted.append(_required("input", SQUARES, SquareSums, in_folds=True))
             if "hessian" in collect:
                 hessian = partial(BlockHessians, module.in_features)
-                wanted.append(_required("input", HESSIAN, hessian))
+                wanted.append(_required("input", HESSIAN, hessian, in_folds=True))
             for key in collect:
                 if key not in COLLECTED:
                     create = partial(STATISTICS.get(key).from_configuration, {})
@@ -96,20 +96,20 @@ def collecting_plan(model: torch.nn.Module, collect: Collection[str] = ()) -> Pl
 def _of_values(base_name: str) -> list[Requirement]:
     counts, extrema = partial(ValueCounts, base_name), partial(Extrema, base_name, _TENSOR)
     return [
-        _required(base_name, COUNTS, counts, in_halves=True),
-        _required(base_name, EXTREMA, extrema, in_halves=True),
+        _required(base_name, COUNTS, counts, in_folds=True),
+        _required(base_name, EXTREMA, extrema, in_folds=True),
     ]
 
 
 def _required(
-    base_name: str, key: str, make: Callable[[], Statistic], *, in_halves: bool = False
+    base_name: str, key: str, make: Callable[[], Statistic], *, in_folds: bool = False
 ) -> Requirement:
     def create(name: str) -> Statistic:
         statistic = make()
         statistic.owner = f"{base_name} of {name}"
         return statistic
 
-    return Requirement(base_name, key, create, in_halves=in_halves)
+    return Requirement(base_name, key, create, in_folds=in_folds)
 
 
 def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
@@ -126,6 +126,8 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
             if statistic.derive_from(tensors.get(place, {}).values()):
                 optional = each.is_optional
                 found.add(name, each.base_name, each.key, statistic, is_optional=optional)
+                if each.in_folds:
+                    _add_folds(found, (name, each), known)
             elif not each.is_optional:
                 why = _why_missing(each, modules.get(name), is_measured=place in tensors)
                 missing[why].append(".".join(place))
@@ -141,6 +143,19 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
             hint=remedy,
         )
     return found
+
+
+def _add_folds(found: Measurements, wanted: tuple[str, Requirement], known: Measurements) -> None:
+    """Add what is kept of the folds of the data, all but the last; nothing if one is lacking."""
+    name, each = wanted
+    folds = []
+    for prefix, of_fold in known.kept_folds(name, each.base_name):
+        statistic = each.create(name)
+        if not statistic.derive_from(of_fold):
+            break
+        folds.append((prefix + each.key, statistic))
+    for key, statistic in folds[: known.num_folds - 1]:
+        found.add(name, each.base_name, key, statistic, is_optional=True)
 
 
 _REQUEST = "Measure again, with 'calipers measure … --collect {}'"

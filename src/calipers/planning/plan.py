@@ -57,6 +57,7 @@ class Changes:
         dtype: weights, biases, norms, embeddings
     :param published: module → attributes that it gets, for whoever comes later
     :param notes: module → what was done otherwise than the recipe says, and why
+    :param chosen: module → option of the step → what was chosen for it by data
     :param codes: module → its packed weight, from disk to disk; the engine adds them
     """
 
@@ -64,6 +65,7 @@ class Changes:
     tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     codes: Mapping[str, Tensor] = field(default_factory=dict)
 
     def joined(self, other: Changes) -> Changes:
@@ -81,6 +83,7 @@ class Changes:
             {**self.tensors, **other.tensors},
             published,
             {**self.notes, **other.notes},
+            {**self.chosen, **other.chosen},
             {**self.codes, **other.codes},
         )
 
@@ -139,6 +142,12 @@ class Plan(NotebookView):
     def has_static_activations(self) -> bool:
         """Whether the range of anything but weights is found with data."""
         return any(tensor.needs_data for _, tensor in self if tensor.base_name != "weight")
+
+    @property
+    def uses_folds(self) -> bool:
+        """Whether anything is to be measured of each fold of the data apart."""
+        wanted = (requirements for _, requirements in self.requirements(with_costs=False))
+        return any(each.in_folds for requirements in wanted for each in requirements)
 
     def requirements(self, *, with_costs: bool) -> Iterator[tuple[str, Iterable[Requirement]]]:
         """Go through the modules with what is to be measured of each.

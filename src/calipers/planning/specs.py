@@ -102,7 +102,7 @@ class Requirement:
     :param create: makes it, empty, for the module of a name
     :param published: the attributes of the module in which an earlier run may have left it
     :param is_optional: whether results do without it where the tensor cannot be measured
-    :param in_halves: whether two halves of the data are measured apart, where data comes in such
+    :param in_folds: whether folds of the data are measured apart, where data comes in such
     """
 
     base_name: str
@@ -110,7 +110,7 @@ class Requirement:
     create: Callable[[str], Statistic]
     published: tuple[str, ...] = ()
     is_optional: bool = False
-    in_halves: bool = False
+    in_folds: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +121,7 @@ class TensorSpec:
     :param step: the step of the recipe that solves it
     :param gathered: what that step gathers of the inputs of a weight, instead of what the observer
         asks for, which is part of it
+    :param in_folds: whether it is gathered of each fold of the data apart
     """
 
     base_name: str
@@ -128,6 +129,7 @@ class TensorSpec:
     observer: ObserverSpec | None
     step: str = ""
     gathered: Importance | None = None
+    in_folds: bool = False
 
     @property
     def importance(self) -> Importance:
@@ -241,7 +243,8 @@ class ModuleSpec:
                     yield Requirement(tensor.base_name, key, create)
             elif tensor.importance.fields and self.columns is not None:
                 create = partial(tensor.importance_statistic, self.columns)
-                yield Requirement("input", IMPORTANCE, create, tensor.importance.published)
+                published = tensor.importance.published
+                yield Requirement("input", IMPORTANCE, create, published, in_folds=tensor.in_folds)
 
     @property
     def cost_requirements(self) -> Iterator[Requirement]:

@@ -12,6 +12,7 @@ scale moves there, as near as a checkpoint can store, where that lowers the loss
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -24,9 +25,89 @@ from calipers.kernels.hessian import LEAST_GAIN, Rounding, descend, feed_back
 from calipers.statistics.sums import HessianSums, shrunk
 
 _LEAST_DAMPING, _LARGEST_DAMPING = 1e-10, 1.0  # that are tried, of the mean of the diagonal
-_CORRECTION_DAMPING = 0.05  # at least: what earlier layers lost is known less well than inputs are
 _BLOCK = 128  # columns at least whose slopes are worked out together
 _COARSE = 1 << 10  # fewer storable scales than this are far apart
+DAMPING = 0.01
+CORRECTION_DAMPING = 0.05
+"""At least: what earlier layers lost is known less well than inputs are."""
+
+
+class Regularization(NamedTuple):
+    """How far the data of a weight is not trusted; both in terms of the mean of the diagonal of H.
+
+    :param damping: what is added to the diagonal where errors are fed back
+    :param correction: the same where the weight is corrected for what its inputs have become
+    """
+
+    damping: float = DAMPING
+    correction: float = CORRECTION_DAMPING
+
+    @classmethod
+    def given(cls, damping: float) -> Regularization:
+        """Return that of a given damping, by which corrections are damped, too."""
+        return cls(damping, max(damping, CORRECTION_DAMPING))
+
+
+class Moments(NamedTuple):
+    """What was seen of the inputs of a weight: x as they were, y as they have become.
+
+    :param hessian: H = Σ y yᵀ over all tokens, (columns, columns), in float64
+    :param tokens: how many there were
+    :param cross: C = Σ x yᵀ; None where there is one stream
+    :param residual: D = Σ d yᵀ, d what that has lost to which the output is added, (rows, columns);
+        None where there is nothing to make up for
+    """
+
+    hessian: Tensor
+    tokens: int
+    cross: Tensor | None = None
+    residual: Tensor | None = None
+
+    @classmethod
+    def of(cls, sums: HessianSums) -> Moments:
+        """Read sums of one block."""
+        optional = (None if each is None else each[0] for each in (sums.crosses, sums.residuals))
+        return cls(sums.hessians[0], sums.num_tokens, *optional)
+
+    @classmethod
+    def sum_of(cls, parts: Sequence[Moments]) -> Moments:
+        """Return what was seen of all parts of the data."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = total._combined(part, 1)
+        return total
+
+    def less(self, part: Moments) -> Moments:
+        """Return what was seen of all data but a part."""
+        return self._combined(part, -1)
+
+    def _combined(self, other: Moments, sign: int) -> Moments:
+        def added(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+            return None if one is None or two is None else torch.add(one, two, alpha=sign)
+
+        return Moments(
+            torch.add(self.hessian, other.hessian, alpha=sign),
+            self.tokens + sign * other.tokens,
+            added(self.cross, other.cross),
+            added(self.residual, other.residual),
+        )
+
+    def of_rows(self, rows: slice) -> Moments:
+        """Return what concerns some rows of the weight."""
+        return self if self.residual is None else self._replace(residual=self.residual[rows])
+
+    def mean_hessian(self) -> Tensor:
+        """Return E[y yᵀ], trusted as far as there are tokens."""
+        return shrunk(self.hessian / self.tokens, self.tokens, damping=0.0)
+
+    def mean_crosses(self) -> tuple[Tensor, Tensor | None]:
+        """Return E[x yᵀ] and E[d yᵀ], trusted as the Hessian is."""
+        assert self.cross is not None
+        trust = self.tokens / (self.tokens + len(self.cross))
+        diagonal = self.hessian.diagonal() * ((1 - trust) / self.tokens)
+        cross = self.cross * (trust / self.tokens) + torch.diag_embed(diagonal)
+        residual = None if self.residual is None else self.residual * (trust / self.tokens)
+        return cross, residual
 
 
 @dataclass(frozen=True)
@@ -90,20 +171,20 @@ class CurvatureCache:
         self._latest: tuple[object, Tensor, tuple[Curvature | None, Curvature | None]] | None = None
 
     def of(
-        self, sums: HessianSums, damping: float, ordered: bool
+        self, sums: HessianSums, regularization: Regularization, ordered: bool
     ) -> tuple[Curvature | None, Curvature | None]:
         """Return what errors of rounding are weighed by, and what corrects for changed inputs.
 
         The first is None where the Hessian cannot be factorised, the second where no inputs have
         changed.
         """
-        hessian, tokens = sums.hessians[0], sums.num_tokens
-        key = hessian.data_ptr(), ordered, damping
+        hessian = sums.hessians[0]
+        key = hessian.data_ptr(), ordered, regularization
         if self._latest is None or self._latest[0] != key:
-            mean = shrunk(hessian / tokens, tokens, damping=0.0)
-            errors, correction = curvature(mean, damping, ordered), None
+            mean = Moments(hessian, sums.num_tokens).mean_hessian()
+            errors, correction = curvature(mean, regularization.damping, ordered), None
             if errors is not None and sums.crosses is not None:
-                correction = curvature(mean, max(damping, _CORRECTION_DAMPING))
+                correction = curvature(mean, regularization.correction)
             self._latest = key, hessian, (errors, correction)
         return self._latest[2]
 

@@ -323,6 +323,14 @@ class Statistic:
         """Return an empty statistic of a configuration, which is given without the class."""
         return cls(**options)
 
+    def empty(self) -> Self:
+        """Return one of the same configuration and owner that has seen nothing."""
+        options = self.configuration()
+        del options["class"]
+        made = self.from_configuration(options)
+        made.owner = self.owner
+        return made
+
     def form_of(self, name: str) -> Form:
         """Return what a field may hold."""
         return Form.COUNT if name == self.tokens_field else self.forms.get(name, Form.ANY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
@@ -18,7 +19,18 @@ from calipers.numerics.layout import Layout
 from calipers.observers import QParamsDict
 from calipers.planning.plan import Propagation, StepPlan
 from calipers.planning.specs import IMPORTANCE, ModuleSpec, TensorSpec
-from calipers.solvers.gptq import Curvature, CurvatureCache, Scales, corrected, feed_back_errors
+from calipers.solvers.cross_validation import Problem, choose
+from calipers.solvers.gptq import (
+    CORRECTION_DAMPING,
+    DAMPING,
+    Curvature,
+    CurvatureCache,
+    Moments,
+    Regularization,
+    Scales,
+    corrected,
+    feed_back_errors,
+)
 from calipers.solvers.importance import FullHessian, PairedHessian
 from calipers.statistics.base import Statistic
 from calipers.statistics.sums import HessianSums
@@ -27,6 +39,7 @@ from calipers.steps.choices import ObserverChoice
 from calipers.steps.quantization import (
     Group,
     QuantizationModifier,
+    Solved,
     counted_groups,
     fused_groups,
     solve_activations,
@@ -36,20 +49,62 @@ from calipers.topology.model import decoder_layers
 from calipers.topology.names import expert_of
 
 _FEW = 4  # weights of a stage, which whoever runs it shows
+_ROWS = 128  # of a weight, by which its regularization is chosen: each is rounded by itself
 NOT_FACTORISED = "rounded to nearest: the Hessian of its inputs cannot be factorised"
+NOT_CHOSEN = (
+    f"damped by {DAMPING}, and corrected by {CORRECTION_DAMPING}: there are no two folds of the "
+    "data to choose that by"
+)
+
+
+def _weight_of(module: ModuleSpec) -> TensorSpec:
+    spec = module.tensor("weight")
+    assert spec is not None
+    return spec
+
+
+def _judged_rows(layer: Layer, module: ModuleSpec) -> slice:
+    """Return the rows of a weight by which its regularization is chosen; all where blocks are."""
+    rows = len(layer.weight(module.name))
+    together = Layout.of("weight", _weight_of(module).args).rows_per_scale(rows)
+    return slice(None, None, max(1, rows // _ROWS) if together in (1, rows) else None)
+
+
+def _by_input(layer: Layer, groups: Sequence[Group]) -> dict[Group, list[Group]]:
+    """Put neighbours together that have the same input: their Hessians are factorised once."""
+    runs: list[list[Group]] = []
+    latest: Statistic | None = None
+    for group in groups:
+        sums = layer.measurements.get(group[0].name, "input", IMPORTANCE)
+        if not runs or latest is None or sums is None or not _is_same(latest, sums):
+            runs.append([])
+        runs[-1].append(group)
+        latest = sums
+    return {group: run for run in runs for group in run}
+
+
+def _is_same(one: Statistic, other: Statistic) -> bool:
+    """Whether two have seen the same; those of several processes hold it once for each reader."""
+    if one.origin() == other.origin():
+        return one.num_tokens > 0
+    mine, theirs = one.fields(), other.fields()
+    return mine.keys() == theirs.keys() and all(
+        mine[name].shape == theirs[name].shape and torch.equal(mine[name], theirs[name])
+        for name in mine
+    )
 
 
 class _Task(NamedTuple):
     """A weight that is to be rounded.
 
     :param target: what is rounded: the weight, corrected for what its inputs have become
-    :param sums: what was measured of its inputs; None where no token was seen
+    :param seen: what was seen of its inputs; None where no token was
     :param curve: what the errors are weighed by; None where that is not known
     """
 
     spec: TensorSpec
     target: Tensor
-    sums: HessianSums | None
+    seen: Moments | None
     curve: Curvature | None
     dtype: torch.dtype
 
@@ -95,19 +150,6 @@ def with_scales(qparams: QParamsDict, args: QuantizationArgs, scales: Tensor) ->
     return {**qparams, "scale": scale.to(qparams["scale"])}
 
 
-def _shrunk_crosses(sums: HessianSums, cross: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Trust what goes together as far as there are tokens, as the Hessian is trusted.
-
-    :param cross: Σ of inputs as they were, times as they have become
-    """
-    tokens = sums.num_tokens
-    trust = tokens / (tokens + len(cross))
-    diagonal = sums.hessians[0].diagonal() * ((1 - trust) / tokens)
-    shrunk_cross = cross * (trust / tokens) + torch.diag_embed(diagonal)
-    residual = None if sums.residuals is None else sums.residuals[0]
-    return shrunk_cross, None if residual is None else residual * (trust / tokens)
-
-
 _PASSED_OVER = ("batched_quantization", "sequential_update")
 _REMOVED = ("group", "dynamic", True)
 
@@ -119,7 +161,9 @@ class GPTQModifier(QuantizationModifier):
     other, and each makes up for the errors of those before it.
 
     :param block_size: how many columns are worked on at a time; it changes the time alone
-    :param dampening_frac: what is added to the diagonal of the Hessian, in terms of its mean
+    :param dampening_frac: what is added to the diagonal of the Hessian, in terms of its mean; None:
+        it is chosen for each weight, as is how far corrections are trusted, by what is lost on a
+        fold of the data when the weight is solved on the others
     :param actorder: the order of columns: ``static``, or its other name ``weight``: those with the
         largest inputs first; None: as they come
     :param error_propagation: the calibration inputs of a layer: those of the ``float`` model, or
@@ -136,7 +180,7 @@ class GPTQModifier(QuantizationModifier):
     method: ClassVar[str] = "gptq"
 
     block_size: Annotated[int, Field(ge=1)] = 128
-    dampening_frac: Annotated[float, Field(gt=0, le=1)] = 0.01
+    dampening_frac: Annotated[float, Field(gt=0, le=1)] | None = None
     actorder: Literal["static", "weight"] | None = "static"
     error_propagation: Propagation = "both"
     sweeps: Annotated[int, Field(ge=0)] = 4
@@ -185,7 +229,9 @@ class GPTQModifier(QuantizationModifier):
             can_pair = module.name.startswith(prefixes) and expert_of(module.name) is None
             gathered = PairedHessian() if can_pair else FullHessian()
             tensors = tuple(
-                replace(tensor, gathered=gathered) if tensor.base_name == "weight" else tensor
+                replace(tensor, gathered=gathered, in_folds=self.dampening_frac is None)
+                if tensor.base_name == "weight"
+                else tensor
                 for tensor in module.tensors
             )
             modules.append(module if module.columns is None else replace(module, tensors=tensors))
@@ -204,50 +250,119 @@ class GPTQModifier(QuantizationModifier):
                 lambda group: sum(layer.size(each) * (each.columns or 1) for each in group),
             )
             few = len(groups) <= _FEW
+            side_by_side = _by_input(layer, groups)
+            chosen: dict[Group, Regularization | None] = {}
             for group in groups if few else counted_groups(layer, groups, what):
                 layer.ranks.check()
-                own = own.joined(self._solve_group(layer, group, cache))
+                if group not in chosen:
+                    chosen |= self._regularizations(layer, side_by_side[group])
+                own = own.joined(self._solve_group(layer, group, cache, chosen[group]))
         changes = Changes()
-        for qparams, tensors, notes in layer.ranks.share((own.qparams, own.tensors, own.notes)):
-            changes = changes.joined(Changes(qparams, tensors, notes=notes))
+        mine = own.qparams, own.tensors, own.notes, own.chosen
+        for qparams, tensors, notes, choices in layer.ranks.share(mine):
+            changes = changes.joined(Changes(qparams, tensors, notes=notes, chosen=choices))
         return changes.joined(Changes(qparams=solve_activations(layer)))
 
-    def _solve_group(self, layer: Layer, group: Group, cache: CurvatureCache) -> Changes:
-        tasks = {module: self._task(layer, module, cache) for module in group}
-        weights = {module: task.target.to(task.dtype) for module, task in tasks.items()}
-        inputs: dict[ModuleSpec, Statistic | None] = dict.fromkeys(group)
+    def _regularizations(
+        self, layer: Layer, groups: Sequence[Group]
+    ) -> dict[Group, Regularization | None]:
+        """Choose by folds of the data how groups with one input are regularized.
+
+        None stands for constants: they are given, or there is too little to choose by.
+        """
+        name = groups[0][0].name
+        sums = layer.measurements.get(name, "input", IMPORTANCE)
+        kept = layer.measurements.folds(name, "input", IMPORTANCE)
+        if self.dampening_frac is not None or sums is None or not kept:
+            return dict.fromkeys(groups)
+        whole, *folds = (Moments.of(each) for each in (sums, *kept) if each.num_tokens)  # type: ignore[arg-type]
+        last = whole.less(Moments.sum_of(folds)) if folds else whole
+        folds = [*folds, last] if last.tokens else folds
+        if len(folds) < 2:
+            return dict.fromkeys(groups)
+        rows = _judged_rows(layer, groups[0][0])
+        problems = [self._problem(layer, group) for group in groups]
+        found = choose(problems, [fold.of_rows(rows) for fold in folds])
+        return dict(zip(groups, found, strict=True))
+
+    def _problem(self, layer: Layer, group: Group) -> Problem:
+        weights = [layer.weight(each.name).detach()[_judged_rows(layer, each)] for each in group]
+
+        def rounded(targets: Sequence[Tensor], seen: Moments, curve: Curvature) -> list[Tensor]:
+            layer.ranks.check()
+            tasks = {
+                module: _Task(_weight_of(module), target, seen, curve, weight.dtype)
+                for module, target, weight in zip(group, targets, weights, strict=True)
+            }
+            tensors, _ = self._rounded(layer, tasks)
+            return [tensors[module.name, "weight"] for module in group]
+
+        return Problem(weights, rounded, any(map(self._is_ordered, group)))
+
+    def _solve_group(
+        self,
+        layer: Layer,
+        group: Group,
+        cache: CurvatureCache,
+        regularization: Regularization | None,
+    ) -> Changes:
+        used = regularization or Regularization.given(self.dampening_frac or DAMPING)
+        tasks = {module: self._task(layer, module, cache, used) for module in group}
+        tensors, qparams = self._rounded(layer, tasks)
+        notes: dict[str, str] = {}
+        chosen: dict[str, dict[str, float]] = {}
         for module, task in tasks.items():
-            if task.sums is not None:
+            if task.seen is not None and task.curve is None:
+                notes[module.name] = NOT_FACTORISED
+            elif task.seen is not None and self.dampening_frac is None:
+                if regularization is None:
+                    notes[module.name] = NOT_CHOSEN
+                else:
+                    is_corrected = task.seen.cross is not None
+                    names = ("damping", "correction") if is_corrected else ("damping",)
+                    chosen[module.name] = {n: getattr(regularization, n) for n in names}
+        return Changes(qparams, tensors, notes=notes, chosen=chosen)
+
+    def _rounded(
+        self, layer: Layer, tasks: Mapping[ModuleSpec, _Task]
+    ) -> tuple[dict[tuple[str, str], Tensor], Solved]:
+        """Find scales, and round with error feedback what can be."""
+        weights = {module: task.target.to(task.dtype) for module, task in tasks.items()}
+        inputs: dict[ModuleSpec, Statistic | None] = dict.fromkeys(tasks)
+        for module, task in tasks.items():
+            if task.seen is not None:
                 assert task.spec.observer is not None
-                hessian, tokens = task.sums.hessians[0], task.sums.num_tokens
                 importance = task.spec.observer.importance
-                inputs[module] = importance.part_of(hessian, tokens, task.spec.args)
+                inputs[module] = importance.part_of(
+                    task.seen.hessian, task.seen.tokens, task.spec.args
+                )
         qparams = solve_group(layer, weights, inputs)
         tensors: dict[tuple[str, str], Tensor] = {}
-        notes: dict[str, str] = {}
         for module, task in tasks.items():
             place = module.name, "weight"
             if task.curve is not None:
                 tensors[place], qparams[place] = task.rounded(
                     qparams[place], task.curve, block=self.block_size, sweeps=self.sweeps
                 )
-            elif task.sums is not None:
-                notes[module.name] = NOT_FACTORISED
-        return Changes(qparams, tensors, notes=notes)
+        return tensors, qparams
 
-    def _task(self, layer: Layer, module: ModuleSpec, cache: CurvatureCache) -> _Task:
-        spec, weight = module.tensor("weight"), layer.weight(module.name).detach()
-        assert spec is not None
+    def _is_ordered(self, module: ModuleSpec) -> bool:
+        return self.actorder is not None or _weight_of(module).args.actorder is not None
+
+    def _task(
+        self, layer: Layer, module: ModuleSpec, cache: CurvatureCache, used: Regularization
+    ) -> _Task:
+        spec, weight = _weight_of(module), layer.weight(module.name).detach()
         target = weight.float()
         # The plan has asked for a sum of products.
         sums = cast("HessianSums | None", layer.measurements.get(module.name, "input", IMPORTANCE))
         if sums is None or not sums.num_tokens:
             return _Task(spec, target, None, None, weight.dtype)
-        ordered = spec.args.actorder is not None or self.actorder is not None
-        curve, correction = cache.of(sums, self.dampening_frac, ordered)
-        if sums.crosses is not None and correction is not None:
-            target = corrected(weight, *_shrunk_crosses(sums, sums.crosses[0]), correction)
-        return _Task(spec, target, sums, curve, weight.dtype)
+        curve, correction = cache.of(sums, used, self._is_ordered(module))
+        seen = Moments.of(sums)
+        if seen.cross is not None and correction is not None:
+            target = corrected(weight, *seen.mean_crosses(), correction)
+        return _Task(spec, target, seen, curve, weight.dtype)
 
     def on_float_inputs(self) -> GPTQModifier:
         """Return the same, calibrated on what a model computes as it is, if it was told nothing."""
