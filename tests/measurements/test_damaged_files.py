@@ -148,6 +148,7 @@ def negative(packed: Tensor) -> Tensor:
             replaced(f"{TENSOR}/first/squares._imatrix_count", lambda x: x + 99),
             "not that of a part",
         ),
+        (replaced(f"{TENSOR}/first/hessian._hessian_sum", lambda x: x + 99), "not that of a part"),
         (replaced(FIRST, lambda counts: counts + 99), "is not that of a part of the whole"),
         (replaced(FIRST, lambda counts: counts[1:]), "it must be one count for each of"),
         (replaced(FIRST, lambda counts: -counts - 1), "its counts must not be below zero"),
@@ -165,8 +166,8 @@ def negative(packed: Tensor) -> Tensor:
             f"{TENSOR}/counts: ValueError: there is no statistic 'os'",
         ),
         (
-            says("tensors", TENSOR, "statistics", "hessian", "fields", value={}),
-            f"its header does not speak of '{TENSOR}/hessian._hessian_count'",
+            says("tensors", TENSOR, "statistics", "channel_extrema", "fields", value={}),
+            f"its header does not speak of '{TENSOR}/channel_extrema.max_vals'",
         ),
         (
             says("tensors", TENSOR, "statistics", "counts", "fields", value={}),

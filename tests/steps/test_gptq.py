@@ -130,6 +130,7 @@ def test_weights_are_those_of_the_textbook(propagation: str, actorder: Any) -> N
         weights=ARGS,
         ignore="lm_head",
         actorder=actorder,
+        dampening_frac=DAMPING,
         sweeps=0,
         error_propagation=propagation,
     )
@@ -333,7 +334,7 @@ def test_samples_of_like_length_run_together_unless_a_size_is_given(
     for size in (None, 1):
         sizes.clear()
         model = small("llama")
-        modifier = GPTQModifier(weights=ARGS, ignore="lm_head")
+        modifier = GPTQModifier(weights=ARGS, ignore="lm_head", dampening_frac=DAMPING)
         quietly(model, [modifier], data, num_calibration_samples=24, batch_size=size)
         assert max(sizes) == (24 if size is None else 1)
         weights[size] = {n: w for n, w in model.state_dict().items() if n.endswith("proj.weight")}

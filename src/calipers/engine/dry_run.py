@@ -13,6 +13,7 @@ from calipers.checkpoint.compression import size_when_stored, sizes_of_module
 from calipers.checkpoint.state import module_state, offloaded_tensors, tied_names, unquantized_ties
 from calipers.engine.loop import give_schemes
 from calipers.engine.presets import scheme_runs_on
+from calipers.options import CalibrationOptions
 from calipers.planning.plan import Plan, Propagation
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
@@ -24,7 +25,7 @@ from calipers.topology.names import fused_groups, groups_side_by_side
 _SUM = 8  # float64
 _WORK = 44  # at the factorisation: five of float64 and a result of float32
 _KEPT = 12  # a root and a Hessian that the next inputs may share
-_OF_HALVES = 3  # statistics: of either half of the data and, in the end, of both
+_OF_FOLDS = 1 + CalibrationOptions().folds  # statistics: of each, and in the end of all data
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,17 @@ def hessian_bytes(modules: Sequence[ModuleSpec]) -> int:
     for names in fused_groups(gathered):  # they have the same input
         readers = [gathered[name] for name in names]
         elements = (readers[0].columns or 0) ** 2
-        sizes.append(max(map(hessians_of, readers)) * elements * _SUM)
-        works.append(elements * (_WORK + _KEPT * bool(works)))
+        sums, copies = max(map(hessians_of, readers)) * elements * _SUM, _folds_of(readers[0])
+        sizes.append(copies * sums)
+        # What the last fold has seen is worked out for the one at work.
+        works.append(elements * (_WORK + _KEPT * bool(works)) + (copies > 1) * sums)
     return sum(sizes) + max(works, default=0)
+
+
+def _folds_of(module: ModuleSpec) -> int:
+    """Return how many folds of the data are gathered apart, if nobody says otherwise."""
+    weight = module.tensor("weight")
+    return CalibrationOptions().folds if weight is not None and weight.in_folds else 1
 
 
 def hessians_of(module: ModuleSpec) -> int:
@@ -111,7 +120,7 @@ def statistics_bytes(model: PreTrainedModel, plan: Plan) -> int:
             side = "out_features" if base_name == "output" else "in_features"
             channels = getattr(module, side, None) or 0
             reader = sharing[name] if base_name == "input" else name
-            copies = _OF_HALVES if each.in_folds else 1
+            copies = _OF_FOLDS if each.in_folds else 1
             key = reader, base_name, str(statistic.configuration())
             sizes[key] = copies * statistic.expected_bytes(channels, heads.get(base_name, 1))
     return sum(sizes.values())

@@ -78,6 +78,7 @@ def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
                 "byInput": short(row.costs.input_error),
                 "tokens": row.tokens,
                 "times": short(row.times_median),
+                "chosen": ", ".join(f"{k} {v:g}" for k, v in row.costs.chosen.items()) or None,
                 "verdict": row.verdict,
                 "why": list(row.reasons),
             }

@@ -48,14 +48,17 @@ class Problem(NamedTuple):
     ordered: bool = False
 
 
-def choose(problems: Sequence[Problem], folds: Sequence[Moments]) -> list[Regularization | None]:
+def choose(
+    problems: Sequence[Problem], folds: Sequence[Moments], whole: Moments | None = None
+) -> list[Regularization | None]:
     """Return what fits each problem best; None where nothing can be factorised.
 
     No choice is worse, on the folds, than the constants that are used without them.
 
     :param folds: what was seen of the inputs in each fold, two or more, none of them without tokens
+    :param whole: the sum of all folds, where it is at hand
     """
-    judge = _Judge(problems, folds)
+    judge = _Judge(problems, folds, whole)
     corrections = [CORRECTION_DAMPING] * len(problems)
     if folds[0].cross is not None:
         corrections = lowest(
@@ -138,9 +141,11 @@ class _Judge:
     Losses are relative to what the weight gives at its output.
     """
 
-    def __init__(self, problems: Sequence[Problem], folds: Sequence[Moments]) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], folds: Sequence[Moments], whole: Moments | None
+    ) -> None:
         self._problems, self._folds = problems, folds
-        self._whole = Moments.sum_of(folds)
+        self._whole = Moments.sum_of(folds) if whole is None else whole
         hessian = self._whole.hessian
         self._energies = [
             [float(((w.double() @ hessian) * w.double()).sum()) for w in problem.weights]
@@ -198,7 +203,9 @@ class _Judge:
         self, number: int, damping: float, ordered: bool = False
     ) -> tuple[Curvature | None, Moments]:
         """Return the Hessian of all folds but one, and what was seen of them."""
-        seen = self._whole.less(self._folds[number])
+        # Of two folds there is the other one, which need not be worked out.
+        others = [fold for fold in self._folds if fold is not self._folds[number]]
+        seen = others[0] if len(others) == 1 else self._whole.less(self._folds[number])
         return curvature(seen.mean_hessian(), damping, ordered), seen
 
     def _corrected(self, problem: int, seen: Moments, curve: Curvature) -> list[Tensor]:

@@ -273,16 +273,18 @@ class GPTQModifier(QuantizationModifier):
         name = groups[0][0].name
         sums = layer.measurements.get(name, "input", IMPORTANCE)
         kept = layer.measurements.folds(name, "input", IMPORTANCE)
-        if self.dampening_frac is not None or sums is None or not kept:
+        seen = [cast("HessianSums", each) for each in kept if each.num_tokens]
+        if self.dampening_frac is not None or sums is None or not seen:
             return dict.fromkeys(groups)
-        whole, *folds = (Moments.of(each) for each in (sums, *kept) if each.num_tokens)  # type: ignore[arg-type]
-        last = whole.less(Moments.sum_of(folds)) if folds else whole
-        folds = [*folds, last] if last.tokens else folds
+        folds = list(map(Moments.of, seen))
+        whole = Moments.of(cast("HessianSums", sums))
+        last = whole.less(Moments.sum_of(folds))
+        folds += [last] if last.tokens else []
         if len(folds) < 2:
             return dict.fromkeys(groups)
         rows = _judged_rows(layer, groups[0][0])
         problems = [self._problem(layer, group) for group in groups]
-        found = choose(problems, [fold.of_rows(rows) for fold in folds])
+        found = choose(problems, [fold.of_rows(rows) for fold in folds], whole.of_rows(rows))
         return dict(zip(groups, found, strict=True))
 
     def _problem(self, layer: Layer, group: Group) -> Problem:

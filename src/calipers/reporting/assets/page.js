@@ -216,6 +216,7 @@
     ["db", "in dB", (row) => (known(row.output) ? toDb(row.output) : null), (value) => (known(value) ? signed(value, 1) : dash)],
     ["byInput", "By static input", (row) => row.byInput, percent],
     ["tokens", "Tokens seen", (row) => row.tokens, whole],
+    ["chosen", "Chosen by data", (row) => row.chosen, (value) => (known(value) ? value : dash)],
     ["verdict", "Verdict", (row) => RANK.length - RANK.indexOf(row.verdict), null],
   ];
   const collator = new Intl.Collator("en", { numeric: true });
