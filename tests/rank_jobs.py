@@ -166,7 +166,10 @@ def observers_of_all_kinds(_folder: Path) -> Any:
 def layers_on_quantized_ones(_folder: Path) -> Any:
     weights = {"num_bits": 4, "strategy": "channel", "observer": "memoryless_mse"}
     how = {"weights": weights, "targets": ["re:.*_proj"]}
-    made = {"llama": (llama(), texts(7)), "mixtral": (routed_mixtral(), routed_texts(0, 1, 2, 3))}
+    made = {
+        "llama": (llama(), texts(7)),
+        "mixtral": (routed_mixtral(), routed_texts(*4 * (0, 1, 2, 3))),
+    }
     results = {
         name: quantize({"modifiers": {"GPTQModifier": how}}, model, data)
         for name, (model, data) in made.items()

@@ -183,7 +183,9 @@ class TestMethods:
             return curvature(hessian, *rest)
 
         monkeypatch.setattr("calipers.solvers.gptq.curvature", counted)
-        advise(llama, hessians, "W3A16-g32,W4A16-g32,W8A16-g32", methods="gptq")
+        # By folds, each scheme would choose its own damping.
+        whole = Measurements.of_tensors(hessians.info, hessians.tensors())
+        advise(llama, whole, "W3A16-g32,W4A16-g32,W8A16-g32", methods="gptq")
         assert len(done) == 2 * 4  # layers, and the inputs of qkv, o, gate and up, and down
 
     def test_a_recipe_may_mix_methods(
