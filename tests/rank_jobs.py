@@ -180,6 +180,18 @@ def layers_on_quantized_ones(_folder: Path) -> Any:
     }
 
 
+def tuned_as_a_whole(_folder: Path) -> Any:
+    weights = {"num_bits": 3, "strategy": "group", "group_size": 32}
+    steps = recipe(weights=weights)["modifiers"]
+    steps["TuningModifier"] = {"epochs": 3, "lr": 3e-3}
+    model = llama(torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(6) if "norm" not in name else None
+    result = quantize({"modifiers": steps}, model)
+    return {"weights": dict(result.model.state_dict()), "figures": result.figures}
+
+
 def fewer_samples_than_processes(_folder: Path) -> Any:
     return {
         pipeline: found(quantize(RECIPES["FP8"], data=texts(2), pipeline=pipeline))
@@ -266,6 +278,7 @@ def sums_of_an_earlier_run(_folder: Path) -> Any:
 JOBS = [
     observers_of_all_kinds,
     layers_on_quantized_ones,
+    tuned_as_a_whole,
     fewer_samples_than_processes,
     experts_here_and_there,
     experts_nobody_sees,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from data import nvfp4
 from safetensors import safe_open
 from torch import Tensor
 
+import calipers
 from calipers.observers import Observer
+from calipers.solvers.tuning import divergence
 
 SHARED = Path(os.environ.get("CALIPERS_SHARED", Path(__file__).parents[2] / "shared"))
 MODEL = SHARED / "models" / "stories15M" / "model.safetensors"
@@ -54,3 +57,30 @@ def test_no_classic_observer_is_better(
         report = observer(weight).report()
         assert report.chosen < report.mse
         assert report.chosen < report.minmax
+
+
+@pytest.mark.slow
+def test_tuning_helps_on_stories_that_it_has_not_seen() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = MODEL.parent
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = (SHARED / "text" / "stories-calibration.jsonl").read_text().splitlines()
+    stories = [tokenizer(json.loads(line)["text"])["input_ids"][:96] for line in lines]
+    weights = {"num_bits": 3, "strategy": "group", "group_size": 32}
+    step = calipers.QuantizationModifier(weights=weights, targets=["Linear"], ignore=["lm_head"])
+    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def nats(*more: object) -> float:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        calipers.oneshot(
+            model, [step, *more], stories[:24], num_calibration_samples=24, progress=False
+        )
+        pairs = (
+            [each(torch.tensor([story])).logits for each in (teacher, model)]
+            for story in stories[300:320]
+        )
+        return sum(float(divergence(*pair)) for pair in pairs)
+
+    assert nats(calipers.TuningModifier(epochs=1)) < 0.97 * nats()

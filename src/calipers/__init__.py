@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         GPTQModifier,
         IMatrixGatherer,
         QuantizationModifier,
+        TuningModifier,
     )
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "QuantizeResult",
     "Recipe",
     "Report",
+    "TuningModifier",
     "__version__",
     "advise",
     "evaluate",
@@ -88,6 +90,7 @@ _HOMES = {
     "QuantizeResult": "calipers.engine.loop",
     "Recipe": "calipers.recipes",
     "Report": "calipers.reporting",
+    "TuningModifier": "calipers.steps",
     "advise": "calipers.advice",
     "evaluate": "calipers.evaluation",
     "flatten_for_calibration": "calipers.observers",

@@ -90,7 +90,7 @@ class TestSeeds:
             load_recipe(OVERVIEW.format(modifier="AWQModifier"))
         assert str(caught.value) == (
             "recipe, line 3: Calipers does not have 'AWQModifier'. Allowed: QuantizationModifier, "
-            "GPTQModifier, AutoRoundModifier, IMatrixGatherer."
+            "GPTQModifier, AutoRoundModifier, IMatrixGatherer, TuningModifier."
         )
 
     def test_chapter(self) -> None:

@@ -92,6 +92,17 @@ class TestResults:
             for key, weight in first["weights"].items():
                 assert torch.equal(other["weights"][key], weight), key
 
+    def test_of_tuning_are_the_same_in_all(self, alone: Any, together: list[Any]) -> None:
+        before = of(alone, rank_jobs.tuned_as_a_whole)["figures"]["TuningModifier"]["before"]
+        first, *others = (of(each, rank_jobs.tuned_as_a_whole) for each in together)
+        figures = first["figures"]["TuningModifier"]
+        assert figures["after"] < figures["before"]
+        assert figures["before"] > before / 4
+        for other in others:
+            assert other["figures"] == first["figures"]
+            for key, weight in first["weights"].items():
+                assert torch.equal(other["weights"][key], weight), key
+
     def test_tokens_are_those_of_all(self, together: list[Any]) -> None:
         for rank in together:
             found = of(rank, rank_jobs.observers_of_all_kinds)["W8A8 percentile", "basic"]

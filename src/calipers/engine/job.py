@@ -170,7 +170,8 @@ def tensors_without_data(plan: Plan, model: torch.nn.Module) -> list[str]:
         for module, tensor in plan
         if tensor.needs_data and not tensor.has_data_on(model.get_submodule(module.name))
     ]
-    return [*tensors, *(f"{name}.input" for name in plan.measured)]
+    measured = (f"{name}.input" for name in plan.measured)
+    return [*tensors, *measured, *(f"the whole model ({step})" for step in plan.finishing)]
 
 
 def data_missing(tensors: Sequence[str], problem: str, remedy: str) -> ConfigurationError:

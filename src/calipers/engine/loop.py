@@ -22,6 +22,7 @@ from torch import Tensor
 
 from calipers.calibration.context import Calibration, expose_states
 from calipers.calibration.coverage import Coverage, settle_unseen
+from calipers.calibration.data import Batches
 from calipers.calibration.partial_forward import NewValues
 from calipers.calibration.pipelines import (
     Part,
@@ -31,6 +32,7 @@ from calipers.calibration.pipelines import (
     run_datafree,
     run_sequential,
 )
+from calipers.calibration.whole_model import WholeModel
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.compression import shapes_of_quantized
 from calipers.checkpoint.headers import bits_per_weight, stored_tensors
@@ -93,6 +95,7 @@ class SolvedModel:
     :param errors: module → ‖Q(W) − W‖ / ‖W‖ of its weight
     :param costs: module → what its static activations and its output lose, where data ran
     :param notes: module → what was done otherwise than the recipe says, and why
+    :param figures: step → what is known of how it went, by name
     :param pipeline: how data ran; ``measurements`` where it had run before, ``datafree`` where none
         was needed
     :param samples: how many samples were seen, in all processes, and ``tokens`` how many tokens
@@ -104,6 +107,7 @@ class SolvedModel:
     errors: dict[str, float] = field(default_factory=dict)
     costs: dict[str, ModuleCosts] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Mapping[str, float]] = field(default_factory=dict)
     pipeline: str = "datafree"
     samples: int = 0
     tokens: int = 0
@@ -121,6 +125,11 @@ class SolvedModel:
             "weight_errors": self.errors,
             "costs": {name: asdict(each) for name, each in self.costs.items()},
             **({"notes": dict(self.notes)} if self.notes else {}),
+            **(
+                {"steps": {n: dict(each) for n, each in self.figures.items()}}
+                if self.figures
+                else {}
+            ),
         }
 
 
@@ -285,6 +294,31 @@ class StepDriver:
         self.measurements.forget(layer.names)
         return replace(changes, codes=codes)
 
+    def finish(self, whole: WholeModel) -> Changes:
+        """Let steps work on the whole solved model; return all changes, those before among them.
+
+        What the outputs of modules lose stays as it was judged: what was measured is forgotten.
+        """
+        solution, changes = self.solution, whole.changes
+        names = tuple(name for name, _ in self.model.named_modules())
+        everything = Layer(
+            self.model, whole.modules, names, self.measurements, self.ranks, self.progress
+        )
+        for label in solution.plan.finishing:
+            new = solution.plan.steps[label].finish(replace(whole, changes=changes))
+            check_changes(everything, label, new)
+            changes = changes.joined(new)
+            layer = replace(everything, new_tensors=changes.tensors)
+            before = {
+                name: everything.weight(name).detach()
+                for name, local in new.tensors
+                if (name, local) in new.qparams
+            }
+            solution.errors |= judge_layer(layer, new.qparams, before).errors
+            solution.notes |= new.notes
+            solution.figures |= new.figures
+        return changes
+
     def _count_tokens(self, names: Iterable[str]) -> None:
         """Note what each module that needs data has seen, in all processes.
 
@@ -345,6 +379,21 @@ class ModelSink:
                     weight = layer.weight(module.name).detach()
                     tensors[place] = fake_quantize(weight, args=spec.args, **qparams)
         return NewValues(tensors, activations)
+
+    def finish(self, batches: Batches, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Let steps work on the whole model, all of whose parts were taken."""
+        driver = self.driver
+        whole = WholeModel(
+            driver.model,
+            driver.solution.plan.modules,
+            self.changes,
+            batches,
+            device,
+            dtype,
+            driver.ranks,
+            driver.progress,
+        )
+        self.changes = driver.finish(whole)
 
     def freeze(self, model: PreTrainedModel) -> None:
         """Give the model all changes; it then computes with fake quantization."""

@@ -13,6 +13,7 @@ from calipers.calibration.context import Calibration, unchanged_on_error
 from calipers.calibration.coverage import Coverage, EarlyLook
 from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import Part, Run
+from calipers.calibration.whole_model import check_whole_model
 from calipers.checkpoint.auxiliary_files import source_folder
 from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.checkpoint.writer import write_checkpoint
@@ -196,6 +197,8 @@ class _OneshotJob(Job):
                 chosen = self.choose_pipeline(plan, model, device, dtype)
         if batches is not None and plan.uses_folds:
             self.check_samples(batches)
+        if batches is not None and plan.finishing:
+            check_whole_model(model, plan.modules, batches, device, dtype, self.ranks)
         chosen = self.agreed_pipeline(chosen)
         solution = SolvedModel(plan, Coverage(options.on_unseen), pipeline=chosen)
         with Calibration(
@@ -219,6 +222,8 @@ class _OneshotJob(Job):
             run = Run(calibration, self.ranks, self.progress, device, dtype, early)
             for _ in run_parts(PIPELINES[chosen](run, batches), FoldsSink(calibration), sink):
                 pass
+            if batches is not None and plan.finishing:
+                sink.finish(batches, device, dtype)
         amount = (0, 0) if batches is None else (batches.num_samples, batches.num_tokens)
         samples, tokens = zip(*self.ranks.share(amount), strict=True)
         solution.samples, solution.tokens = sum(samples), sum(tokens)

@@ -284,6 +284,14 @@ def driver_for(
             hint="Measure this model, or quantize the one that was measured.",
         )
     plan = plan_for(model, recipe)
+    if plan.finishing:
+        raise ConfigurationError(
+            "works on a whole model that data runs through, and here none runs",
+            subject=plan.finishing[0],
+            hint="Pass "
+            + Option("dataset", ANY)
+            + " to oneshot and no measurements, or take the step out of the recipe",
+        )
     missing = tensors_without_data(plan, model)
     if seen is None and missing:
         remedy = "Pass " + Option("measurements", ANY) + ", which 'calipers measure' makes, or "

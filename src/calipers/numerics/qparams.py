@@ -6,10 +6,10 @@ ranges that it turns into NaN are repaired.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
@@ -163,6 +163,27 @@ class ActivationQuantizer(NamedTuple):
         if not (x.requires_grad and torch.is_grad_enabled()):
             return quantized
         return quantized + (x - x.detach())  # a zero with the gradient of x
+
+
+def straight_through(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function such as rounding whose gradient counts as that of doing nothing.
+
+    >>> x = torch.tensor([1.4], requires_grad=True)
+    >>> straight_through(x, torch.round), torch.autograd.grad(straight_through(x, torch.round), x)
+    (tensor([1.], grad_fn=<_StraightThroughBackward>), (tensor([1.]),))
+    """
+    passed: Tensor = _StraightThrough.apply(x, function)  # type: ignore[no-untyped-call]
+    return passed
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:

@@ -39,6 +39,7 @@ class StepPlan:
     :param changed: other modules whose tensors it changes, such as norms
     :param tunes_layers: whether it works on each decoder layer as a whole, too, when the modules
         inside are solved; with ``propagation="both"`` alone
+    :param finishes: whether it works on the whole model, too, when all of it is solved, with data
     """
 
     modules: tuple[ModuleSpec, ...] = ()
@@ -46,6 +47,7 @@ class StepPlan:
     propagation: Propagation = "float"
     changed: tuple[str, ...] = ()
     tunes_layers: bool = False
+    finishes: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Changes:
     :param published: module → attributes that it gets, for whoever comes later
     :param notes: module → what was done otherwise than the recipe says, and why
     :param chosen: module → option of the step → what was chosen for it by data
+    :param figures: step → what is known of how it went, by name
     :param codes: module → its packed weight, from disk to disk; the engine adds them
     """
 
@@ -66,6 +69,7 @@ class Changes:
     published: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     chosen: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     codes: Mapping[str, Tensor] = field(default_factory=dict)
 
     def joined(self, other: Changes) -> Changes:
@@ -84,6 +88,7 @@ class Changes:
             published,
             {**self.notes, **other.notes},
             {**self.chosen, **other.chosen},
+            {**self.figures, **other.figures},
             {**self.codes, **other.codes},
         )
 
@@ -103,6 +108,9 @@ class Step(Protocol):
     def tune(self, layer: Any, stream: Any) -> Changes:
         """Improve a whole decoder layer; called where ``StepPlan.tunes_layers`` asks for it."""
 
+    def finish(self, whole: Any) -> Changes:
+        """Improve the whole model; called where ``StepPlan.finishes`` asks for it."""
+
 
 @dataclass(frozen=True)
 class Plan(NotebookView):
@@ -114,6 +122,7 @@ class Plan(NotebookView):
     :param propagation: what layers are calibrated on
     :param changed: other modules whose tensors steps change
     :param tunes_layers: whether steps work on whole decoder layers, too
+    :param finishing: the steps that work on the whole model, too, when all of it is solved
     """
 
     modules: tuple[ModuleSpec, ...] = ()
@@ -122,6 +131,7 @@ class Plan(NotebookView):
     propagation: Propagation = "float"
     changed: tuple[str, ...] = ()
     tunes_layers: bool = False
+    finishing: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -135,8 +145,9 @@ class Plan(NotebookView):
 
     @property
     def needs_data(self) -> bool:
-        """Whether any tensor needs data."""
-        return bool(self.measured) or any(tensor.needs_data for _, tensor in self)
+        """Whether any tensor, or a step, needs data."""
+        wanted = self.measured or self.finishing
+        return bool(wanted) or any(tensor.needs_data for _, tensor in self)
 
     @property
     def has_static_activations(self) -> bool:
@@ -178,6 +189,7 @@ class Plan(NotebookView):
         parts = [f"{number} × {kind}" for kind, number in kinds.items()]
         if self.measured:
             parts.append(f"inputs of {counted(len(self.measured), 'module')} summed up")
+        parts += [f"the whole model worked on by {label}" for label in self.finishing]
         return f"Plan({', '.join(parts) or 'nothing'})"
 
     def table(self) -> str:

@@ -46,11 +46,14 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     measured: dict[str, tuple[Requirement, ...]] = {}
     changed: set[str] = set()
+    finishing: list[str] = []
     propagation, tunes_layers = PROPAGATIONS[0], False
     for label, step in steps.items():
         wanted = step.plan(model, label)
         propagation = max(propagation, wanted.propagation, key=PROPAGATIONS.index)
         tunes_layers |= wanted.tunes_layers
+        if wanted.finishes:
+            finishing.append(label)
         for module in wanted.modules:
             known = claimed.get(module.name)
             claimed[module.name] = module if known is None else _merged(known, module)
@@ -72,7 +75,7 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
     check_modules(model, modules)
     besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
     others = tuple(sorted(changed, key=order.__getitem__))
-    return Plan(tuple(modules), besides, steps, propagation, others, tunes_layers)
+    return Plan(tuple(modules), besides, steps, propagation, others, tunes_layers, tuple(finishing))
 
 
 def _merged(one: ModuleSpec, other: ModuleSpec) -> ModuleSpec:

@@ -7,6 +7,7 @@ from calipers.steps.gptq import GPTQModifier
 from calipers.steps.imatrix import IMatrixGatherer
 from calipers.steps.quantization import QuantizationModifier
 from calipers.steps.rounding import AutoRoundModifier
+from calipers.steps.tuning import TuningModifier
 
 __all__ = [
     "AutoRoundModifier",
@@ -14,4 +15,5 @@ __all__ = [
     "IMatrixGatherer",
     "Modifier",
     "QuantizationModifier",
+    "TuningModifier",
 ]

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from torch import Tensor
 
 from calipers.calibration.layer_stream import LayerStream
+from calipers.calibration.whole_model import WholeModel
 from calipers.errors import CalipersError, ConfigurationError, RecipeError, first_line, nearest
 from calipers.measurements import Measurements
 from calipers.planning.plan import Changes, QParams, StepPlan
@@ -162,6 +163,14 @@ class Modifier(BaseModel):
         """
         return Changes()
 
+    def finish(self, whole: WholeModel) -> Changes:  # noqa: ARG002
+        """Improve the whole model, after :meth:`solve` was called for all its modules.
+
+        Called where the plan says ``finishes``, in all processes alike, before the model is
+        changed. Codes of weights may stay or change, and so may any other tensor.
+        """
+        return Changes()
+
     def regrouped(self, size: int) -> Modifier | None:  # noqa: ARG002
         """Return the same with weights in groups of a size; None where none can have it."""
         return None
@@ -254,6 +263,7 @@ STEPS: Registry[type[Modifier]] = Registry(
         "GPTQModifier": "calipers.steps.gptq:GPTQModifier",
         "AutoRoundModifier": "calipers.steps.rounding:AutoRoundModifier",
         "IMatrixGatherer": "calipers.steps.imatrix:IMatrixGatherer",
+        "TuningModifier": "calipers.steps.tuning:TuningModifier",
     },
     base=Modifier,
     error=RecipeError,

@@ -182,6 +182,18 @@ def _block_that_begins_with(name: str) -> str:
     return "mlp" if is_mlp and shallow and own in _READ_BY_MLP else ""
 
 
+def norm_vectors(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Go through the vectors of the norms of a model: names of the module and of the parameter.
+
+    Norms are told by their classes; one that modules share is named once.
+    """
+    for name, module in model.named_modules():
+        if "norm" in type(module).__name__.lower() and not any(module.children()):
+            for local, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 1 and parameter.is_floating_point():
+                    yield name, local
+
+
 def declared_ties(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Return the copies among tensors that the classes of a model declare, with their sources."""
     for prefix, module in model.named_modules():
