@@ -64,7 +64,7 @@ def _one_thread() -> None:
     ("title", "arguments", "most"),
     [
         ("A weight that is calibrated", ["--observer", "optimal", *DATA], 37),
-        ("A weight under GPTQ", ["--method", "gptq", *DATA], 43),
+        ("A weight under GPTQ", ["--method", "gptq", *DATA], 45),
         ("A weight from disk to disk", ["--observer", "optimal", "--measurements"], 40),
     ],
 )
