@@ -23,7 +23,7 @@ from calipers.steps.gptq import GPTQModifier, rounding_by, with_scales
 _HELD_OUT = 5  # one batch of so many is held out
 _CHECKS = 8  # looks at held-out samples, of which
 _PATIENCE = 3  # may pass in a row without an improvement
-_REACH = 1.0  # codes that offsets can move in all steps, whose sizes fall to zero
+_REACH = 0.5  # codes that offsets can move in all steps: where all gradients agree, a code flips
 _SCALE_RATE = 0.0005  # at first, of scales, as a part of themselves
 _SEED = 0
 
@@ -45,8 +45,8 @@ class AutoRoundModifier(GPTQModifier):
     What loses least on them is kept: the start, if nothing loses less.
 
     :param iters: how many steps are made at most
-    :param lr: how far a step moves a code at first, in codes; it falls to 0. ``null``: 2 /
-        ``iters``, with which a code can just reach the next one
+    :param lr: how far a step moves a code at first, in codes; it falls to 0. ``null``: 1 /
+        ``iters``, with which a code changes if nearly all gradients agree
     :param batch_size: how many samples a step sees at least; batches are never cut
     :param device_ids: ``null``: gradients are computed where the model is
 
