@@ -253,6 +253,19 @@ def test_every_expert_has_a_hessian(folders: dict[str, Path]) -> None:
     assert found.passes == 10
 
 
+def test_learned_rounding_keeps_the_hessians_of_a_layer(folders: dict[str, Path]) -> None:
+    found = {}
+    for method in ("gptq", "rounding"):
+        recipe = calipers.load_recipe("W4A16").changed(method=method)
+        found[method] = dry_run(load_skeleton(folders["llama"]), recipe).feedback
+    few, many = found["gptq"], found["rounding"]
+    assert few is not None
+    assert many is not None
+    # q, k and v have one; so have gate and up.
+    assert many.hessians >= few.hessians + 3 * 128**2 * 8
+    assert many.passes == few.passes
+
+
 def test_the_runs_foretold_are_those_that_come_to_pass() -> None:
     model = build("llama")
     layer, runs = model.model.layers[1], 0

@@ -63,7 +63,9 @@ def feedback_needs(model: torch.nn.Module, plan: Plan) -> FeedbackNeeds | None:
     for modules in layers:
         linears = {module.name: module for module in modules if module.kind == "linear"}
         stages = groups_side_by_side(linears)
-        at_a_time += [[linears[name] for name in stage] for stage in stages]
+        # A layer that is tuned is judged afterwards: all its Hessians are kept until then.
+        together = [tuple(linears)] if plan.tunes_layers else stages
+        at_a_time += [[linears[name] for name in names] for names in together]
         longest = max(longest, len(stages))
     streams = 2 if plan.propagation == "both" else 1
     passes = streams * (longest + 1)  # the last one goes on to the next layer
