@@ -33,15 +33,18 @@ if TYPE_CHECKING:
     from calipers.reporting import Report, report
     from calipers.steps import (
         AutoRoundModifier,
+        AWQModifier,
         GPTQModifier,
         IMatrixGatherer,
         QuantizationModifier,
+        SmoothQuantModifier,
         TuningModifier,
     )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AWQModifier",
     "Advice",
     "AutoRoundModifier",
     "CalipersError",
@@ -58,6 +61,7 @@ __all__ = [
     "QuantizeResult",
     "Recipe",
     "Report",
+    "SmoothQuantModifier",
     "TuningModifier",
     "__version__",
     "advise",
@@ -74,6 +78,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AWQModifier": "calipers.steps",
     "Advice": "calipers.advice",
     "AutoRoundModifier": "calipers.steps",
     "CalipersError": "calipers.errors",
@@ -90,6 +95,7 @@ _HOMES = {
     "QuantizeResult": "calipers.engine.loop",
     "Recipe": "calipers.recipes",
     "Report": "calipers.reporting",
+    "SmoothQuantModifier": "calipers.steps",
     "TuningModifier": "calipers.steps",
     "advise": "calipers.advice",
     "evaluate": "calipers.evaluation",

@@ -87,10 +87,11 @@ class TestSeeds:
 
     def test_a_modifier_that_there_is_not(self) -> None:
         with pytest.raises(RecipeError) as caught:
-            load_recipe(OVERVIEW.format(modifier="AWQModifier"))
+            load_recipe(OVERVIEW.format(modifier="SparseGPTModifier"))
         assert str(caught.value) == (
-            "recipe, line 3: Calipers does not have 'AWQModifier'. Allowed: QuantizationModifier, "
-            "GPTQModifier, AutoRoundModifier, IMatrixGatherer, TuningModifier."
+            "recipe, line 3: Calipers does not have 'SparseGPTModifier'. Allowed: "
+            "QuantizationModifier, GPTQModifier, AutoRoundModifier, IMatrixGatherer, "
+            "TuningModifier, SmoothQuantModifier, AWQModifier."
         )
 
     def test_chapter(self) -> None:
@@ -314,7 +315,10 @@ class TestErrors:
                 "modifiers:\n  QuantizationModifier:\n    scheme: FP8\n    weights: {}",
                 "line 4: QuantizationModifier has 'scheme' and 'weights'",
             ),
-            ("modifiers:\n  AWQModifier: {}", "line 2: Calipers does not have 'AWQModifier'."),
+            (
+                "modifiers:\n  SparseGPTModifier: {}",
+                "line 2: Calipers does not have 'SparseGPTModifier'.",
+            ),
             ("modifiers: 3", "line 1: 'modifiers' must be a mapping, got 3."),
             ("modifiers: {IMatrixGatherer: 3}", "line 1: 'IMatrixGatherer' must be a mapping"),
             ("QuantizationModifier: {}", "line 1: 'QuantizationModifier' stands directly in the r"),

@@ -79,7 +79,6 @@ CONFIGS = {
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
     ),
 }  # fmt: skip
-SILENT = {"opt"}  # the norms in whose layers the topology does not know
 
 
 class Flow:
@@ -141,16 +140,13 @@ def family(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Topology, Fl
 def test_norms_are_those_whose_output_is_read(
     family: tuple[str, nn.Module, Topology, Flow],
 ) -> None:
-    name, model, topology, flow = family
+    _, model, topology, flow = family
     flowed = dict(flow.norms())
     matrices = {n for n, m in model.named_modules() if getattr(m, "weight", None) is not None}
     expected = {reader: norm for reader, norm in flowed.items() if reader in matrices}
-    if name in SILENT:
-        assert set(topology.norms) == {"lm_head"}
-    else:
-        assert expected
-        idle = {n for n in topology.norms if ".experts." in n and n not in flow.inputs}
-        assert {n: topology.norms[n] for n in topology.norms if n not in idle} == expected
+    assert expected
+    idle = {n for n in topology.norms if ".experts." in n and n not in flow.inputs}
+    assert {n: topology.norms[n] for n in topology.norms if n not in idle} == expected
     for norm in set(topology.norms.values()):
         assert norm in flow.outputs
 

@@ -170,8 +170,9 @@ def tensors_without_data(plan: Plan, model: torch.nn.Module) -> list[str]:
         for module, tensor in plan
         if tensor.needs_data and not tensor.has_data_on(model.get_submodule(module.name))
     ]
-    measured = (f"{name}.input" for name in plan.measured)
-    return [*tensors, *measured, *(f"the whole model ({step})" for step in plan.finishing)]
+    measured = dict.fromkeys([*plan.measured, *plan.measured_before])
+    inputs = (f"{name}.input" for name in measured)
+    return [*tensors, *inputs, *(f"the whole model ({step})" for step in plan.finishing)]
 
 
 def data_missing(tensors: Sequence[str], problem: str, remedy: str) -> ConfigurationError:

@@ -44,7 +44,8 @@ from calipers.notebook import NotebookView
 from calipers.numerics.qparams import ActivationQuantizer, fake_quantize, store_qparams
 from calipers.numerics.tensors import digest_of
 from calipers.options import Pipeline
-from calipers.planning.plan import Plan, QParams
+from calipers.planning.measuring import derive_again
+from calipers.planning.plan import Plan, QParams, Transformed
 from calipers.planning.specs import ModuleSpec
 from calipers.recipes import Recipe
 from calipers.runtime.progress import Progress
@@ -96,6 +97,7 @@ class SolvedModel:
     :param costs: module → what its static activations and its output lose, where data ran
     :param notes: module → what was done otherwise than the recipe says, and why
     :param figures: step → what is known of how it went, by name
+    :param transforms: module → what was chosen for it before all else was measured
     :param pipeline: how data ran; ``measurements`` where it had run before, ``datafree`` where none
         was needed
     :param samples: how many samples were seen, in all processes, and ``tokens`` how many tokens
@@ -108,6 +110,7 @@ class SolvedModel:
     costs: dict[str, ModuleCosts] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     figures: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    transforms: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     pipeline: str = "datafree"
     samples: int = 0
     tokens: int = 0
@@ -130,6 +133,7 @@ class SolvedModel:
                 if self.figures
                 else {}
             ),
+            **({"transforms": dict(self.transforms)} if self.transforms else {}),
         }
 
 
@@ -227,9 +231,14 @@ class StepDriver:
         :param is_final: whether they are judged now: they are not tuned later
         """
         self.settle(names)
-        layer = self._layer(names)
+        layer, plan = self._layer(names), self.solution.plan
         changes = Changes()
-        for label, step in self.solution.plan.steps.items():
+        if plan.transforms:
+            layer, done = transform_layer(layer, plan)
+            derive_again(plan, names, self.measurements)
+            self.solution.transforms |= done.facts
+            changes = Changes(tensors=done.tensors)
+        for label, step in plan.steps.items():
             own = layer.of_step(label)
             new = step.solve(own)
             check_changes(own, label, new)
@@ -319,6 +328,17 @@ class StepDriver:
             solution.figures |= new.figures
         return changes
 
+    def transform(self, names: tuple[str, ...]) -> Transformed:
+        """Transform modules that were measured for it, and forget what was measured of them.
+
+        All processes call this with the same names, and work out the same.
+        """
+        self.ranks.merge(self.measurements.of(names))
+        _, done = transform_layer(self._layer(names), self.solution.plan)
+        self.solution.transforms |= done.facts
+        self.measurements.forget(names)
+        return done
+
     def _count_tokens(self, names: Iterable[str]) -> None:
         """Note what each module that needs data has seen, in all processes.
 
@@ -345,6 +365,36 @@ class StepDriver:
                 totals.append(tokens[0] if is_common else sum(tokens))
             if totals:
                 self.solution.coverage.tokens[name] = min(totals)
+
+
+def transform_layer(layer: Layer, plan: Plan) -> tuple[Layer, Transformed]:
+    """Let each step transform the modules of a layer, one after the other.
+
+    What was measured of them follows. Returns the layer as the steps have left it, too.
+    """
+    total = Transformed()
+    for label, planned in plan.transforms.items():
+        done = plan.steps[label].transform(layer, planned)
+        check_changes(layer, label, Changes(tensors=done.tensors))
+        for name, factors in done.divisors.items():
+            for base_name in ("input", "weight"):
+                layer.measurements.divide(name, base_name, factors)
+        layer = replace(layer, new_tensors={**layer.new_tensors, **done.tensors})
+        total = total.joined(done)
+    return layer, total
+
+
+@dataclass
+class TransformSink:
+    """Keeps what transforms make of a model, which gets it before anything else is measured."""
+
+    driver: StepDriver
+    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    def take(self, part: Part) -> NewValues:
+        """Transform a part; the model stays as it is meanwhile."""
+        self.tensors |= self.driver.transform(part.names).tensors
+        return NewValues()
 
 
 @dataclass

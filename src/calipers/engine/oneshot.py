@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from calipers.calibration.data import Batches
 from calipers.calibration.pipelines import Part, Run
 from calipers.calibration.whole_model import check_whole_model
 from calipers.checkpoint.auxiliary_files import source_folder
+from calipers.checkpoint.state import tied_names
 from calipers.checkpoint.stored_weights import model_fingerprint
 from calipers.checkpoint.writer import write_checkpoint
 from calipers.engine.job import (
@@ -30,6 +32,8 @@ from calipers.engine.loop import (
     OneshotResult,
     SolvedModel,
     StepDriver,
+    TransformSink,
+    apply_changes,
     report,
     run_parts,
 )
@@ -46,7 +50,7 @@ from calipers.options import (
     Pipeline,
     RecipeOptions,
 )
-from calipers.planning.plan import Plan
+from calipers.planning.plan import Changes, Plan, TransformPlan
 from calipers.recipes import Recipe
 from calipers.recipes.compiling import plan_for
 from calipers.runtime.distributed import joined_ranks
@@ -138,6 +142,22 @@ def oneshot(
     )
 
 
+def _passes(plan: Plan) -> Iterator[dict[str, TransformPlan]]:
+    """Put transforms together that one run of the data is enough for.
+
+    What was measured follows where channels are divided; after other changes it is measured anew.
+    """
+    together: dict[str, TransformPlan] = {}
+    for label, transform in plan.transforms.items():
+        follows = all(exact for each in together.values() for exact in each.affected.values())
+        if transform.measured and not follows:
+            yield together
+            together = {}
+        together[label] = transform
+    if together:
+        yield together
+
+
 @dataclass(frozen=True)
 class _OneshotJob(Job):
     """The parts of a call, in the order in which all processes take them."""
@@ -200,7 +220,11 @@ class _OneshotJob(Job):
         if batches is not None and plan.finishing:
             check_whole_model(model, plan.modules, batches, device, dtype, self.ranks)
         chosen = self.agreed_pipeline(chosen)
-        solution = SolvedModel(plan, Coverage(options.on_unseen), pipeline=chosen)
+        transforms = self._transform(model, plan, batches, device, dtype)
+        plan = replace(plan, transforms={})
+        solution = SolvedModel(
+            plan, Coverage(options.on_unseen), transforms=transforms, pipeline=chosen
+        )
         with Calibration(
             model,
             plan,
@@ -229,6 +253,39 @@ class _OneshotJob(Job):
         solution.samples, solution.tokens = sum(samples), sum(tokens)
         solution.forward_dtype = None if chosen == "datafree" else dtype
         return sink
+
+    def _transform(
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        batches: Batches | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> dict[str, Mapping[str, Any]]:
+        """Change the model as the plan wants it before all else, and return what was chosen."""
+        solution = SolvedModel(plan, Coverage())
+        for transforms in _passes(plan):
+            some = replace(plan, transforms=transforms)
+            measuring = Plan(
+                measured=some.measured_before,
+                changed=tuple(name for each in transforms.values() for name in each.changed),
+            )
+            chosen: Pipeline = "datafree"
+            if measuring.measured:
+                assert batches is not None
+                chosen = self.agreed_pipeline(self.choose_pipeline(measuring, model, device, dtype))
+            share = self.options.calibration.share_inputs
+            with Calibration(model, measuring, share_inputs=share, dtype=dtype) as calibration:
+                solution.plan = some
+                driver = StepDriver(
+                    model, calibration.measurements, solution, self.ranks, self.progress
+                )
+                sink = TransformSink(driver)
+                run = Run(calibration, self.ranks, self.progress, device, dtype, what="equalizing")
+                for _ in run_parts(PIPELINES[chosen](run, batches), sink):
+                    pass
+            apply_changes(model, (), Changes(tensors=sink.tensors), tied_names(model))
+        return solution.transforms
 
     def _batches(
         self, model: PreTrainedModel, plan: Plan, dataset: Any, tokenizer: Any

@@ -356,12 +356,15 @@ class PreparedModel:
         """
         plan = self.driver.solution.plan
         groups = fused_groups(module.name for module in plan.modules if module.kind == "linear")
-        if plan.changed:
+        if plan.changed or plan.transforms:
             topology = Topology.of(self.model)
             groups = grouped(plan.names, lambda name: topology.layer_of(name) or name)
         parts: dict[str, tuple[str, ...]] = {name: (name,) for name in plan.names}
         for group in groups:
             parts |= dict.fromkeys(group, group)
+        for group in (g for each in plan.transforms.values() for g in each.together):
+            joined = tuple(dict.fromkeys(other for name in group for other in parts[name]))
+            parts |= dict.fromkeys(joined, joined)
         for pair in self.ties.items():  # what is changed under one name is stored under the other
             owners = [name.rpartition(".")[0] for name in pair]
             if not set(plan.changed).isdisjoint(owners):
@@ -470,6 +473,7 @@ class CheckpointSink:
             "errors": solution.errors.copy(),
             "costs": {name: asdict(each) for name, each in solution.costs.copy().items()},
             "notes": solution.notes.copy(),
+            "transforms": solution.transforms.copy(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> int:
@@ -481,6 +485,7 @@ class CheckpointSink:
         costs = state["costs"].items()
         solution.costs |= {name: ModuleCosts.from_dict(each) for name, each in costs}
         solution.notes |= state["notes"]
+        solution.transforms |= state.get("transforms", {})
         return int(state["module"])
 
     def take(self, part: Part) -> NewValues:

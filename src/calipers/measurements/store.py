@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import Self
 
 from calipers.errors import CheckpointExistsError, MergeError, counted
@@ -114,6 +115,19 @@ class Measurements(NotebookView):
     def is_from_earlier_run(self, module: str, statistic: Statistic) -> bool:
         """Whether an earlier run has left what a statistic of a module knows."""
         return any(each is statistic for each in self._earlier.get(module, ()))
+
+    def divide(self, module: str, base_name: str, factors: Tensor) -> None:
+        """Let what is known of a tensor be that of one whose channels were divided by factors.
+
+        Statistics of which that is not known are forgotten.
+        """
+        held = self._statistics.get(module, {})
+        for (tensor, key), statistic in list(held.items()):
+            if tensor == base_name:
+                del held[tensor, key]
+                divided = statistic.divided_by(factors)
+                if divided is not None:
+                    held[tensor, key] = divided
 
     def forget(self, modules: Iterable[str]) -> None:
         """Let go of what was seen of some modules."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -117,7 +117,9 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
 
     :param known: what :func:`calipers.measure` has found of the same model
     """
-    found, tensors = Measurements(known.info), known.tensors()
+    found, before = Measurements(known.info), known.tensors()
+    affected = plan.affected
+    tensors = {place: _lasting(each, affected.get(place)) for place, each in before.items()}
     missing: dict[tuple[str, str], list[str]] = defaultdict(list)
     modules = {module.name: module for module in plan.modules}
     for name, requirements in plan.requirements(with_costs=True):
@@ -130,11 +132,21 @@ def derived_measurements(plan: Plan, known: Measurements) -> Measurements:
                     _add_folds(found, (name, each), known)
             elif not each.is_optional:
                 why = _why_missing(each, modules.get(name), is_measured=place in tensors)
-                missing[why].append(".".join(place))
+                missing[_CHANGED if place in affected else why].append(".".join(place))
     for module in plan.modules:
         sensitivity = tensors.get((module.name, "weight"), {}).get(SENSITIVITY)
         if sensitivity is not None and sensitivity.num_tokens:
             found.add(module.name, "weight", SENSITIVITY, sensitivity, is_optional=True)
+    for name, requirements in plan.measured_before.items():
+        for each in requirements:
+            statistic, place = each.create(name), (name, each.base_name)
+            if statistic.derive_from(before.get(place, {}).values()):
+                found.add(name, each.base_name, each.key, statistic, is_optional=True)
+            else:
+                missing[_NO_HESSIAN].append(".".join(place))
+    for place in affected:  # what is known of it afterwards is worked out from these
+        for key, statistic in tensors.get(place, {}).items():
+            found.add(*place, f"{_BEFORE} {key}", statistic, is_optional=True)
     for (problem, remedy), names in missing.items():
         raise ConfigurationError(
             f"do not tell what {counted(len(names), 'tensor')} of the recipe "
@@ -158,7 +170,36 @@ def _add_folds(found: Measurements, wanted: tuple[str, Requirement], known: Meas
         found.add(name, each.base_name, key, statistic, is_optional=True)
 
 
+def _lasting(statistics: Mapping[str, Statistic], exact: bool | None) -> dict[str, Statistic]:
+    """Return what is still known of a tensor when a transform has changed it.
+
+    :param exact: whether each of its channels is divided by a factor; None: nothing changes it
+    """
+    if exact is None:
+        return dict(statistics)
+    return {key: each for key, each in statistics.items() if exact and each.can_be_divided}
+
+
+def derive_again(plan: Plan, names: Collection[str], measurements: Measurements) -> None:
+    """Work out what a plan asks for of modules from what is known of them after a transform."""
+    for name, requirements in plan.requirements(with_costs=True):
+        for each in requirements if name in names else ():
+            place = name, each.base_name
+            if place not in plan.affected:
+                continue
+            statistic = each.create(name)
+            if statistic.derive_from(measurements.tensors().get(place, {}).values()):
+                measurements.replace(*place, each.key, statistic)
+
+
+_BEFORE = "before"
 _REQUEST = "Measure again, with 'calipers measure … --collect {}'"
+_NO_HESSIAN = "how their channels go together (a Hessian)", _REQUEST.format("hessian")
+_CHANGED = (
+    "a transform changes them, and what was counted over all channels, or of outputs and states, "
+    "does not follow it",
+    "Calibrate with data, or choose static_minmax, which the extrema of channels tell",
+)
 _NO_STATES = ("queries, keys and values were not measured", _REQUEST.format("attention"))
 _NOT_MEASURED = {
     "output": ("outputs were not measured", _REQUEST.format("outputs")),
@@ -180,7 +221,7 @@ def _why_missing(
                 "inputs as they become when layers before are quantized",
                 "Give the recipe 'error_propagation: float', or calibrate with data",
             )
-        return "how their channels go together (a Hessian)", _REQUEST.format("hessian")
+        return _NO_HESSIAN
     tensor = None if module is None else module.tensor(requirement.base_name)
     observer = "the observer" if tensor is None else f"observer {tensor.observer_with_options}"
     return (

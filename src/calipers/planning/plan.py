@@ -51,6 +51,47 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class TransformPlan:
+    """What a step does to a model before anything else is measured; the model computes the same.
+
+    :param measured: module → what it wants to know of it
+    :param changed: modules whose tensors it changes
+    :param affected: (module, tensor) → whether each of its channels is divided by a factor, by
+        which statistics can be divided too; or else they have to be measured again
+    :param together: modules that are changed together, in groups
+    """
+
+    measured: Mapping[str, tuple[Requirement, ...]] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    affected: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """What a step has made of some modules before they are measured.
+
+    :param tensors: (module, name of a parameter) → its new value
+    :param divisors: module → by what each channel of its input is divided now
+    :param facts: module → what was chosen for it, for people
+    """
+
+    tensors: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    divisors: Mapping[str, Tensor] = field(default_factory=dict)
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def joined(self, other: Transformed) -> Transformed:
+        """Return what was done by these and, later, by others."""
+        divisors = dict(self.divisors)
+        for name, factors in other.divisors.items():
+            divisors[name] = divisors[name] * factors if name in divisors else factors
+        facts = {name: dict(each) for name, each in self.facts.items()}
+        for name, each in other.facts.items():
+            facts.setdefault(name, {}).update(each)
+        return Transformed({**self.tensors, **other.tensors}, divisors, facts)
+
+
+@dataclass(frozen=True)
 class Changes:
     """What a step makes of some modules. Nothing is changed before all of it is known.
 
@@ -102,6 +143,15 @@ class Step(Protocol):
         :param step: the name of this step, which its tensors carry
         """
 
+    def plan_transform(self, model: torch.nn.Module, plan: Plan, step: str) -> TransformPlan | None:
+        """Say what it changes before anything is measured; None: nothing.
+
+        :param plan: what all steps do with the model otherwise
+        """
+
+    def transform(self, layer: Any, plan: TransformPlan) -> Transformed:
+        """Change some modules so that the model computes the same, and is quantized better."""
+
     def solve(self, layer: Any) -> Changes:
         """Turn what was measured of some modules into changes."""
 
@@ -123,6 +173,7 @@ class Plan(NotebookView):
     :param changed: other modules whose tensors steps change
     :param tunes_layers: whether steps work on whole decoder layers, too
     :param finishing: the steps that work on the whole model, too, when all of it is solved
+    :param transforms: step → what it does before anything else is measured
     """
 
     modules: tuple[ModuleSpec, ...] = ()
@@ -132,12 +183,14 @@ class Plan(NotebookView):
     changed: tuple[str, ...] = ()
     tunes_layers: bool = False
     finishing: tuple[str, ...] = ()
+    transforms: Mapping[str, TransformPlan] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
         """The modules that are quantized, measured or changed, each once."""
         quantized = (module.name for module in self.modules)
-        return list(dict.fromkeys([*quantized, *self.measured, *self.changed]))
+        transformed = (name for each in self.transforms.values() for name in each.changed)
+        return list(dict.fromkeys([*quantized, *self.measured, *self.changed, *transformed]))
 
     def __iter__(self) -> Iterator[tuple[ModuleSpec, TensorSpec]]:
         """Go through all tensors, each with its module."""
@@ -146,8 +199,26 @@ class Plan(NotebookView):
     @property
     def needs_data(self) -> bool:
         """Whether any tensor, or a step, needs data."""
-        wanted = self.measured or self.finishing
+        wanted = self.measured or self.measured_before or self.finishing
         return bool(wanted) or any(tensor.needs_data for _, tensor in self)
+
+    @property
+    def measured_before(self) -> Mapping[str, tuple[Requirement, ...]]:
+        """What transforms want to know of modules, which is measured before all else."""
+        wanted: dict[str, tuple[Requirement, ...]] = {}
+        for transform in self.transforms.values():
+            for name, requirements in transform.measured.items():
+                wanted[name] = (*wanted.get(name, ()), *requirements)
+        return wanted
+
+    @property
+    def affected(self) -> Mapping[tuple[str, str], bool]:
+        """Return (module, tensor) → whether transforms do no more than divide its channels."""
+        found: dict[tuple[str, str], bool] = {}
+        for transform in self.transforms.values():
+            for place, exact in transform.affected.items():
+                found[place] = exact and found.get(place, True)
+        return found
 
     @property
     def has_static_activations(self) -> bool:
@@ -189,6 +260,9 @@ class Plan(NotebookView):
         parts = [f"{number} × {kind}" for kind, number in kinds.items()]
         if self.measured:
             parts.append(f"inputs of {counted(len(self.measured), 'module')} summed up")
+        for label, transform in self.transforms.items():
+            changed = counted(len(transform.changed), "module")
+            parts.append(f"{changed} changed before by {label}")
         parts += [f"the whole model worked on by {label}" for label in self.finishing]
         return f"Plan({', '.join(parts) or 'nothing'})"
 

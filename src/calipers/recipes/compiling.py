@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,16 +67,19 @@ def compile_plan(steps: Mapping[str, Step], model: torch.nn.Module) -> Plan:
             measured[name] = (*measured.get(name, ()), *requirements)
         changed |= set(wanted.changed)
     modules = sorted(claimed.values(), key=lambda module: order[module.name])
-    if not modules and not measured and not changed:
+    besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
+    others = tuple(sorted(changed, key=order.__getitem__))
+    plan = Plan(tuple(modules), besides, steps, propagation, others, tunes_layers, tuple(finishing))
+    planned = ((label, step.plan_transform(model, plan, label)) for label, step in steps.items())
+    transforms = {label: each for label, each in planned if each is not None}
+    if not modules and not measured and not changed and not transforms:
         raise RecipeError(
             f"The recipe quantizes nothing in {type(model).__name__}: no module that can be "
             "quantized matches",
             hint=f"{unsupported_modules(model)} {available_modules(model)}".strip(),
         )
     check_modules(model, modules)
-    besides = {name: measured[name] for name in sorted(measured, key=order.__getitem__)}
-    others = tuple(sorted(changed, key=order.__getitem__))
-    return Plan(tuple(modules), besides, steps, propagation, others, tunes_layers, tuple(finishing))
+    return replace(plan, transforms=transforms)
 
 
 def _merged(one: ModuleSpec, other: ModuleSpec) -> ModuleSpec:

@@ -38,9 +38,7 @@ from calipers.steps.choices import check_observer, named_observers, preset_name,
 from calipers.topology.names import EXPERT_PROJECTIONS
 
 _FOREIGN = (
-    "AWQModifier",
     "AutoRoundModifier",
-    "SmoothQuantModifier",
     "SparseGPTModifier",
     "QuIPModifier",
     "SpinQuantModifier",
@@ -372,11 +370,12 @@ def _modifiers(document: Document, body: Any, path: Path) -> Iterator[Modifier]:
                 continue
             given = {} if fields is None else _mapping(document, fields, at, f"'{name}'")
             try:
-                modifier = kind(**given)
+                read = kind.read(given)
             except RecipeError as error:
                 raise document.located(error, at) from None
-            _settle_code(modifier, document, at)
-            yield modifier
+            for modifier in read:
+                _settle_code(modifier, document, at)
+                yield modifier
 
 
 def _mapping(document: Document, data: Any, path: Path, what: str) -> dict[str, Any]:

@@ -465,6 +465,23 @@ class Statistic:
                 return True
         return False
 
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether it is known what it would be had each channel been divided by a factor."""
+        return False
+
+    def divided_by(self, factors: Tensor) -> Self | None:  # noqa: ARG002
+        """Return what it would be had each channel been divided by a factor; None: not known."""
+        return None
+
+    def with_fields(self, fields: Mapping[str, Tensor]) -> Self:
+        """Return one of the same configuration that holds these fields."""
+        options = {k: v for k, v in self.configuration().items() if k != "class"}
+        made = self.from_configuration(options)
+        made.owner = self.owner
+        made.load_fields(fields)
+        return made
+
     def fields_to_share(self) -> dict[str, Tensor]:
         """Return the fields in memory for others to keep: none is changed in place afterwards."""
         with self.lock:

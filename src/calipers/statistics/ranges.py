@@ -238,19 +238,35 @@ class Extrema(LastRange):
             return "min_vals must be as many as max_vals, and none above its maximum"
         return None
 
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether it is known what it would be had each channel been divided by a factor."""
+        return shared_columns(self.args) == 1
+
+    def divided_by(self, factors: Tensor) -> Self | None:
+        """Return the extrema had each channel been divided by a positive factor."""
+        if not self.can_be_divided:
+            return None
+        fields = self.fields()
+        for name in ("min_vals", "max_vals"):
+            if name in fields:
+                fields[name] = fields[name] / factors.to(fields[name])
+        return self.with_fields(fields)
+
     def derive_from(self, known: Collection[Statistic]) -> bool:
-        """Take the extrema of groups from those of single channels, too."""
+        """Take the extrema of groups, and of the whole, from those of single channels, too."""
         if super().derive_from(known):
             return True
-        width = shared_columns(self.args)
+        is_whole, width = strategy_name(self.args) == "tensor", shared_columns(self.args)
         for each in known:
-            if width is None or not isinstance(each, Extrema):
+            if not (is_whole or width) or not isinstance(each, Extrema):
                 continue
             if each.base_name == self.base_name and shared_columns(each.args) == 1:
                 fields = each.fields()  # the extrema of single channels
                 if fields:
-                    fields["min_vals"] = fields["min_vals"].reshape(-1, width).amin(-1)
-                    fields["max_vals"] = fields["max_vals"].reshape(-1, width).amax(-1)
+                    shape = (1, -1) if width is None else (-1, width)
+                    fields["min_vals"] = fields["min_vals"].reshape(shape).amin(-1)
+                    fields["max_vals"] = fields["max_vals"].reshape(shape).amax(-1)
                 self.load_fields(fields)
                 return True
         return False

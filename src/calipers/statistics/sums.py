@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from calipers.errors import not_finite
 from calipers.kernels.reductions import sum_of_products, sum_of_squares
@@ -83,6 +84,19 @@ class SquareSums(TokenSums):
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""
         return problem_with_channels("_imatrix_sum", fields["_imatrix_sum"])
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether it is known what it would be had each channel been divided by a factor."""
+        return True
+
+    def divided_by(self, factors: Tensor) -> Self:
+        """Return the sums had each channel been divided by a factor: Σ(x/f)² = Σx² / f²."""
+        fields = self.fields()
+        if fields:
+            sums = fields["_imatrix_sum"]
+            fields["_imatrix_sum"] = sums / factors.to(sums) ** 2
+        return self.with_fields(fields)
 
     @property
     def takes_summaries(self) -> bool:
@@ -238,6 +252,20 @@ class BlockHessians(HessianSums):
     def expected_bytes(self, channels: int, heads: int = 1) -> int:  # noqa: ARG002
         """Estimate the memory it takes for a tensor of so many channels."""
         return 8 * channels * (self._width or channels)
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether it is known what it would be had each channel been divided by a factor."""
+        return True
+
+    def divided_by(self, factors: Tensor) -> Self:
+        """Return the sums had each channel been divided by a factor: D⁻¹ Σ x xᵀ D⁻¹."""
+        fields = self.fields()
+        if fields:
+            sums = fields["_hessian_sum"]
+            blocks = factors.to(sums).reshape(len(sums), -1)
+            fields["_hessian_sum"] = sums / blocks[:, :, None] / blocks[:, None, :]
+        return self.with_fields(fields)
 
     def derive_from(self, known: Collection[Statistic]) -> bool:
         """Take the blocks on the diagonal of wider ones, too."""
@@ -400,6 +428,22 @@ class Sensitivity(Statistic):
     def problem_with(self, fields: Mapping[str, Tensor]) -> str | None:
         """Say why it cannot have these fields, which are sound each, if it cannot."""
         return problem_with_channels("_sensitivity_sum", fields["_sensitivity_sum"])
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether it is known what it would be had each channel been divided by a factor."""
+        return True
+
+    def divided_by(self, factors: Tensor) -> Self:
+        """Return the sums had input channels been divided by factors, and columns multiplied.
+
+        The gradient of a column that is f times as large is 1/f of what it was.
+        """
+        fields = self.fields()
+        if fields:
+            sums = fields["_sensitivity_sum"]
+            fields["_sensitivity_sum"] = sums / factors.to(sums) ** 2
+        return self.with_fields(fields)
 
     def per_token(self) -> Tensor:
         """Return E[(∂L/∂w)²] of each column, for the loss of one token."""

@@ -18,7 +18,14 @@ from calipers.calibration.layer_stream import LayerStream
 from calipers.calibration.whole_model import WholeModel
 from calipers.errors import CalipersError, ConfigurationError, RecipeError, first_line, nearest
 from calipers.measurements import Measurements
-from calipers.planning.plan import Changes, QParams, StepPlan
+from calipers.planning.plan import (
+    Changes,
+    Plan,
+    QParams,
+    StepPlan,
+    Transformed,
+    TransformPlan,
+)
 from calipers.planning.specs import ModuleSpec
 from calipers.registry import Registry
 from calipers.runtime.progress import Progress
@@ -129,6 +136,11 @@ class Modifier(BaseModel):
             raise self._explain(error) from None
 
     @classmethod
+    def read(cls, given: Mapping[str, Any]) -> list[Modifier]:
+        """Make what an entry of a recipe stands for, of its keys: one modifier, or several."""
+        return [cls(**given)]
+
+    @classmethod
     def known_keys(cls, path: Path) -> Iterable[str]:
         """Return the keys allowed at a path inside the modifier."""
         return [] if path else list(cls.model_fields)
@@ -146,6 +158,26 @@ class Modifier(BaseModel):
         """Say what is done with a model, which is only looked at.
 
         :param step: the name of this step, which the specs of its tensors carry
+        """
+        raise NotImplementedError
+
+    def plan_transform(
+        self,
+        model: torch.nn.Module,  # noqa: ARG002
+        plan: Plan,  # noqa: ARG002
+        step: str,  # noqa: ARG002
+    ) -> TransformPlan | None:
+        """Say what it changes before anything is measured; None: nothing.
+
+        :param plan: what all steps of the recipe do with the model otherwise
+        """
+        return None
+
+    def transform(self, layer: Layer, plan: TransformPlan) -> Transformed:
+        """Change modules so that the model computes the same, and can be quantized better.
+
+        :param layer: all modules whose data has run
+        :param plan: what ``plan_transform`` has answered
         """
         raise NotImplementedError
 
@@ -264,6 +296,8 @@ STEPS: Registry[type[Modifier]] = Registry(
         "AutoRoundModifier": "calipers.steps.rounding:AutoRoundModifier",
         "IMatrixGatherer": "calipers.steps.imatrix:IMatrixGatherer",
         "TuningModifier": "calipers.steps.tuning:TuningModifier",
+        "SmoothQuantModifier": "calipers.steps.transforms.smoothquant:SmoothQuantModifier",
+        "AWQModifier": "calipers.steps.transforms.awq:AWQModifier",
     },
     base=Modifier,
     error=RecipeError,

@@ -38,6 +38,7 @@ _LAYOUTS: tuple[dict[str, str], ...] = (
     {"input_layernorm": "attention", "post_attention_layernorm": "mlp"},
     {"input_layernorm": "attention mlp"},  # one norm for two blocks side by side
     {"ln_attn": "attention", "ln_mlp": "mlp"},
+    {"self_attn_layer_norm": "attention", "final_layer_norm": "mlp"},  # OPT
     {  # Gemma 2 and 3
         "input_layernorm": "attention",
         "post_attention_layernorm": "",
@@ -75,7 +76,10 @@ class Topology:
         except ConfigurationError:
             layers = ()
         norms = {}
-        for reader, norm in _norms_of_readers(modules, layers).items():
+        # An OPT of one size normalizes what blocks return.
+        is_behind = any(not getattr(m, "do_layer_norm_before", True) for m in modules.values())
+        known = {} if is_behind else _norms_of_readers(modules, layers)
+        for reader, norm in known.items():
             scale: Any = getattr(modules[norm], "weight", None)
             matrix: Any = getattr(modules[reader], "weight", None)
             # A norm has weights, as many as a matrix that reads it has columns.
