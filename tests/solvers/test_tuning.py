@@ -46,7 +46,7 @@ def rounds_twice(name: str, dtype: torch.dtype) -> bool:
 class TestWeightByItsScales:
     def test_is_as_before_without_a_change(self, name: str, dtype: torch.dtype) -> None:
         codes, before = solved(ARGS[name], dtype)
-        again = codes.frozen(codes.start())
+        again = codes.frozen(codes.start(torch.Generator().manual_seed(0)))
         if rounds_twice(name, dtype):
             assert float((again != before).float().mean()) < 0.02
         else:
@@ -92,6 +92,17 @@ def test_vectors_are_rounded_as_they_are_stored() -> None:
     assert float(value[0].detach()) == 1.0
     (gradient,) = torch.autograd.grad(value.sum(), change)
     torch.testing.assert_close(gradient, torch.full((3,), (5 / 3) ** 0.5))
+
+
+@pytest.mark.parametrize("name", ["int3 group", "nvfp4"])
+def test_scales_begin_anywhere_between_two_stored_ones(name: str) -> None:
+    """Steps that are small against those of stored values change as many as they are long."""
+    codes, _ = solved(ARGS[name], torch.bfloat16)
+    start = codes.start(torch.Generator().manual_seed(0))
+    assert torch.equal(codes.scale(start), codes.before.float())
+    ulp = {"int3 group": 2**-8, "nvfp4": 2**-4}[name]  # to twice that, in terms of a value
+    changed = (codes.scale(start + ulp / 8) != codes.before.float()).float().mean()
+    assert 1 / 16 < float(changed) < 1 / 6
 
 
 def test_a_vector_of_zeros_can_be_tuned() -> None:

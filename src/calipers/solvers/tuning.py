@@ -78,9 +78,16 @@ class FixedCodes:
         kept = small if torch.equal(small.float(), multiples) else multiples
         return cls(kept, scale, zero_point, global_scale, args, weight.dtype)
 
-    def start(self) -> Tensor:
-        """Return no change: the logarithm of what each scale is multiplied by."""
-        return torch.zeros_like(self.before, dtype=torch.float32)
+    def start(self, generator: torch.Generator | None = None) -> Tensor:
+        """Return no change: the logarithm of what each scale is multiplied by.
+
+        :param generator: draws where between two stored values each begins; all are stored as
+            they were
+        """
+        before = self.before.float()
+        dtype = FP8_DTYPE if self._has_fp8_scales else self.before.dtype
+        change = (_within_rounding(before, dtype, generator) / before).log1p()
+        return change * (self.scale(change) == before)
 
     def scale(self, change: Tensor) -> Tensor:
         """Return the scales as they are stored, in float32."""
@@ -112,8 +119,12 @@ class FixedCodes:
         )
         return values
 
+    @property
+    def _has_fp8_scales(self) -> bool:
+        return Format.of(self.args).scale is ScaleKind.E4M3_GLOBAL
+
     def _as_stored(self, scale: Tensor) -> Tensor:
-        if Format.of(self.args).scale is ScaleKind.E4M3_GLOBAL:
+        if self._has_fp8_scales:
             top = torch.finfo(FP8_DTYPE).max
             return scale.sign() * scale.abs().clamp(_SMALLEST_FP8, top).to(FP8_DTYPE).float()
         if self.args.scale_dtype is not None:
@@ -127,18 +138,42 @@ class Vector:
 
     before: Tensor
 
-    def start(self) -> Tensor:
-        """Return no change: what is added, in terms of the root of the mean square."""
-        return torch.zeros_like(self.before, dtype=torch.float32)
+    def start(self, generator: torch.Generator | None = None) -> Tensor:
+        """Return no change: what is added, in terms of the root of the mean square.
+
+        :param generator: draws where between two stored values each number begins
+        """
+        before = self.before.float()
+        change = _within_rounding(before, self.before.dtype, generator) / self._unit
+        return change * (self.value(change) == before)
 
     def value(self, change: Tensor) -> Tensor:
         """Return the vector as it is stored, in float32."""
-        before = self.before.float()
-        unit = before.square().mean().sqrt()
-        unit = torch.where(unit > 0, unit, torch.ones_like(unit))
-        return straight_through(before + unit * change, lambda x: x.to(self.before.dtype).float())
+        value = self.before.float() + self._unit * change
+        return straight_through(value, lambda x: x.to(self.before.dtype).float())
+
+    @property
+    def _unit(self) -> Tensor:
+        unit = self.before.float().square().mean().sqrt()
+        return torch.where(unit > 0, unit, torch.ones_like(unit))
 
     def stored(self, change: Tensor) -> Tensor:
         """Return the vector in the dtype in which it is stored."""
         with torch.no_grad():
             return self.value(change).to(self.before.dtype)
+
+
+def _within_rounding(
+    value: Tensor, dtype: torch.dtype, generator: torch.Generator | None
+) -> Tensor:
+    """Draw what can be added to values without a change to what is stored, but for a few.
+
+    What is stored lies in the middle between two borders. Small steps alike in all values, which
+    are those that matter, would all cross them at the same time, after many that change nothing.
+    With all on their way, as many cross a border in each step as the step is long.
+    """
+    if generator is None:
+        return torch.zeros_like(value)
+    spacing = value.abs().log2().floor().exp2() * torch.finfo(dtype).eps
+    drawn = torch.rand(value.shape, generator=generator).to(value.device)
+    return (drawn - 0.5) * spacing

@@ -88,7 +88,7 @@ class TuningModifier(Modifier):
     ) -> tuple[_Result, str]:
         """Return the best that there was by the samples held out, and what went wrong."""
         best, since = solved, 0
-        changes = tuned.start()
+        changes = tuned.start(self.seed)
         if not changes:
             return best, "left as it was: it has no norms, and no scales that can be tuned"
         if not math.isfinite(solved.nats):
@@ -111,7 +111,9 @@ class TuningModifier(Modifier):
                 if nats < best.nats:
                     kept = {place: change.detach().clone() for place, change in changes.items()}
                     best, since = _Result(nats, kept, step), 0
-                if since == _PATIENCE or not math.isfinite(nats):
+                if not math.isfinite(nats):
+                    return best, NOT_FINITE
+                if since == _PATIENCE:
                     break
         return best, ""
 
@@ -198,10 +200,11 @@ class _Tuned:
         vectors = {place: Vector(whole.stored(*place).to(whole.device)) for place in places}
         return cls(whole.solved(), weights, vectors)
 
-    def start(self) -> _Vectors:
+    def start(self, seed: int) -> _Vectors:
         """Return no changes, which take gradients."""
-        starts = {(name, "weight"): weight.start() for name, weight in self.weights.items()}
-        starts |= {place: vector.start() for place, vector in self.vectors.items()}
+        draw = torch.Generator().manual_seed(seed)
+        starts = {(name, "weight"): weight.start(draw) for name, weight in self.weights.items()}
+        starts |= {place: vector.start(draw) for place, vector in self.vectors.items()}
         return {place: start.requires_grad_() for place, start in starts.items()}
 
     def changed(self, changes: _Vectors) -> Values:
