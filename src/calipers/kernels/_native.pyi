@@ -145,7 +145,7 @@ def descend(
     least_gain: float,
     threads: int,
 ) -> int: ...
-def choose_together(
+def choose_candidates(
     *,
     values: Tensor,
     scales: Tensor,

@@ -76,7 +76,7 @@ def _choose_in_blocks(
     fmt = Format.of(args)
     chosen = torch.empty(grid.shape[:2], dtype=torch.int64)
     own, across = _panels(hessian, grid.shape[-1])
-    library().choose_together(
+    library().choose_candidates(
         values=grid[None],
         scales=scales.contiguous(),
         zeros=None if fmt.symmetric else zeros.contiguous(),

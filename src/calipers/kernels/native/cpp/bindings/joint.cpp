@@ -5,7 +5,7 @@ namespace calipers {
 namespace {
 
 // `own` and `across` are panels of the Hessian, as JointJob describes them.
-void choose_together(const Tensor& values, Array<const float> scales, const Optional<const float>& zeros,
+void choose_candidates(const Tensor& values, Array<const float> scales, const Optional<const float>& zeros,
                      Array<const float> own, Array<const float> across, const Numbers& numbers,
                      std::int64_t rounds, Array<std::int64_t> choice, int threads) {
   JointJob job{};
@@ -39,7 +39,7 @@ void choose_together(const Tensor& values, Array<const float> scales, const Opti
 }  // namespace
 
 void bind_joint(nb::module_& m) {
-  m.def("choose_together", &choose_together, nb::kw_only(), "values"_a, "scales"_a.noconvert(),
+  m.def("choose_candidates", &choose_candidates, nb::kw_only(), "values"_a, "scales"_a.noconvert(),
         "zeros"_a.noconvert().none(), "own"_a.noconvert(), "across"_a.noconvert(), "numbers"_a, "rounds"_a,
         "choice"_a.noconvert(), "threads"_a);
 }
