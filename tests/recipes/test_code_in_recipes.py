@@ -201,7 +201,7 @@ def test_our_own_code_says_each_time_whether_code_may_run() -> None:
         and ast.unparse(node.func)
         in ("Observer.get_value_from_registry", "Observer.load_from_registry")
     ]
-    assert len(calls) > 3
+    assert len(calls) >= 3
     for path, call in calls:
         said = {keyword.arg for keyword in call.keywords}
         fixed = bool(call.args) and isinstance(call.args[0], ast.Constant)
