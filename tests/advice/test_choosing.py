@@ -43,6 +43,16 @@ def test_no_choice_is_better(given_: Options, limit: int) -> None:
         assert found.gap == 0
 
 
+def test_a_limit_holds_however_little_is_beyond_it() -> None:
+    """One byte more would lose nothing at all."""
+    given_ = Options([[50, 51], [50, 50]], [[1.0, 0.0], [1.0, 1.0]])
+    assert choose(given_, size=101).columns[0] == 1
+    assert choose(given_, size=100).columns[0] == 0
+    other_way_round = Options(given_.harms, given_.sizes)
+    assert choose(other_way_round, harm=101).columns[0] == 1
+    assert choose(other_way_round, harm=100).columns[0] == 0
+
+
 @given(options())
 def test_nothing_beats_the_front(given_: Options) -> None:
     points = front(given_)
