@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ def test_errors_of_outputs_are_near_those_that_are_measured(observer: str) -> No
 )
 @pytest.mark.parametrize("width", [None, 32])
 def test_the_loss_of_a_weight(strategy: str, options: dict[str, Any], width: int | None) -> None:
-    """E‖ΔW x‖², under E[x²] or under blocks of E[x xᵀ], and in tiles."""
+    """E‖ΔW x‖², under E[x²] or under blocks of E[x xᵀ], in tiles, and from what the weight was."""
     torch.manual_seed(0)
     args = QuantizationArgs(**{"num_bits": 8, "strategy": strategy, **options})
     if strategy == "tensor_group":
@@ -248,10 +249,10 @@ def test_the_loss_of_a_weight(strategy: str, options: dict[str, Any], width: int
     q = library.dequantize(codes, scale.float(), zero_point, args, global_scale=whole)
     change = q.double() - weight.double()
     expected = float((change @ hessian @ change.T).trace())
-    for tile in (1 << 20, 500):
+    for tile, before in product((1 << 20, 500), (None, weight)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("calipers.judging.costs._AT_ONCE", tile)
-            loss, codes = weight_loss(weight, args, qparams, streams)
+            loss, codes = weight_loss(weight, args, qparams, streams, before)
         assert codes is None
         assert loss.output == pytest.approx(expected, rel=1e-4)
         assert loss.error == pytest.approx(float(change.norm() / weight.double().norm()), rel=1e-4)
