@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         IMatrixGatherer,
         QuantizationModifier,
         SmoothQuantModifier,
+        SpinQuantModifier,
         TuningModifier,
     )
 
@@ -62,6 +63,7 @@ __all__ = [
     "Recipe",
     "Report",
     "SmoothQuantModifier",
+    "SpinQuantModifier",
     "TuningModifier",
     "__version__",
     "advise",
@@ -96,6 +98,7 @@ _HOMES = {
     "Recipe": "calipers.recipes",
     "Report": "calipers.reporting",
     "SmoothQuantModifier": "calipers.steps",
+    "SpinQuantModifier": "calipers.steps",
     "TuningModifier": "calipers.steps",
     "advise": "calipers.advice",
     "evaluate": "calipers.evaluation",

@@ -91,7 +91,7 @@ class TestSeeds:
         assert str(caught.value) == (
             "recipe, line 3: Calipers does not have 'SparseGPTModifier'. Allowed: "
             "QuantizationModifier, GPTQModifier, AutoRoundModifier, IMatrixGatherer, "
-            "TuningModifier, SmoothQuantModifier, AWQModifier."
+            "TuningModifier, SmoothQuantModifier, AWQModifier, SpinQuantModifier, QuIPModifier."
         )
 
     def test_chapter(self) -> None:

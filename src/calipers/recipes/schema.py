@@ -40,8 +40,6 @@ from calipers.topology.names import EXPERT_PROJECTIONS
 _FOREIGN = (
     "AutoRoundModifier",
     "SparseGPTModifier",
-    "QuIPModifier",
-    "SpinQuantModifier",
     "WandaPruningModifier",
 )
 _SUFFIXES = (".yaml", ".yml", ".json")

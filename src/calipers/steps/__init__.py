@@ -9,6 +9,7 @@ from calipers.steps.quantization import QuantizationModifier
 from calipers.steps.rounding import AutoRoundModifier
 from calipers.steps.transforms.awq import AWQModifier
 from calipers.steps.transforms.smoothquant import SmoothQuantModifier
+from calipers.steps.transforms.spinquant import SpinQuantModifier
 from calipers.steps.tuning import TuningModifier
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "Modifier",
     "QuantizationModifier",
     "SmoothQuantModifier",
+    "SpinQuantModifier",
     "TuningModifier",
 ]

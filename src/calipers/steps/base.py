@@ -298,6 +298,8 @@ STEPS: Registry[type[Modifier]] = Registry(
         "TuningModifier": "calipers.steps.tuning:TuningModifier",
         "SmoothQuantModifier": "calipers.steps.transforms.smoothquant:SmoothQuantModifier",
         "AWQModifier": "calipers.steps.transforms.awq:AWQModifier",
+        "SpinQuantModifier": "calipers.steps.transforms.spinquant:SpinQuantModifier",
+        "QuIPModifier": "calipers.steps.transforms.spinquant:QuIPModifier",
     },
     base=Modifier,
     error=RecipeError,
