@@ -48,6 +48,13 @@ def test_weighted(shape: tuple[int, ...], dtype: torch.dtype, symmetric: bool) -
     check_choice(values, values, QuantizationArgs(num_bits=4, symmetric=symmetric), 3.0, weights)
 
 
+@with_engines("rows", [1, 3])
+def test_weights_belong_to_values_of_a_transposed_matrix(rows: int) -> None:
+    shape = (1, 6, 3, 5, 9)
+    values, weights = torch.randn(shape), torch.rand(rows, 45) ** 4
+    check_choice(pieces("transposed", shape, values), values, INT4, 2.4, weights)
+
+
 def test_weights_that_repeat_otherwise_than_the_columns_of_the_grid() -> None:
     values = torch.randn(1, 6, 4, 1, 20)
     for rows in (1, 2, 8):
