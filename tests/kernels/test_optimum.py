@@ -69,6 +69,29 @@ def test_long_pieces_of_16_bits(fmt: str, weighted: bool) -> None:
     search.check(x, search.find(x, weights), weights)
 
 
+@with_engines("small", [1e-7, 1e-10], engines=NATIVE_ENGINES)
+def test_an_error_far_below_what_the_values_weigh(small: float) -> None:
+    """All values but one are codes; differences of sums over them exceed its error."""
+    x = torch.randint(-127, 128, (1, 1, 1, 1, 800)).bfloat16()
+    x[..., 0], x[..., 1] = 127, 0.5
+    weights = torch.rand(800) ** 4
+    weights[1] = small
+    search = Search("int8", torch.bfloat16)
+    search.check(x, search.find(x, weights), weights)
+
+
+@with_engines("fmt, length", ["int8", "fp8"], [16, 800], engines=NATIVE_ENGINES)
+def test_the_kernel_leaves_out_scales_that_overflow(
+    fmt: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has to be searched again."""
+    monkeypatch.setattr("calipers.kernels.native.optimum.optimum_in_torch", None)
+    x = (torch.rand(1, 8, 1, 1, length) * 6e4 - 3e4).half()
+    x[..., : length // 2] = 65504
+    search = Search(fmt, torch.float16)
+    search.check(x, search.find(x))
+
+
 @with_engines(
     "shape, memory, dtype, fmt",
     [(1, 2, 3, 5, 9), (3, 1, 4, 1, 16), (2, 3, 1, 1, 33)],
