@@ -47,7 +47,7 @@ class TuningModifier(Modifier):
 
     epochs: Annotated[int, Field(ge=1)] = 2
     iters: Annotated[int, Field(ge=1)] | None = None
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3e-4
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     batch_size: Annotated[int, Field(ge=1)] = 4
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
     seed: int = 0
