@@ -362,4 +362,5 @@ def test_a_user_is_warned_and_the_checkpoint_has_the_figures(tmp_path: Path) -> 
         "typical_input": found.typical_input,
         "tensors": {"input": vars(found.tensors["input"])},
         "loss": None,
+        "chosen": {},
     }

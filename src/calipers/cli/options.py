@@ -168,7 +168,7 @@ FLAGS |= {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("advice", "budget", "collect", "evaluation", "layers", "measurements", "save_every"),
-        *("schemes", "source", "target"),
+        *("schemes", "source", "target", "until_stable"),
     )
 }
 """Options of functions → options of commands; others have no meaning there."""

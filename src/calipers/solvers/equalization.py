@@ -101,8 +101,8 @@ def awq_factors(activations: Tensor, weights: Tensor, strength: Strength) -> Ten
     :param activations: the magnitude of each channel
     :param weights: that of the columns that read it
 
-    >>> awq_factors(torch.tensor([4.0, 1.0]), torch.ones(2), Strength(0.5, False)).tolist()
-    [1.4142135623730951, 0.7071067811865476]
+    >>> awq_factors(torch.tensor([4.0, 0.25]), torch.ones(2), Strength(0.5, False)).tolist()
+    [2.0, 0.5]
     """
     factors = activations.double() ** strength.ratio
     if strength.uses_weights:
