@@ -121,8 +121,9 @@ def run_measured(
     plan = collecting_plan(model)
     dtype = forward_dtype("auto", model, model.device)
     count = 1 if halves is None else 2
-    folds = {"num_folds": count, "fold_of_batch": halves or ()}
-    with Calibration(model, plan, dtype=dtype, **folds) as calibration:
+    with Calibration(
+        model, plan, dtype=dtype, num_folds=count, fold_of_batch=halves or ()
+    ) as calibration:
         times = [clock()]
         for index, batch in enumerate(batches):
             given = with_mask(batch)
